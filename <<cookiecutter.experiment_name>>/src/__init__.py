@@ -1,0 +1,1 @@
+"""The experiment. Edit models, datasets and experiment; then `make bind` and `make run`."""

@@ -1,0 +1,52 @@
+# The front door. People and CI run the same targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo/digits
+NAME ?=
+OUT ?= .
+ARGS ?=
+
+.PHONY: help demo test check format bake clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.complete $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
+	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
+
+test: $(VENV)/.dev ## run the whole test suite; ARGS="-k name" picks tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## rewrite the code as `make check` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..
+	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }
+	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
+
+clean: ## remove the demo, the environment and caches
+	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
+
+$(DEMO)/main.py: | $(VENV)/.complete
+	@$(BIN)/mlx train new digits -o demo
+	@$(BIN)/pip install -q --disable-pip-version-check -r $(DEMO)/requirements.txt
+
+$(VENV)/.complete: runtime/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'
+	@echo "installing into $(VENV) (once; a minute or two)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install -q --disable-pip-version-check -e runtime
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.complete
+	@echo "installing the tools of development into $(VENV)"
+	@$(BIN)/pip install -q --disable-pip-version-check -e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt"
+	@touch $@

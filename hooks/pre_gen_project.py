@@ -1,0 +1,12 @@
+"""Refuse a name that cannot be an experiment's, before anything is written."""
+
+import re
+import sys
+
+name = "<<cookiecutter.experiment_name>>"
+if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+    print(
+        f"error: {name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter",
+        file=sys.stderr,
+    )
+    sys.exit(1)

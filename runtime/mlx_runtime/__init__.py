@@ -1,0 +1,43 @@
+"""Everything between a PyTorch experiment and the Ray cluster that trains it.
+
+The names below are imported when first used, so that `import mlx_runtime` and `mlx --help` stay instant.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.settings import prepare_ray
+
+if TYPE_CHECKING:
+    from mlx_runtime.binding import DUMMY_PARAMS
+    from mlx_runtime.cluster import connect
+    from mlx_runtime.config import TrainConfig
+    from mlx_runtime.errors import MlxError, clean_exit
+    from mlx_runtime.experiment import BaseModule
+    from mlx_runtime.loading import load_config
+    from mlx_runtime.trainer import fit
+
+__version__ = "0.1.0"
+
+__all__ = ["DUMMY_PARAMS", "BaseModule", "MlxError", "TrainConfig", "clean_exit", "connect", "fit", "load_config"]
+
+prepare_ray()  # before anyone's `import ray`
+
+_HOMES = {
+    "BaseModule": "experiment",
+    "DUMMY_PARAMS": "binding",
+    "MlxError": "errors",
+    "TrainConfig": "config",
+    "clean_exit": "errors",
+    "connect": "cluster",
+    "fit": "trainer",
+    "load_config": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,53 @@
+"""The command `mlx`: parse, call one verb, print."""
+
+import importlib
+from typing import Any
+
+import click
+
+from mlx_runtime import __version__
+
+GROUPS = {
+    "train": "Make, bind and run an experiment.",
+    "xp": "Look at runs.",
+}
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when it is used, so that `mlx --help` is instant."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*GROUPS, *self.commands])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in GROUPS:
+            module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
+            command: click.Command = module.group
+            return command
+        return self.commands.get(name)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+            formatter.write_dl(sorted((GROUPS | own).items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="mlx")
+def mlx() -> None:
+    """PyTorch experiments, trained on this machine or on a Ray cluster."""
+
+
+@mlx.command("new")
+@click.argument("name")
+@click.option("-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to make it in.")
+@click.pass_context
+def new(context: click.Context, name: str, output: str) -> None:
+    """Make a new experiment (the same as `mlx train new`)."""
+    from mlx_runtime.cli import train
+
+    context.invoke(train.new, name=name, output=output)
+
+
+def main() -> None:
+    mlx(prog_name="mlx")

@@ -1,0 +1,22 @@
+"""`mlx xp`."""
+
+import click
+
+from mlx_runtime import xp
+from mlx_runtime.errors import clean_exit
+from mlx_runtime.settings import Settings
+
+
+@click.group("xp")
+def group() -> None:
+    """Look at runs."""
+
+
+@group.command()
+@click.argument("name", required=False)
+@click.argument("run", required=False)
+@click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
+def board(name: str | None, run: str | None, port: int) -> None:
+    """Open TensorBoard on a run (run_003, 3 or latest), an experiment, or everything."""
+    with clean_exit(debug=Settings.read().debug):
+        xp.board(name, run, port)

@@ -1,0 +1,69 @@
+"""Ray, started here or joined: the embedded cluster of `mlx train run`, or the one that a job runs on."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlx_runtime.config import TrainConfig
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.settings import Settings
+
+JOB_FLAG = "MLX_IN_JOB"
+"""Set in the environment of a submitted job: there the driver joins the cluster that it runs on."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a run trains.
+
+    Attributes:
+        title: for the start lines, like `embedded Ray (2 CPUs)`.
+        host: address of the driver as workers reach it.
+        cpus, gpus: what the cluster has; 0 CPUs when training runs inside this process.
+    """
+
+    title: str
+    host: str
+    cpus: float
+    gpus: float
+
+
+@contextlib.contextmanager
+def connect(cfg: TrainConfig) -> Iterator[Cluster]:
+    """Have Ray while the block runs: none for `start_workers=0`, the job's cluster inside a job, else an embedded one.
+
+    Raises:
+        ConfigError: the cluster cannot hold `start_workers`.
+    """
+    if cfg.start_workers == 0:
+        import torch
+
+        yield Cluster("this process", "127.0.0.1", 0, torch.cuda.device_count())
+        return
+    import ray
+
+    level = "INFO" if Settings.read().verbose else "ERROR"
+    embedded = JOB_FLAG not in os.environ
+    if embedded:
+        # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
+        print(f"ray       starting on {os.cpu_count()} cores", flush=True)
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
+        needed = cfg.start_workers * cfg.cpus_per_worker + 2
+        cpus = max(os.cpu_count() or 1, needed)
+        ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True, configure_logging=True)
+    else:
+        ray.init(logging_level=level, log_to_driver=True)
+    try:
+        total = ray.cluster_resources()
+        cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
+        wanted = cfg.start_workers * cfg.cpus_per_worker
+        if wanted > cpus:
+            raise ConfigError(
+                f"cfg.start_workers={cfg.start_workers} needs {wanted} CPUs; the cluster has {cpus:g}. "
+                "Lower cfg.start_workers or cfg.cpus_per_worker"
+            )
+        title = f"embedded Ray on {os.cpu_count()} cores" if embedded else f"Ray cluster with {cpus:g} CPUs"
+        yield Cluster(title, "127.0.0.1" if embedded else ray.util.get_node_ip_address(), cpus, gpus)
+    finally:
+        ray.shutdown()

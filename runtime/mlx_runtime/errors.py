@@ -1,0 +1,104 @@
+"""Every error a user can meet, and how a command ends when one is raised.
+
+    MlxError                 exit 1   a child is raised for every problem that a user can cure
+    ├── UsageError           exit 2   wrong folder, name or argument
+    ├── BindError                     a constructor that conf.yaml cannot describe
+    ├── ConfigError                   conf.yaml or an override is wrong
+    ├── DatasetError                  a dataset that cannot be batched
+    ├── StorageError                  the run folder cannot be written
+    ├── WorkerLoopError               the user's own code raised on a worker
+    └── RunStopped           exit 130 Ctrl-C, 143 SIGTERM
+
+Messages are written for the person at the terminal: what happened with the value, what was expected,
+and the next command to type.
+"""
+
+import contextlib
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+
+
+class MlxError(Exception):
+    """Base of every error that this library raises for its users."""
+
+    exit_code = 1
+
+
+class UsageError(MlxError):
+    """The command cannot run here, or not with this argument."""
+
+    exit_code = 2
+
+
+class BindError(MlxError):
+    """A constructor or a default that `bind` cannot write to conf.yaml exactly."""
+
+
+class ConfigError(MlxError):
+    """conf.yaml and the overrides do not describe a runnable experiment. Lists every problem at once."""
+
+
+class DatasetError(MlxError):
+    """A dataset that the workers could not read."""
+
+
+class StorageError(MlxError):
+    """The storage path cannot hold a run: not writable, or no space left."""
+
+
+class WorkerLoopError(MlxError):
+    """User code raised on a worker.
+
+    Args:
+        rank: world rank of the worker that raised first.
+        summary: `ValueError: the message`.
+        trace: the user's frames, innermost last.
+    """
+
+    def __init__(self, rank: int, summary: str, trace: str) -> None:
+        super().__init__(rank, summary, trace)  # all three in `args`, so that it survives pickling
+        self.rank, self.summary, self.trace = rank, summary, trace
+
+    def __str__(self) -> str:
+        return f"{self.summary} (raised on rank {self.rank})\n{self.trace}".rstrip()
+
+
+class RunStopped(MlxError):  # noqa: N818 - not a failure
+    """The user stopped the run (130), or the system did (143)."""
+
+    exit_code = 130
+
+    def __init__(self, message: str, exit_code: int = 130) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """` Did you mean 'x'?` when something in `words` looks like `word`, else what there is."""
+    known = sorted(words)
+    matches = difflib.get_close_matches(word, known, n=2)
+    if matches:
+        return f" Did you mean {' or '.join(repr(match) for match in matches)}?"
+    return f" There is: {', '.join(known)}." if known else " There is none."
+
+
+@contextlib.contextmanager
+def clean_exit(*, debug: bool = False) -> Iterator[None]:
+    """End the process with one clear message and the right exit code, instead of a traceback.
+
+    Args:
+        debug: let the traceback through.
+    """
+    try:
+        yield
+    except MlxError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(RunStopped.exit_code)

@@ -1,0 +1,229 @@
+"""conf.yaml and overrides → a checked config → live objects.
+
+Precedence: constructor default < conf.yaml < `MLX_STORAGE` < command line. Everything is checked against the
+constructors' signatures before anything starts, and all problems are told at once.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, InstantiationException
+from hydra_zen import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from mlx_runtime.config import TrainConfig
+from mlx_runtime.errors import ConfigError, near
+from mlx_runtime.layout import CONF
+from mlx_runtime.settings import Settings
+from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked config.
+
+    Attributes:
+        tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
+        cfg: the `cfg` group as the object that user code sees.
+        overrides: as typed.
+    """
+
+    tree: Tree
+    cfg: TrainConfig
+    overrides: tuple[str, ...] = ()
+
+    def yaml(self) -> str:
+        return OmegaConf.to_yaml(OmegaConf.create(self.tree))
+
+
+def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF) -> Config:
+    """Read conf.yaml, apply Hydra overrides and check the result against the constructors.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    storage = Settings.read().storage
+    implied = [f"cfg.storage_path={OmegaConf.to_yaml(storage).strip()}"] if storage else []
+    tree = _composed(path, [*implied, *overrides])
+    wanted = groups(experiment)
+    problems = _check(tree, wanted)
+    if problems:
+        raise ConfigError(_listed(problems, path))
+    return Config(tree, build(tree["cfg"]), tuple(overrides))
+
+
+def build(node: Tree, **objects: Any) -> Any:
+    """Call what a node describes, recursively, with arguments as their annotations want them.
+
+    Args:
+        node: a mapping with `_target_`.
+        objects: further arguments that are not YAML; passed on as they are.
+
+    Raises:
+        ConfigError: a constructor refused its arguments.
+    """
+    try:
+        if objects:
+            return instantiate({**node, "_partial_": True}, _convert_="all", _target_wrapper_=_typed)(**objects)
+        return instantiate(node, _convert_="all", _target_wrapper_=_typed)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ConfigError(f"{node['_target_']} cannot be made: {type(cause).__name__}: {cause}") from cause
+
+
+def build_optimizers(node: Tree, models: Any) -> Any:
+    """Make the optimizers, each over the parameters of the models that `map_params_to_optimizers` gives it.
+
+    Raises:
+        ConfigError: the map names a model or an optimizer that does not exist, or leaves an optimizer without one.
+    """
+    made_models = vars(models)
+    names = [name for name in node if name != "_target_"]
+    mapping = getattr(models, "map_params_to_optimizers", {})
+    where = f"{type(models).__name__}.map_params_to_optimizers"
+    params: dict[str, list[Any]] = {name: [] for name in names}
+    for model, optimizer in mapping.items():
+        if not hasattr(made_models.get(model), "parameters"):
+            known = [name for name, made in made_models.items() if hasattr(made, "parameters")]
+            raise ConfigError(f"{where} names the model {model!r}, which does not exist.{near(model, known)}")
+        if optimizer not in params:
+            raise ConfigError(
+                f"{where} names the optimizer {optimizer!r}, which does not exist.{near(optimizer, names)}"
+            )
+        params[optimizer] += made_models[model].parameters()
+    made = {}
+    for name in names:
+        if not params[name]:
+            raise ConfigError(f"optimizers.{name} trains no model; give it one in {where}, or remove it")
+        arguments = {key: value for key, value in node[name].items() if key != "params"}
+        made[name] = build(arguments, params=params[name])
+    return object_at(node["_target_"])(**made)
+
+
+def _composed(path: Path, overrides: Sequence[str]) -> Tree:
+    """conf.yaml with overrides, through Hydra."""
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}; write it with: mlx train bind")
+    try:
+        file = OmegaConf.load(path)
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        unknown = [
+            f"{item.key_or_group}: there is no such key.{near(item.key_or_group, _keys(OmegaConf.to_container(file)))}"
+            for item in parsed
+            if not (item.is_add() or item.is_force_add())
+            and OmegaConf.select(file, item.key_or_group, default=MISSING) is MISSING
+        ]
+        if unknown:
+            raise ConfigError(_listed(unknown, path))
+        with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
+            composed = compose(config_name=path.stem, overrides=list(overrides))
+        tree = OmegaConf.to_container(composed, resolve=True)
+    except YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(tree, dict)
+    return tree  # type: ignore[return-value]
+
+
+def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
+    """Every problem of the config, as full key and cure."""
+    problems = [f"{name}: there is no such group.{near(name, wanted)}" for name in tree if name not in wanted]
+    for name, cls in wanted.items():
+        if name not in tree:
+            problems.append(f"{name}: missing; bring it in with: mlx train bind")
+        else:
+            _check_value(tree[name], cls, name, path_of(cls), problems)
+    if "optimizers" in tree:  # their parameters come from the models
+        free = {f"optimizers.{name}.params" for name in tree["optimizers"]}
+        problems = [problem for problem in problems if problem.partition(":")[0] not in free]
+    return problems
+
+
+def _check_value(value: Any, hint: Any, key: str, owner: str, problems: list[str]) -> None:
+    if value == "???":
+        problems.append(f"{key}: ??? must be given a value; {owner} has no default for it")
+    elif isinstance(value, dict) and "_target_" in value:
+        _check_node(value, hint, key, owner, problems)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            _check_value(item, Any, f"{key}[{index}]", owner, problems)
+    else:
+        try:
+            convert(value, hint)
+        except TypeError:
+            problems.append(f"{key} is {value!r}; {owner} wants {name_of(hint)}")
+
+
+def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]) -> None:
+    path = node["_target_"]
+    try:
+        target = object_at(path)
+    except (ImportError, AttributeError) as error:
+        problems.append(f"{key}._target_ is {path!r}, which cannot be imported: {str(error).splitlines()[-1]}")
+        return
+    plain_class = isinstance(hint, type) and isinstance(target, type) and "__new__" not in vars(target)
+    if plain_class and not node.get("_partial_") and not issubclass(target, hint):
+        problems.append(f"{key}._target_ is {path}, which is not a {path_of(hint)}; {owner} wants one")
+    known = parameters(target)
+    if known is None:
+        return
+    by_name = {item.name: item for item in known}
+    open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in known)
+    for name, value in node.items():
+        if name in by_name and by_name[name].kind is not inspect.Parameter.VAR_KEYWORD:
+            _check_value(value, by_name[name].hint, f"{key}.{name}", path, problems)
+        elif name == "_args_":
+            for index, item in enumerate(value):
+                _check_value(item, Any, f"{key}._args_[{index}]", path, problems)
+        elif not open_ended and name not in ("_target_", "_partial_"):
+            problems.append(f"{key}.{name}: {path} has no such argument.{near(name, by_name)}")
+    if node.get("_partial_") or "_args_" in node:
+        return
+    for item in known:
+        named = item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        if named and item.default is MISSING and item.name not in node:
+            problems.append(
+                f"{key}.{item.name}: missing, and {path} has no default for it; bring it in with: mlx train bind"
+            )
+
+
+def _typed(target: Callable[..., Any]) -> Callable[..., Any]:
+    """`target`, called with plain YAML values turned into what its annotations want."""
+    hints = {item.name: item.hint for item in parameters(target) or []}
+
+    @functools.wraps(target, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name, value in kwargs.items():
+            if name in hints and type(value) in (int, str, list, dict):
+                try:
+                    kwargs[name] = convert(value, hints[name])
+                except TypeError:
+                    continue  # checked before; what is left is an object that a node made
+        return target(*args, **kwargs)
+
+    return call
+
+
+def _keys(tree: Any, prefix: str = "") -> list[str]:
+    """Every full key below a mapping."""
+    if not isinstance(tree, dict):
+        return []
+    keys = [f"{prefix}{name}" for name in tree]
+    return keys + [key for name, item in tree.items() for key in _keys(item, f"{prefix}{name}.")]
+
+
+def _listed(problems: Sequence[str], path: Path) -> str:
+    if len(problems) == 1:
+        return f"{path}: {problems[0]}"
+    return "\n  ".join([f"{path} has {len(problems)} problems:", *problems])

@@ -1,0 +1,62 @@
+"""What one worker knows of its group: rank, device, seeds, and models in and out of their DDP wrapper."""
+
+import logging
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import ray.train
+import ray.train.torch
+import ray.train.v2._internal.execution.context
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This worker's place in the group.
+
+    Attributes:
+        rank: world rank; 0 is the one that writes.
+        world_size: workers in all.
+        device: where its models and batches live.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def current(cls) -> "Worker":
+        """Read it from Ray Train. Only inside a training function."""
+        context = ray.train.get_context()
+        return cls(context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
+
+    @property
+    def writes(self) -> bool:
+        return self.rank == 0
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def quiet_ray_train() -> None:
+    """Keep Ray Train's notices of every report, and its copy of every traceback, out of a worker's output."""
+    for name in (
+        "ray.train",
+        ray.train.v2._internal.execution.context.__file__,
+    ):  # the latter logs under its file's name
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("ray.train.v2._internal.util").setLevel(
+        logging.CRITICAL
+    )  # errors reach the user through the driver
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside `prepare_model`'s DDP wrapper, so that state names carry no `module.` prefix."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

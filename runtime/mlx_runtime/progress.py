@@ -1,0 +1,194 @@
+"""What a person sees while a run trains: rank 0 sends events, the driver draws them.
+
+The driver draws, because Ray streams workers' output late and line by line: a bar would be unreadable and the last
+lines could come after the end. An event is a JSON object with a `kind`:
+
+    step        stage, epoch, step, steps, rate (steps per second), values (latest, may be empty)
+    epoch       epoch, epochs, values, seconds
+    checkpoint  epoch, path, metrics
+    notice      text
+"""
+
+import contextlib
+import json
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+Event = dict[str, Any]
+
+LINES_PER_EPOCH = 5
+"""In a pipe, how many lines a long stage of an epoch prints at the most."""
+
+SECONDS_PER_LINE = 2.0
+"""In a pipe, the shortest time between two lines of one stage, so that short epochs print only their summary."""
+
+
+class Sink(Protocol):
+    """Where rank 0 sends its events."""
+
+    def send(self, event: Event) -> None: ...
+
+
+class Direct:
+    """A sink in the driver's own process."""
+
+    def __init__(self, handle: Callable[[Event], None]) -> None:
+        self.send = handle
+
+
+class Remote:
+    """A sink over TCP to the driver. When the driver cannot be reached, events are drawn on this worker's stdout."""
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        self._connection: Connection[Any, Any] | None = None
+        self._display = Display(sys.stdout)
+        with contextlib.suppress(OSError, EOFError):
+            self._connection = Client(address, authkey=key)
+
+    def send(self, event: Event) -> None:
+        if self._connection is not None:
+            try:
+                self._connection.send_bytes(json.dumps(event).encode())
+                return
+            except OSError:
+                self._connection = None  # the driver is gone; Ray ends this worker soon
+        self._display.handle(event)
+
+
+class Receiver:
+    """The driver's end: collects the events of rank 0, of its replacements too.
+
+    Attributes:
+        address: (host, port) that workers connect to.
+        key: secret that they must know.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(16)
+        self._listener = Listener((host, 0), authkey=self.key)
+        self.address: tuple[str, int] = (host, self._listener.address[1])
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._open: list[threading.Thread] = []
+        threading.Thread(target=self._accept, name="progress", daemon=True).start()
+
+    def events(self, timeout_s: float) -> Iterator[Event]:
+        """What has arrived; waits `timeout_s` for a first event."""
+        with contextlib.suppress(queue.Empty):
+            yield self._events.get(timeout=timeout_s)
+            while True:
+                yield self._events.get_nowait()
+
+    def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
+        """What is left once the workers have closed their ends."""
+        for thread in list(self._open):
+            thread.join(timeout_s)
+        yield from self.events(timeout_s=0.01)
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                return  # closed
+            except Exception:  # a stranger without the key, or one who hung up
+                continue
+            thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
+            self._open.append(thread)
+            thread.start()
+
+    def _read(self, connection: "Connection[Any, Any]") -> None:
+        with contextlib.suppress(EOFError, OSError), connection:
+            while True:
+                self._events.put(json.loads(connection.recv_bytes()))
+
+
+class Display:
+    """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, one summary line per epoch."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._stage: tuple[str, int] | None = None
+        self._last_line = time.monotonic()
+
+    def handle(self, event: Event) -> None:
+        if event["kind"] == "step":
+            self._step(event)
+        elif event["kind"] == "epoch":
+            self._epoch(event)
+        elif event["kind"] == "notice":
+            self.print(event["text"])
+
+    def print(self, text: str = "") -> None:
+        """A line of text, above the bar when there is one."""
+        (self._bar.console if self._bar else self._console).print(text, markup=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = self._task = None
+
+    def _step(self, event: Event) -> None:
+        stage = (event["stage"], event["epoch"])
+        if stage != self._stage:
+            self._stage, self._last_line = stage, time.monotonic()
+        if self._console.is_terminal:
+            self._draw_bar(event)
+            return
+        every = max(1, event["steps"] // LINES_PER_EPOCH)
+        if event["step"] % every == 0 and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._last_line = time.monotonic()
+            self.print(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_rate_and_values(event)]))
+
+    def _draw_bar(self, event: Event) -> None:
+        if self._bar is None:
+            columns = [
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+            ]
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+        note = " | ".join(_rate_and_values(event))
+        title = f"epoch {event['epoch'] + 1} {event['stage']}"
+        if self._task is None:
+            self._task = self._bar.add_task(title, total=event["steps"], note=note)
+        self._bar.update(self._task, description=title, total=event["steps"], completed=event["step"], note=note)
+
+    def _epoch(self, event: Event) -> None:
+        width = len(str(event["epochs"]))
+        stages: dict[str, list[str]] = {}
+        for name, value in event["values"].items():
+            stage, _, short = name.partition("/")
+            stages.setdefault(stage, [stage]).append(_number(short, value))
+        parts = [
+            f"epoch {event['epoch'] + 1:>{width}}/{event['epochs']}",
+            *(" ".join(found) for found in stages.values()),
+        ]
+        self.print(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
+
+
+def _rate_and_values(event: Event) -> list[str]:
+    """`33.1 it/s`, `loss 0.1234`; the stage is said already."""
+    numbers = [_number(name.partition("/")[2], value) for name, value in event["values"].items()]
+    return [f"{event['rate']:.1f} it/s", *numbers]
+
+
+def _number(name: str, value: float) -> str:
+    return f"{name} {value:.4g}"

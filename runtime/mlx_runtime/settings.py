@@ -1,0 +1,60 @@
+"""The environment, read once: what a person or a cluster says outside conf.yaml."""
+
+import os
+from dataclasses import dataclass
+
+QUIET_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it prints every line of a worker twice
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
+}
+
+STEADY_RAY = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so relative data paths work
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # a report waits for the controller's next poll; Ray's default is 2 s
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml.
+        verbose: `MLX_VERBOSE=1`, show what Ray prints.
+        debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
+    """
+
+    storage: str | None
+    verbose: bool
+    debug: bool
+
+    @classmethod
+    def read(cls) -> "Settings":
+        return cls(
+            storage=os.environ.get("MLX_STORAGE") or None,
+            verbose=_on("MLX_VERBOSE"),
+            debug=_on("MLX_DEBUG"),
+        )
+
+
+def prepare_ray() -> None:
+    """Set the environment that Ray reads when it is imported; what the user has set stays."""
+    for name, value in (STEADY_RAY if Settings.read().verbose else STEADY_RAY | QUIET_RAY).items():
+        os.environ.setdefault(name, value)
+
+
+def be_verbose() -> None:
+    """`--verbose`: let Ray print what it likes, here and in every process started from here."""
+    os.environ["MLX_VERBOSE"] = "1"
+    for name in QUIET_RAY:
+        os.environ.pop(name, None)
+
+
+def _on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}

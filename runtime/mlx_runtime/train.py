@@ -1,0 +1,109 @@
+"""The verbs of `mlx train`: make an experiment, bind its config, run it."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.layout import CONF, experiment_folder
+
+PACKAGED_TEMPLATE = Path(__file__).parent / "template"
+CHECKOUT = Path(__file__).parents[2]
+
+
+def new(name: str, output: Path) -> Path:
+    """Generate an experiment from the template that came with this package; needs no network.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        UsageError: the name cannot be one, or the folder exists.
+    """
+    from cookiecutter.exceptions import CookiecutterException
+    from cookiecutter.main import cookiecutter
+
+    check_name(name)
+    folder = output / name
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; choose another name, or another place with -o")
+    source = PACKAGED_TEMPLATE if PACKAGED_TEMPLATE.is_dir() else CHECKOUT
+    try:
+        made = cookiecutter(str(source), no_input=True, output_dir=str(output), extra_context={"experiment_name": name})
+    except (CookiecutterException, OSError) as error:
+        raise MlxError(f"cannot make {folder}: {error}") from error
+    return Path(made)
+
+
+def check_name(name: str) -> None:
+    """Refuse what cannot be an experiment's name.
+
+    Raises:
+        UsageError: not letters, digits, `-` and `_` starting with a letter.
+    """
+    import re
+
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        raise UsageError(f"{name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter")
+
+
+def bind(folder: Path | None = None) -> list[str]:
+    """Write or update `src/conf.yaml` of the experiment in the working directory.
+
+    Returns:
+        Lines for the user: what was written, then each change.
+
+    Raises:
+        UsageError: this is no experiment.
+        BindError: a constructor that conf.yaml cannot describe.
+    """
+    folder = experiment_folder(folder)
+    from mlx_runtime import binding
+
+    existed = (folder / CONF).exists()
+    changes = binding.write(folder / CONF, binding.describe(experiment_class(folder)))
+    if not existed:
+        return [f"wrote {CONF}"]
+    lines = changes.lines()
+    return [f"{'updated' if changes.added or changes.dropped else 'unchanged'} {CONF}", *lines]
+
+
+def run(overrides: Sequence[str]) -> None:
+    """Train the experiment in the working directory on this machine: its `main.py` with these overrides.
+
+    Raises:
+        UsageError: this is no experiment.
+    """
+    folder = experiment_folder()
+    if not (folder / CONF).exists():
+        print(f"no {CONF} yet: binding first")
+        print("\n".join(bind(folder)))
+    main = folder / "main.py"
+    if not main.is_file():
+        raise UsageError(f"{folder} has no main.py; copy it from a new experiment: mlx train new NAME")
+    sys.path.insert(0, str(folder))
+    sys.argv = [str(main), *overrides]
+    runpy.run_path(str(main), run_name="__main__")
+
+
+def experiment_class(folder: Path) -> type:
+    """`src.experiment.Experiment` of a folder.
+
+    Raises:
+        MlxError: it cannot be imported, or there is no such class.
+    """
+    import importlib
+
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module("src.experiment")
+    except Exception as error:
+        raise MlxError(
+            f"src/experiment.py cannot be imported: {type(error).__name__}: {error}. See all of it with --debug"
+        ) from error
+    found = getattr(module, "Experiment", None)
+    if not isinstance(found, type):
+        raise UsageError("src/experiment.py has no class Experiment; write: class Experiment(BaseModule)")
+    return found

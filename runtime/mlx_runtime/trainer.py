@@ -1,0 +1,388 @@
+"""Train one experiment: make the run folder, start the workers, show what they say, write down how it ended."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+
+from mlx_runtime import checkpoints, datasets, registry
+from mlx_runtime.cluster import Cluster
+from mlx_runtime.datasets import DatasetShard, DatasetShards
+from mlx_runtime.errors import MlxError, RunStopped, StorageError, WorkerLoopError
+from mlx_runtime.experiment import BaseModule, WorkerRun
+from mlx_runtime.layout import RunFolder, claim_run, storage_folder, write_atomic
+from mlx_runtime.loading import Config, build, build_optimizers
+from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything
+from mlx_runtime.progress import Direct, Display, Event, Receiver, Remote, Sink
+from mlx_runtime.settings import Settings
+from mlx_runtime.signatures import object_at, path_of
+from mlx_runtime.tracking import Tracker
+
+
+@dataclass
+class Result:
+    """How a run ended.
+
+    Attributes:
+        folder: of the run.
+        metrics: the latest value of every recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, checkpoint path and value of the best checkpoint by `cfg.monitor`, or None.
+    """
+
+    folder: RunFolder
+    metrics: dict[str, float]
+    best: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to take part in a run; travels to it pickled, so everything in it is plain."""
+
+    experiment: str
+    tree: dict[str, Any]
+    run: Path
+    project: Path
+    local: bool
+    verbose: bool
+    address: tuple[str, int] | None = None
+    key: bytes = b""
+
+
+def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Result:
+    """Train an experiment as a new run.
+
+    Args:
+        experiment: its class, importable by name.
+        config: checked, from `load_config`.
+        cluster: from `connect`.
+
+    Raises:
+        DatasetError: a dataset that cannot be batched; nothing was started.
+        StorageError: the run folder cannot be written.
+        WorkerLoopError: user code raised.
+        RunStopped: Ctrl-C or SIGTERM; the run is marked STOPPED.
+    """
+    _check_datasets(config)
+    cfg = config.cfg
+    folder = claim_run(storage_folder(cfg.storage_path), cfg.name)
+    write_atomic(folder.conf, config.yaml())
+    record = registry.Record(folder, **registry.provenance(config.overrides), seed=cfg.seed, start=registry.now())
+    progress = _Progress(record, Display(sys.stdout), config)
+    progress.start_lines(cluster)
+    job = Job(
+        path_of(experiment), config.tree, folder.path, Path.cwd(), cfg.start_workers == 0, Settings.read().verbose
+    )
+    try:
+        with record.alive(), _sigterm_as_interrupt():
+            record.update(status="RUNNING", workers=cfg.start_workers)
+            metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
+    except KeyboardInterrupt as interrupt:
+        record.update(status="STOPPED", end=registry.now())
+        message = f"stopped; {folder.experiment} {folder.name} is marked STOPPED, its checkpoints are kept"
+        raise RunStopped(message, 143 if isinstance(interrupt, _Terminated) else 130) from None
+    except BaseException as error:
+        with contextlib.suppress(StorageError):  # the disk may be what failed
+            record.update(status="FAILED", end=registry.now(), error=str(error))
+        raise
+    finally:
+        progress.display.close()
+    result = Result(folder, metrics, progress.best)
+    record.update(status="SUCCEEDED", end=registry.now(), metrics=metrics)
+    progress.end_lines(result)
+    return result
+
+
+def _check_datasets(config: Config) -> None:
+    for name, node in config.tree.get("datasets", {}).items():
+        target = object_at(node["_target_"]) if isinstance(node, dict) else None
+        if isinstance(target, type):
+            datasets.check(target, f"datasets.{name}")
+    datasets.reading_processes(config.cfg.loader)
+
+
+def _fit_here(job: Job, progress: "_Progress") -> dict[str, float]:
+    """Train inside this process."""
+    if not job.verbose:
+        quiet_ray_train()
+    trainer = ray.train.torch.TorchTrainer(
+        lambda: progress.finish(_work(job, Direct(progress.handle))),
+        scaling_config=ray.train.ScalingConfig(num_workers=0),
+    )
+    trainer.fit()
+    return progress.metrics
+
+
+def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Progress") -> dict[str, float]:
+    """Train on Ray workers, drawing what rank 0 sends until they are done."""
+    cfg = config.cfg
+    receiver = Receiver(cluster.host)
+    use_gpu = cluster.gpus >= cfg.start_workers if cfg.use_gpu is None else cfg.use_gpu
+    resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
+    scored = {"checkpoint_score_attribute": cfg.monitor, "checkpoint_score_order": cfg.mode} if cfg.monitor else {}
+    trainer = ray.train.torch.TorchTrainer(
+        _train,
+        train_loop_config={"job": Job(**{**vars(job), "address": receiver.address, "key": receiver.key})},
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=cfg.start_workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        run_config=ray.train.RunConfig(
+            name="checkpoints",
+            storage_path=str(job.run),
+            logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "ERROR"),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=cfg.keep_checkpoints, **scored),
+        ),
+    )
+    outcome = _Outcome()
+    thread = threading.Thread(target=outcome.of, args=(trainer,), name="fit", daemon=True)
+    thread.start()  # not the main thread: there Ray would take over Ctrl-C
+    try:
+        while thread.is_alive():
+            for event in receiver.events(timeout_s=0.1):
+                progress.handle(event)
+        for event in receiver.drain():
+            progress.handle(event)
+    finally:
+        receiver.close()
+    if outcome.error is not None:
+        raise _told(outcome.error) from outcome.error
+    return progress.metrics
+
+
+class _Outcome:
+    """How `fit` ended, seen from another thread."""
+
+    error: BaseException | None = None
+
+    def of(self, trainer: ray.train.torch.TorchTrainer) -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            self.error = error
+
+
+def _told(error: BaseException) -> MlxError:
+    """The first thing that went wrong on a worker, as an error of ours."""
+    failures = getattr(error, "worker_failures", {})
+    causes = [_cause(failure) for _, failure in sorted(failures.items())]
+    for cause in causes:
+        if isinstance(cause, MlxError):
+            return cause
+    if causes:
+        return MlxError(f"a worker was lost: {str(causes[0]).splitlines()[0]}")
+    return MlxError(f"Ray Train failed: {error}")
+
+
+def _cause(failure: Any) -> BaseException:
+    """What user code raised, inside Ray's wrappers."""
+    for name in ("_base_exc", "cause", "__cause__"):
+        inner = getattr(failure, name, None)
+        if isinstance(inner, BaseException):
+            return _cause(inner)
+    return failure  # type: ignore[no-any-return]
+
+
+def _train(config: Mapping[str, Any]) -> None:
+    """The training function: what Ray Train runs on every worker."""
+    job: Job = config["job"]
+    sink: Sink | None = None
+    if ray.train.get_context().get_world_rank() == 0:
+        assert job.address is not None
+        sink = Remote(job.address, job.key)
+    metrics = _work(job, sink)
+    if sink is not None:
+        sink.send({"kind": "end", "metrics": metrics})
+
+
+def _work(job: Job, sink: Sink | None) -> dict[str, float]:
+    """Build the experiment on this worker and run its loop. Returns the latest value of every number."""
+    if str(job.project) not in sys.path and job.project.is_dir():
+        sys.path.insert(0, str(job.project))
+    if not job.verbose:
+        quiet_ray_train()
+    worker = Worker.current()
+    with _user_errors(worker.rank, job.project):
+        cls = object_at(job.experiment)
+        groups = _build_groups(job.tree, worker)
+        experiment: BaseModule = cls(**groups)
+    cfg = groups["cfg"]
+    torch.set_num_threads(cfg.cpus_per_worker)
+    folder = RunFolder(job.run)
+    with contextlib.ExitStack() as stack:
+        tracker = stack.enter_context(Tracker(folder.path, folder.metrics)) if worker.writes else None
+        experiment._begin(WorkerRun(folder, worker, job.local, sink if worker.writes else None, tracker))
+        if sink is not None and worker.writes:
+            sink.send(_facts(groups, worker))
+        seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
+        with _user_errors(worker.rank, job.project):
+            experiment.worker_loop(_shards(groups["datasets"], cfg, worker))
+        return experiment._end()
+
+
+def _build_groups(tree: Mapping[str, Any], worker: Worker) -> dict[str, Any]:
+    """All groups as live objects; the optimizers last, over models that are on the device already."""
+    groups: dict[str, Any] = {"cfg": build(tree["cfg"])}
+    seed_everything(groups["cfg"].seed)
+    for name, node in tree.items():
+        if name not in ("cfg", "optimizers"):
+            groups[name] = build(node)
+    for member in checkpoints.members(groups.get("models")).values():
+        if isinstance(member, torch.nn.Module):
+            member.to(worker.device)
+    if "optimizers" in tree:
+        groups["optimizers"] = build_optimizers(tree["optimizers"], groups.get("models"))
+    return groups
+
+
+def _shards(group: Any, cfg: Any, worker: Worker) -> DatasetShards:
+    return DatasetShards(
+        {
+            name: DatasetShard(
+                name, dataset, worker.rank, worker.world_size, cfg.seed, worker.device, cfg.loader, cfg.prefetch_batches
+            )
+            for name, dataset in checkpoints.members(group).items()
+            if isinstance(dataset, torch.utils.data.Dataset)
+        }
+    )
+
+
+def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
+    """What only a worker knows and the start lines tell."""
+    models = [item for item in checkpoints.members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
+    sizes = {
+        name: len(item)
+        for name, item in checkpoints.members(groups.get("datasets")).items()
+        if hasattr(item, "__len__")
+    }
+    batch = {name: getattr(item, "batch_size", 0) for name, item in checkpoints.members(groups.get("datasets")).items()}
+    return {
+        "kind": "facts",
+        "device": str(worker.device) if worker.device.type == "cpu" else torch.cuda.get_device_name(worker.device),
+        "parameters": sum(item.numel() for model in models for item in model.parameters()),
+        "rows": sizes,
+        "global_batch": {name: size * worker.world_size for name, size in batch.items()},
+    }
+
+
+@contextlib.contextmanager
+def _user_errors(rank: int, project: Path) -> Iterator[None]:
+    """Turn what user code raises into one error with the user's frames and the rank."""
+    try:
+        yield
+    except MlxError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if _is_users(frame.filename, project)]
+        if frames[-1] not in theirs:
+            theirs.append(frames[-1])  # where a library gave up
+        lines = [
+            f"  {_shown(frame.filename, project)}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in theirs
+        ]
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        summary = f"{type(error).__name__}: {error}{notes}"
+        raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
+
+
+def _shown(file: str, project: Path) -> str:
+    """A file of the user's relative to the project, which is what editors open."""
+    return os.path.relpath(file, project) if _is_users(file, project) else file
+
+
+def _is_users(file: str, project: Path) -> bool:
+    return Path(file).is_relative_to(project) and "site-packages" not in file  # .venv is inside the project
+
+
+@dataclass
+class _Progress:
+    """The driver's view of a run: draws events, and keeps what the record and the end lines need."""
+
+    record: registry.Record
+    display: Display
+    config: Config
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def handle(self, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "facts":
+            self._facts_line(event)
+        elif kind == "checkpoint":
+            self._checkpoint(event)
+        elif kind == "end":
+            self.finish(event["metrics"])
+        else:
+            self.display.handle(event)
+
+    def finish(self, metrics: dict[str, float]) -> None:
+        self.metrics = metrics
+
+    def start_lines(self, cluster: Cluster) -> None:
+        folder, cfg = self.record.folder, self.config.cfg
+        self.display.print(f"run       {folder.experiment} {folder.name}")
+        self.display.print(f"folder    {folder.path}")
+        workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}" if cfg.start_workers else "none"
+        self.display.print(f"workers   {workers} in {cluster.title}")
+        cores = os.cpu_count() or 1
+        if "embedded" in cluster.title and cfg.start_workers * cfg.cpus_per_worker > cores:
+            self.display.print(f"          more workers than the {cores} cores here: they share them")
+
+    def end_lines(self, result: Result) -> None:
+        folder = result.folder
+        self.display.print()
+        for name, value in sorted(result.metrics.items()):
+            if name.startswith("test"):
+                self.display.print(f"{name:<24} {value:.4f}")
+        if result.best:
+            where = f"epoch {result.best['epoch'] + 1}, {Path(result.best['path']).relative_to(folder.path)}"
+            self.display.print(f"{'best ' + str(self.config.cfg.monitor):<24} {result.best['value']:.4f}  ({where})")
+        self.display.print(f"{'run':<24} {folder.path}")
+        self.display.print(f"{'took':<24} {time.monotonic() - self.started:.1f} s")
+        self.display.print(f"{'TensorBoard':<24} mlx xp board {folder.experiment} {folder.name}")
+
+    def _facts_line(self, event: Event) -> None:
+        rows = ", ".join(f"{name} {count}" for name, count in event["rows"].items())
+        batches = ", ".join(f"{name} {size}" for name, size in event["global_batch"].items())
+        self.display.print(f"device    {event['device']}, {event['parameters']:,} parameters")
+        self.display.print(f"rows      {rows}; global batch {batches}")
+        self.record.update(**{name: value for name, value in event.items() if name != "kind"})
+
+    def _checkpoint(self, event: Event) -> None:
+        cfg = self.config.cfg
+        entry = {"epoch": event["epoch"], "path": event["path"], "value": event["metrics"].get(cfg.monitor)}
+        value, best = entry["value"], self.best["value"] if self.best else None
+        if value is not None and (best is None or (value > best if cfg.mode == "max" else value < best)):
+            self.best = entry
+        self.record.update(metrics=event["metrics"], latest=entry, best=self.best)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
