@@ -75,8 +75,9 @@ def save(state: State, metrics: Mapping[str, float], folder: Path, *, writes: bo
     try:
         scratch = Path(tempfile.mkdtemp(prefix="mlx-checkpoint-", dir=folder.parent if local else None))
         torch.save(state, scratch / STATE)
-    except OSError as error:
-        raise StorageError(f"cannot write a checkpoint: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # torch's writer raises the latter when the disk is full
+        reason = str(error).splitlines()[0]
+        raise StorageError(f"cannot write a checkpoint of the run in {folder.parents[1]}: {reason}") from error
     if local:
         if folder.exists():
             shutil.rmtree(folder)

@@ -77,9 +77,9 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
 def near(word: str, words: Iterable[str]) -> str:
     """` Did you mean 'x'?` when something in `words` looks like `word`, else what there is."""
     known = sorted(words)
-    matches = difflib.get_close_matches(word, known, n=2)
+    matches = difflib.get_close_matches(word, known, n=1)
     if matches:
-        return f" Did you mean {' or '.join(repr(match) for match in matches)}?"
+        return f" Did you mean {matches[0]!r}?"
     return f" There is: {', '.join(known)}." if known else " There is none."
 
 

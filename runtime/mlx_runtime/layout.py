@@ -10,6 +10,7 @@
 
 import os
 import re
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,11 @@ def claim_run(storage: Path, experiment: str) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
 
     Raises:
+        UsageError: the experiment's name cannot be a folder.
         StorageError: the folder cannot be written, or the disk is full.
     """
+    if not experiment or "/" in experiment or experiment.startswith("."):
+        raise UsageError(f"cfg.name is {experiment!r}, which cannot name a folder; leave out / and a leading dot")
     parent = storage / experiment
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +112,12 @@ def claim_run(storage: Path, experiment: str) -> RunFolder:
                 break
             except FileExistsError:
                 continue
-        folder.checkpoints.mkdir()
-        _probe(folder.path)
+        try:
+            folder.checkpoints.mkdir()
+            _probe(folder.path)
+        except OSError:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
     except OSError as error:
         raise StorageError(
             f"cannot write runs to {storage}: {error.strerror or error}. "

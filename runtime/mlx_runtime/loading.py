@@ -52,9 +52,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     Raises:
         ConfigError: with one line per problem.
     """
-    storage = Settings.read().storage
-    implied = [f"cfg.storage_path={OmegaConf.to_yaml(storage).strip()}"] if storage else []
-    tree = _composed(path, [*implied, *overrides])
+    tree = _composed(path, [*_implied(Settings.read()), *overrides])
     wanted = groups(experiment)
     problems = _check(tree, wanted)
     if problems:
@@ -108,6 +106,14 @@ def build_optimizers(node: Tree, models: Any) -> Any:
         arguments = {key: value for key, value in node[name].items() if key != "params"}
         made[name] = build(arguments, params=params[name])
     return object_at(node["_target_"])(**made)
+
+
+def _implied(settings: Settings) -> list[str]:
+    """Overrides that the environment stands for."""
+    if settings.storage is None:
+        return []
+    quoted = settings.storage.replace("'", r"\'")
+    return [f"cfg.storage_path='{quoted}'"]
 
 
 def _composed(path: Path, overrides: Sequence[str]) -> Tree:
@@ -172,7 +178,9 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
     except (ImportError, AttributeError) as error:
         problems.append(f"{key}._target_ is {path!r}, which cannot be imported: {str(error).splitlines()[-1]}")
         return
-    plain_class = isinstance(hint, type) and isinstance(target, type) and "__new__" not in vars(target)
+    plain_class = (
+        isinstance(hint, type) and hint is not Any and isinstance(target, type) and "__new__" not in vars(target)
+    )
     if plain_class and not node.get("_partial_") and not issubclass(target, hint):
         problems.append(f"{key}._target_ is {path}, which is not a {path_of(hint)}; {owner} wants one")
     known = parameters(target)

@@ -119,7 +119,7 @@ def groups(experiment: type) -> dict[str, type]:
         hints = {name: hint for name, hint in typing.get_type_hints(experiment).items() if name in names}
         where = experiment.__name__
     for name, hint in hints.items():
-        if not isinstance(hint, type):
+        if hint is MISSING or not isinstance(hint, type):
             title = name.capitalize() if name != "cfg" else "TrainConfig"
             raise BindError(f"{where}: {name!r} has no type; write {name}: {title}")
     if not hints:

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -294,6 +296,13 @@ def _user_errors(rank: int, project: Path) -> Iterator[None]:
         raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
 
 
+def _board_command(folder: RunFolder) -> str:
+    """What to type to see this run: the short form where it works, else one that works from any folder."""
+    if shutil.which("mlx"):
+        return shlex.join(["mlx", "xp", "board", folder.experiment, folder.name])
+    return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", str(folder.path)])
+
+
 def _shown(file: str, project: Path) -> str:
     """A file of the user's relative to the project, which is what editors open."""
     return os.path.relpath(file, project) if _is_users(file, project) else file
@@ -349,7 +358,7 @@ class _Progress:
             self.display.print(f"{'best ' + str(self.config.cfg.monitor):<24} {result.best['value']:.4f}  ({where})")
         self.display.print(f"{'run':<24} {folder.path}")
         self.display.print(f"{'took':<24} {time.monotonic() - self.started:.1f} s")
-        self.display.print(f"{'TensorBoard':<24} mlx xp board {folder.experiment} {folder.name}")
+        self.display.print(f"{'TensorBoard':<24} {_board_command(folder)}")
 
     def _facts_line(self, event: Event) -> None:
         rows = ", ".join(f"{name} {count}" for name, count in event["rows"].items())

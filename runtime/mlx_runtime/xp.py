@@ -25,17 +25,28 @@ def storage() -> Path:
     return storage_folder(chosen)
 
 
-def board(experiment: str | None, run: str | None, port: int) -> None:
+def board(name: str | None, run: str | None, port: int) -> None:
     """Become a TensorBoard on one run, all runs of an experiment, or all there are. Does not return.
 
+    Args:
+        name: an experiment in the storage, or the path of any folder with runs.
+        run: `run_003`, `3` or `latest`; all runs when None.
+        port: on 127.0.0.1.
+
     Raises:
-        UsageError: no such experiment or run.
+        UsageError: no such experiment, run or folder.
     """
-    folder = storage()
-    if experiment is not None:
-        found = find_run(folder, experiment, run or "latest")
-        folder = found.path if run else found.path.parent
-    elif not folder.is_dir():
+    folder = _folder(name, run)
+    if not folder.is_dir():
         raise UsageError(f"there are no runs in {folder} yet; make one with: mlx train run")
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", str(port)]
-    os.execv(sys.executable, command)
+    options = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    os.execv(sys.executable, [sys.executable, "-m", "tensorboard.main", *options])
+
+
+def _folder(name: str | None, run: str | None) -> Path:
+    if name is None:
+        return storage()
+    if os.sep in name:
+        return Path(name).resolve()
+    found = find_run(storage(), name, run or "latest")
+    return found.path if run else found.path.parent

@@ -17,6 +17,6 @@ def group() -> None:
 @click.argument("run", required=False)
 @click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
 def board(name: str | None, run: str | None, port: int) -> None:
-    """Open TensorBoard on a run (run_003, 3 or latest), an experiment, or everything."""
+    """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
     with clean_exit(debug=Settings.read().debug):
         xp.board(name, run, port)

@@ -1,0 +1,76 @@
+"""What tests share: the command `mlx` as a user types it, and experiments to run it in."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = Path(__file__).parent / "experiments"
+
+Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A user's environment: this Python first on the PATH, no settings of ours, a home of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_", "RAY_", "MAKE"))}
+    kept.pop("MFLAGS", None)
+    home = tmp_path_factory.mktemp("home")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return kept | {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.fixture(scope="session")
+def mlx(environment: dict[str, str]) -> Mlx:
+    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+
+    def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=folder,
+            env=environment | settings,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template, generated once; tests that write copy it."""
+    done = mlx(tmp_path_factory.mktemp("baked"), "train", "new", "digits")
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.split()[1].rstrip(";"))
+
+
+@pytest.fixture
+def digits(baked: Path, tmp_path: Path) -> Path:
+    """A generated experiment of the test's own, bound."""
+    return Path(shutil.copytree(baked, tmp_path / "digits"))
+
+
+@pytest.fixture
+def experiment(baked: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """`experiment("spec")`: an experiment folder around one of tests/experiments."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(EXPERIMENTS / name, folder / "src")
+        shutil.copy(baked / "main.py", folder)
+        return folder
+
+    return make
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Change a file as a user would; the text must be there."""
+    text = file.read_text()
+    assert old in text, f"{old!r} is not in {file}"
+    file.write_text(text.replace(old, new))

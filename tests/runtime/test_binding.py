@@ -1,0 +1,196 @@
+"""Constructors → conf.yaml: the values of the code, the edits of the user."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics
+from omegaconf import OmegaConf
+from torch import nn
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.binding import HEADER, describe, write
+from mlx_runtime.errors import BindError
+from mlx_runtime.loading import build
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, *, scale: float = 1e-8):
+        super().__init__()
+        self.renamed = width  # does not keep its arguments under their names
+        self.scale = scale * 2
+
+
+class Net(nn.Module):
+    def __init__(
+        self,
+        widths: tuple[int, ...] = (5, 10, 5),
+        block: Block = Block(3),
+        fc: nn.Linear = nn.Linear(32, 10),
+        stack: nn.Sequential = nn.Sequential(*[nn.Linear(4, 4, bias=index > 0) for index in range(2)]),
+        where: Path = Path("data"),
+        dtype: torch.dtype = torch.float16,
+        act: type[nn.Module] = nn.GELU,
+        make: functools.partial = functools.partial(nn.Linear, 3, bias=False),
+        word: str = "yes",
+        plain: list[int] | None = None,
+    ):
+        super().__init__()
+        self.given = (widths, where, dtype, act, make, word, plain)
+        self.block, self.fc, self.stack = block, fc, stack
+
+
+class Models:
+    def __init__(self, net: Net = Net()) -> None:
+        self.net = net
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS, lr=0.5)
+
+
+@dataclass
+class Metrics:
+    both: torchmetrics.MetricCollection = torchmetrics.MetricCollection([torchmetrics.MeanAbsoluteError()])
+
+
+class Annotated(BaseModule):
+    cfg: TrainConfig
+    models: Models
+    optimizers: Optimizers
+    metrics: Metrics
+
+
+class Initialised(BaseModule):
+    def __init__(self, cfg: TrainConfig, models: Models, optimizers: Optimizers, metrics: Metrics):
+        super().__init__(cfg=cfg, models=models, optimizers=optimizers, metrics=metrics)
+
+
+def through_yaml(tmp_path: Path) -> dict:
+    path = tmp_path / "conf.yaml"
+    write(path, describe(Annotated))
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
+def test_both_spellings_of_an_experiment_bind_alike() -> None:
+    assert describe(Annotated) == describe(Initialised)
+    assert list(describe(Annotated)) == ["cfg", "models", "optimizers", "metrics"]
+
+
+def test_nested_calls_are_written_with_their_real_arguments() -> None:
+    net = describe(Annotated)["models"]["net"]
+    assert net["fc"] == {
+        "_target_": "torch.nn.modules.linear.Linear",
+        "in_features": 32,
+        "out_features": 10,
+        "bias": True,
+        "device": None,
+        "dtype": None,
+    }
+    assert (net["block"]["width"], net["block"]["scale"]) == (3, 1e-8)
+    assert [layer["bias"] for layer in net["stack"]["_args_"]] == [False, True]
+    assert net["widths"] == [5, 10, 5]
+
+
+def test_parameters_of_an_optimizer_are_left_open() -> None:
+    adam = describe(Annotated)["optimizers"]["adam"]
+    assert (adam["params"], adam["lr"], adam["betas"]) == ("???", 0.5, [0.9, 0.999])
+
+
+def test_what_is_written_builds_what_was_declared(tmp_path: Path) -> None:
+    net = build(through_yaml(tmp_path)["models"]).net
+    widths, where, dtype, act, make, word, plain = net.given
+    assert widths == (5, 10, 5)
+    assert isinstance(widths, tuple)
+    assert where == Path("data")
+    assert dtype is torch.float16
+    assert act is nn.GELU
+    assert make(out_features=2).weight.shape == (2, 3)
+    assert word == "yes"  # quoted, or YAML 1.1 would read true
+    assert plain is None
+    assert (net.block.renamed, net.fc.out_features, len(net.stack)) == (3, 10, 2)
+
+
+def test_an_argument_without_default_is_open() -> None:
+    class Model:
+        def __init__(self, width: int, depth: int = 2):
+            pass
+
+    Model.__qualname__, Model.__module__ = "OpenModel", __name__
+    globals()["OpenModel"] = Model
+
+    class Experiment(BaseModule):
+        models: Model  # type: ignore[valid-type]
+
+    Experiment.__annotations__["models"] = Model
+    assert describe(Experiment)["models"] == {"_target_": f"{__name__}.OpenModel", "width": "???", "depth": 2}
+
+
+def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    tree = describe(Annotated)
+    assert not write(path, tree).lines()
+    assert path.read_text().startswith(HEADER)
+    text = path.read_text().replace("lr: 0.5", "lr: 0.25  # found by hand").replace("  seed: 0\n", "")
+    path.write_text(text.replace("num_epochs: 10", "num_epochs: 10\n  gone: 3"))
+    changes = write(path, tree)
+    assert changes.kept == ["optimizers.adam.lr"]
+    assert changes.added == ["cfg.seed"]
+    assert changes.dropped == ["cfg.gone"]
+    assert "lr: 0.25  # found by hand" in path.read_text()
+    assert path.read_text().startswith(HEADER)
+    before = path.read_text()
+    write(path, tree)
+    assert path.read_text() == before
+
+
+class Untyped(BaseModule):
+    def __init__(self, cfg: TrainConfig, models):
+        super().__init__(cfg=cfg, models=models)
+
+
+@dataclass
+class Lambdas:
+    act: object = lambda x: x
+
+
+class WithLambda(BaseModule):
+    models: Lambdas
+
+
+CHANGED = Block(3)
+CHANGED.renamed = 4
+
+
+@dataclass
+class Constants:
+    block: Block = CHANGED
+
+
+class WithConstant(BaseModule):
+    models: Constants
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        (Untyped, "Untyped.__init__: 'models' has no type; write models: Models"),
+        (WithLambda, "models.act: <function <lambda> at 0x"),
+        (WithConstant, "models.block: the default Block() cannot be written to conf.yaml"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_name(experiment: type, message: str) -> None:
+    with pytest.raises(BindError) as caught:
+        describe(experiment)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_damaged_file_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    path.write_text("cfg: [1,\n")
+    with pytest.raises(BindError, match="is not valid YAML"):
+        write(path, describe(Annotated))
+    assert path.read_text() == "cfg: [1,\n"

@@ -1,0 +1,87 @@
+"""The package is built in floors: a module imports only from below, and each outside library has a home."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
+
+FLOORS = [
+    {"errors", "config", "settings"},
+    {"layout", "signatures", "parallel"},
+    {"binding", "loading", "cluster", "datasets", "checkpoints", "tracking", "progress", "registry"},
+    {"experiment"},
+    {"trainer"},
+    {"train", "xp"},
+    {"cli"},
+]
+
+HOMES = {
+    "click": {"cli"},
+    "cookiecutter": {"train"},
+    "hydra": {"loading"},
+    "hydra_zen": {"loading"},
+    "omegaconf": {"binding", "loading", "xp"},
+    "ray": {"checkpoints", "cluster", "parallel", "trainer"},
+    "rich": {"progress"},
+    "ruamel": {"binding"},
+    "yaml": {"loading"},
+}
+
+
+def modules() -> dict[str, list[ast.Module]]:
+    """The trees of each module by its name on the floors; a folder counts as one."""
+    found: dict[str, list[ast.Module]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        name = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if not name.startswith("__"):
+            found.setdefault(name, []).append(ast.parse(file.read_text()))
+    return found
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Every module named in an import statement, wherever it stands."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_every_module_has_a_floor() -> None:
+    assert set(modules()) == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*FLOORS)))
+def test_imports_only_go_down(name: str) -> None:
+    floor = next(index for index, names in enumerate(FLOORS) if name in names)
+    below = set().union(*FLOORS[:floor]) | {name}
+    used = {path.split(".")[1] for tree in modules()[name] for path in imports(tree) if path.startswith("mlx_runtime.")}
+    assert used - {"__version__"} <= below
+
+
+@pytest.mark.parametrize("library", sorted(HOMES))
+def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
+    users = {
+        name
+        for name, trees in modules().items()
+        if any(path.split(".")[0] == library for tree in trees for path in imports(tree))
+    }
+    assert users == HOMES[library]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import mlx_runtime", "import mlx_runtime.cli", "import mlx_runtime.cli.train", "import mlx_runtime.cli.xp"],
+)
+def test_the_command_starts_without_heavy_imports(statement: str) -> None:
+    script = (
+        f"{statement}\nimport sys\nprint(sorted({{'torch', 'ray', 'hydra', 'omegaconf', 'rich'}} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

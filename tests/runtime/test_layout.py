@@ -1,0 +1,80 @@
+"""Where runs live."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, storage_folder, write_atomic
+
+
+def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        runs = list(pool.map(lambda _: claim_run(tmp_path, "digits").name, range(40)))
+    assert sorted(runs) == [f"run_{number:03d}" for number in range(1, 41)]
+    assert sorted(path.name for path in (tmp_path / "digits" / "run_001").iterdir()) == ["checkpoints"]
+
+
+def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:
+    (tmp_path / "digits" / "run_999").mkdir(parents=True)
+    assert claim_run(tmp_path, "digits").name == "run_1000"
+    assert [run.name for run in list_runs(tmp_path)] == ["run_999", "run_1000"]
+
+
+def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
+    for _ in range(3):
+        claim_run(tmp_path, "digits")
+    assert find_run(tmp_path, "digits").name == "run_003"
+    assert find_run(tmp_path, "digits", "2").name == find_run(tmp_path, "digits", "run_002").name == "run_002"
+    with pytest.raises(UsageError, match=r"digits has no run '7'. Did you mean 'run_00\d'\?"):
+        find_run(tmp_path, "digits", "7")
+    with pytest.raises(UsageError, match=r"no runs of 'digit' in .*\. Did you mean 'digits'\?"):
+        find_run(tmp_path, "digit")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
+def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="which cannot name a folder"):
+        claim_run(tmp_path, name)
+
+
+def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write runs to .*file: .*; ?|choose another with cfg.storage_path"):
+        claim_run(tmp_path / "file", "digits")
+    with pytest.raises(StorageError, match="runs are stored in folders"):
+        storage_folder("s3://bucket/runs")
+
+
+def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
+    """A file size limit of 4 KiB stands for the full disk: creating works, writing does not."""
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from mlx_runtime.errors import clean_exit; from mlx_runtime.layout import claim_run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "with clean_exit(): claim_run(Path(sys.argv[1]), 'digits')"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write runs to {tmp_path}: File too large")
+    assert len(done.stderr.splitlines()) == 1
+    assert list((tmp_path / "digits").iterdir()) == []
+
+
+def test_outside_an_experiment(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not an experiment: it has no src/experiment.py"):
+        experiment_folder(tmp_path)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    write_atomic(file, "old")
+    with pytest.raises(TypeError):
+        write_atomic(file, 3)  # type: ignore[arg-type]
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["run.json"]
+    assert file.stat().st_mode & 0o777 == 0o644

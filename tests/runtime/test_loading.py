@@ -1,0 +1,157 @@
+"""conf.yaml and overrides → checked config → objects, with every problem told by its full key."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.binding import describe, write
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.loading import build_optimizers, load_config
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4, kind: Literal["a", "b"] = "a", layer: nn.Linear = nn.Linear(1, 1)):
+        super().__init__()
+        self.layer = layer
+
+
+@dataclass
+class Models:
+    net: Net = Net()
+    other: Net = Net(2)
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS)
+
+
+class Needy:
+    def __init__(self, must: int, may: float = 1.0):
+        self.must = must
+
+
+@dataclass
+class Tools:
+    first: int = 1
+
+
+class Experiment(BaseModule):
+    cfg: TrainConfig
+    models: Models
+    optimizers: Optimizers
+    tools: Tools
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    write(tmp_path / "conf.yaml", describe(Experiment))
+    return tmp_path / "conf.yaml"
+
+
+def test_what_bind_writes_loads(conf: Path) -> None:
+    config = load_config(Experiment, path=conf)
+    assert config.cfg == TrainConfig()
+    assert config.tree["models"]["other"]["width"] == 2
+
+
+def test_overrides_win_and_keep_their_types(conf: Path) -> None:
+    config = load_config(Experiment, ["cfg.num_epochs=3", "optimizers.adam.lr=1e-4", "cfg.monitor=val/x"], conf)
+    assert config.cfg.num_epochs == 3
+    assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
+    assert config.cfg.monitor == "val/x"
+
+
+def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_line(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_STORAGE", "/mnt/it's here")
+    assert load_config(Experiment, path=conf).cfg.storage_path == "/mnt/it's here"
+    assert load_config(Experiment, ["cfg.storage_path=here"], conf).cfg.storage_path == "here"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cfg.num_epoch=3"], "cfg.num_epoch: there is no such key. Did you mean 'cfg.num_epochs'?"),
+        (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
+        (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.config.TrainConfig wants int"),
+        (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net wants Literal['a', 'b']"),
+        (["models.net.width=???"], "models.net.width: ??? must be given a value; {here}.Net has no default for it"),
+        (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
+        (
+            ["models.net._target_={here}.Gone"],
+            "models.net._target_ is '{here}.Gone', which cannot be imported: module '{here}' has no attribute 'Gone'",
+        ),
+        (
+            ["models.net.layer._target_=torch.nn.ReLU", "~models.net.layer.in_features"],
+            "models.net.layer._target_ is torch.nn.ReLU, which is not a torch.nn.modules.linear.Linear; "
+            "{here}.Net wants one",
+        ),
+        (["~tools"], "tools: missing; bring it in with: mlx train bind"),
+        (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),
+        (["cfg.name=${nope}"], "Interpolation key 'nope' not found"),
+    ],
+)
+def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, [item.replace("{here}", __name__) for item in overrides], conf)
+    assert message.replace("{here}", __name__) in str(caught.value)
+    assert str(conf) in str(caught.value)
+
+
+def test_all_problems_are_told_at_once(conf: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, ["cfg.num_epochs=x", "models.net.width=y", "cfg.seed=???"], conf)
+    assert str(caught.value).splitlines()[0].endswith("has 3 problems:")
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_a_missing_argument_names_the_cure(conf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tools\.first\.must: missing, and .*Needy has no default for it; bring it"):
+        load_config(Experiment, [f"tools.first={{_target_:{__name__}.Needy}}"], conf)
+
+
+def test_no_file_and_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*conf.yaml; write it with: mlx train bind"):
+        load_config(Experiment, path=tmp_path / "conf.yaml")
+    (tmp_path / "conf.yaml").write_text("cfg: [1,\n")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_config(Experiment, path=tmp_path / "conf.yaml")
+
+
+class TestOptimizers:
+    """Optimizers get the parameters of the models that are mapped to them."""
+
+    node = describe(Experiment)["optimizers"]
+
+    def models(self, **mapping: str) -> Models:
+        models = Models(Net(), Net())
+        models.map_params_to_optimizers = mapping  # type: ignore[attr-defined]
+        return models
+
+    def test_two_models_may_share_one(self) -> None:
+        models = self.models(net="adam", other="adam")
+        made = build_optimizers(self.node, models).adam
+        ids = {id(item) for item in made.param_groups[0]["params"]}
+        assert ids == {id(item) for model in (models.net, models.other) for item in model.parameters()}
+        assert made.param_groups[0]["betas"] == (0.9, 0.999)
+
+    @pytest.mark.parametrize(
+        ("mapping", "message"),
+        [
+            ({"nett": "adam"}, "names the model 'nett', which does not exist. Did you mean 'net'?"),
+            ({"net": "adamw"}, "names the optimizer 'adamw', which does not exist. Did you mean 'adam'?"),
+            ({}, "optimizers.adam trains no model; give it one in Models.map_params_to_optimizers, or remove it"),
+        ],
+    )
+    def test_a_wrong_map_is_named(self, mapping: dict[str, str], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            build_optimizers(self.node, self.models(**mapping))
+        assert message in str(caught.value)

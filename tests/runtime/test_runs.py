@@ -1,0 +1,331 @@
+"""Whole runs as a user starts them: real Ray, real worker processes, what is printed and what is stored."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import EXPERIMENTS, Mlx, edit
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+Make = Callable[[str], Path]
+
+HERE = ("cfg.start_workers=0",)
+
+
+def record(folder: Path, run: str = "run_001") -> dict:
+    return json.loads(next(folder.glob(f"runs/*/{run}/run.json")).read_text())
+
+
+def reports(folder: Path, run: str = "run_001") -> list[dict]:
+    lines = next(folder.glob(f"runs/*/{run}/metrics.jsonl")).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One run of the probe with two DDP workers: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("two") / "probe"
+    shutil.copytree(EXPERIMENTS / "probe", folder / "src")
+    shutil.copy(baked / "main.py", folder)
+    done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.monitor=mine", "cfg.mode=max")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""  # not a word from Ray
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen(run: tuple[Path, str]) -> list[dict]:
+    """What each rank of that run wrote down."""
+    return [json.loads((run[0] / "seen" / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+class TestTwoWorkers:
+    """That run, looked at from all sides."""
+
+    def test_every_row_is_read_once_per_epoch(self, seen: list[dict]) -> None:
+        for name, rows in (("train", 53), ("test", 31)):
+            for epoch in range(2):
+                read = [row for rank in seen for batch in rank[name][epoch] for row in batch]
+                assert sorted(read) == list(range(rows))
+
+    def test_every_rank_takes_as_many_steps_as_its_loader_says(self, seen: list[dict]) -> None:
+        assert seen[0]["steps"] == seen[1]["steps"] == [7, 4]
+        assert {len(epoch) for rank in seen for epoch in rank["train"]} == {7}
+
+    def test_ddp_keeps_weights_alike(self, seen: list[dict]) -> None:
+        assert seen[0]["weights"] == seen[1]["weights"]
+
+    def test_a_model_without_an_optimizer_stays_as_it_is(self, seen: list[dict]) -> None:
+        assert seen[0]["teacher_unchanged"]
+
+    def test_typed_fields_arrive_typed(self, seen: list[dict]) -> None:
+        assert seen[0]["typed"] == ["PosixPath", "SLOW"]
+
+    def test_epoch_values_are_over_all_workers(self, run: tuple[Path, str]) -> None:
+        assert record(run[0])["metrics"]["train/mean"] == sum(range(53)) / 53
+        assert record(run[0])["metrics"]["test/mean"] == sum(range(31)) / 31
+
+    def test_every_report_is_a_line_and_a_point(self, run: tuple[Path, str]) -> None:
+        folder = run[0] / "runs" / "probe" / "run_001"
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in ("train/mse", "test/mean", "test/both_MeanAbsoluteError", "lr/sgd", "time/epoch_s"):
+            lines = [(line["step"], line[name]) for line in reports(run[0]) if name in line]
+            points = [(point.step, point.value) for point in events.Scalars(name)]
+            assert [step for step, _ in lines] == [step for step, _ in points]
+            assert [value for _, value in lines] == pytest.approx([value for _, value in points])
+        steps = [line["step"] for line in reports(run[0]) if "train/mse" in line]
+        assert steps == [3, 6, 7, 10, 13, 14]  # each third step and the last of an epoch
+
+    def test_the_run_folder_is_as_documented(self, run: tuple[Path, str]) -> None:
+        folder = run[0] / "runs" / "probe" / "run_001"
+        names = {re.sub(r"(tfevents)\..*", r"\1", path.name) for path in folder.iterdir()}
+        assert names == {"run.json", "conf.yaml", "metrics.jsonl", "events.out.tfevents", "checkpoints"}
+        assert {path.name for path in (folder / "checkpoints").glob("epoch_*")} == {"epoch_0000", "epoch_0001"}
+
+    def test_the_record_tells_the_run(self, run: tuple[Path, str]) -> None:
+        fields = record(run[0])
+        assert fields["status"] == "SUCCEEDED"
+        assert fields["workers"] == 2
+        assert fields["overrides"] == ["cfg.start_workers=2", "cfg.monitor=mine", "cfg.mode=max"]
+        assert fields["packages"]["torch"] == torch.__version__
+        assert (fields["best"]["epoch"], fields["latest"]["epoch"]) == (1, 1)
+        assert fields["start"] <= fields["heartbeat"] <= fields["end"]
+
+    def test_a_checkpoint_is_plain_data_without_ddp_prefixes(self, run: tuple[Path, str]) -> None:
+        path = run[0] / "runs" / "probe" / "run_001" / "checkpoints" / "epoch_0001" / "state.pt"
+        state = torch.load(path, weights_only=True)
+        assert set(state["models"]) == {"first", "second", "third", "teacher"}
+        assert list(state["models"]["first"]) == ["layers.0.weight", "layers.0.bias"]
+        assert state["tools"]["counter"] == {"count": 2, "history": []}
+        assert (state["epoch"], state["global_step"]) == (1, 14)
+
+    def test_what_is_printed(self, run: tuple[Path, str]) -> None:
+        lines = run[1].splitlines()
+        starts = ["no src/conf.yaml", "wrote src/conf.yaml", "ray ", "run ", "folder ", "workers ", "device ", "rows "]
+        assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
+        assert lines[3] == "run       probe run_001"
+        assert re.match(
+            r"epoch 1/2 \| train mse [\d.e+]+ mean 26 both_\S+ .* \| test mse .* mean 15 .* \| [\d.]+ s", lines[8]
+        )
+        assert lines[9].startswith("epoch 2/2 | ")
+        assert lines[-1].endswith("mlx xp board probe run_001")
+
+
+def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("spec")
+    done = mlx(folder, "train", "run", f"cfg.start_workers={max(3, (os.cpu_count() or 1) + 1)}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("train/loss2 is skipped: it was not updated") == 1
+    assert "they share them" in done.stdout
+    assert record(folder)["status"] == "SUCCEEDED"
+    assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
+
+
+def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3").returncode == 0
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
+    checkpoint = folder / "runs" / "probe" / "run_002" / "checkpoints" / "epoch_0000"
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3", f"cfg.restore_checkpoint_path={checkpoint}")
+    assert done.returncode == 0, done.stderr
+    assert f"restored  {checkpoint} (epoch 1, step 14)" in done.stdout
+    whole, resumed = (
+        torch.load(folder / "runs" / "probe" / run / "checkpoints" / "epoch_0002" / "state.pt", weights_only=True)
+        for run in ("run_001", "run_003")
+    )
+    torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
+    seen = json.loads((folder / "seen" / "rank_0.json").read_text())
+    assert (seen["started"], seen["counter"]) == (1, 3)
+
+
+def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.fault=rank1")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "error: ValueError: only this rank (raised on rank 1)"
+    assert re.fullmatch(r"  src/experiment.py:\d+ in worker_loop", lines[1])
+    assert re.fullmatch(r"  src/experiment.py:\d+ in read", lines[3])
+    assert lines[4].strip() == 'raise ValueError("only this rank")'
+    assert len(lines) == 5
+    assert record(folder)["status"] == "FAILED"
+    assert "only this rank" in record(folder)["error"]
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the living processes whose environment carries a mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and f"MLX_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "sent", "code"), [(2, signal.SIGINT, 130), (0, signal.SIGINT, 130), (0, signal.SIGTERM, 143)]
+)
+def test_a_stopped_run_is_marked_and_leaves_no_process(
+    workers: int, sent: int, code: int, environment: dict[str, str], experiment: Make, tmp_path: Path
+) -> None:
+    folder = experiment("probe")
+    mark = tmp_path.name
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_runtime",
+        "train",
+        "run",
+        f"cfg.start_workers={workers}",
+        "cfg.num_epochs=9999",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment | {"MLX_TEST_MARK": mark, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith("epoch") and "2/9999" in line for line in process.stdout)
+    assert len(marked(mark)) > workers
+    os.killpg(process.pid, sent)  # as a terminal does, to the whole foreground group
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert errors == "error: stopped; probe run_001 is marked STOPPED, its checkpoints are kept\n"
+    assert record(folder)["status"] == "STOPPED"
+    deadline = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["cfg.seed=???"],
+            "src/conf.yaml: cfg.seed: ??? must be given a value; src.experiment.TrainConfig has no default",
+        ),
+        (["cfg.num_epoch=3"], "src/conf.yaml: cfg.num_epoch: there is no such key. Did you mean 'cfg.num_epochs'?"),
+        (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N"),
+        (["cfg.storage_path=main.py"], "cannot write runs to "),
+        (["cfg.name=a/b"], "cfg.name is 'a/b', which cannot name a folder"),
+    ],
+)
+def test_a_wrong_setting_ends_before_anything_starts(
+    mlx: Mlx, experiment: Make, options: list[str], message: str
+) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", *HERE, *options)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(folder.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"third": "sgd"',
+            '"third": "sdg"',
+            "Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
+        ),
+        (
+            '"third": "sgd"',
+            '"thrid": "sgd"',
+            "Models.map_params_to_optimizers names the model 'thrid', which does not exist",
+        ),
+        ("def ray_map_batches", "def stack", "datasets.train: Rows has no ray_map_batches"),
+        (
+            "    cfg: TrainConfig\n    datasets",
+            "    cfg: 3\n    datasets",
+            "Experiment: 'cfg' has no type; write cfg: TrainConfig",
+        ),
+        ("return self.values[index]", "return self.values[index + 99]", "IndexError: index "),
+        ("def worker_loop(", "def worker_lop(", "NotImplementedError: Experiment needs a worker_loop"),
+        ("import mlx_runtime\n", "import mlx_runtimes\n", "src/experiment.py cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old: str, new: str, message: str) -> None:
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", old, new)
+    done = mlx(folder, "train", "run", *HERE)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {message}")
+    assert "Traceback" not in done.stderr
+
+
+def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
+    for arguments in (("train", "run"), ("train", "bind")):
+        done = mlx(tmp_path, *arguments)
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"error: {tmp_path} is not an experiment: it has no src/experiment.py. "
+            "Change into one, or make one with: mlx train new NAME\n"
+        )
+
+
+def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
+    """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", "linear(3)", "linear(400_000)")
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+    command = [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=limit
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write a checkpoint of the run in {folder}/runs/probe/run_001: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert record(folder)["status"] == "FAILED"
+
+
+def test_a_terminal_gets_a_bar(environment: dict[str, str], experiment: Make) -> None:
+    """Under a pseudo-terminal the present stage is a bar, and finished epochs are lines."""
+    folder = experiment("probe")
+    command = f"{sys.executable} -m mlx_runtime train run cfg.start_workers=0 datasets.train.rows=4000"
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
+        cwd=folder,
+        env=environment | {"TERM": "xterm-256color", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"epoch 1 train .*━", done.stdout)
+    assert "epoch 1/2 | train mse" in done.stdout
+
+
+def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "            rows = batch",
+        "            __import__('time').sleep(0.6)\n            rows = batch",
+    )
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1", "datasets.test.rows=4")
+    found = re.findall(r"^train \| (\d+)/14 \| [\d.]+ it/s( \| mse [\d.]+ .*)?$", done.stdout, re.M)
+    assert 2 <= len(found) <= 5, done.stdout
