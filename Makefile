@@ -7,7 +7,9 @@ NAME ?=
 OUT ?= .
 ARGS ?=
 
-.PHONY: help demo test check format bake clean
+export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has settings of its own
+
+.PHONY: help demo test check format bake docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,11 +34,14 @@ bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=
 	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }
 	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
 
+docs: $(VENV)/.complete ## write what commands print into README.md
+	$(BIN)/python docs/readme.py
+
 clean: ## remove the demo, the environment and caches
 	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
 
 $(DEMO)/main.py: | $(VENV)/.complete
-	@$(BIN)/mlx train new digits -o demo
+	@$(BIN)/mlx train new digits -o demo >/dev/null
 	@$(BIN)/pip install -q --disable-pip-version-check -r $(DEMO)/requirements.txt
 
 $(VENV)/.complete: runtime/pyproject.toml

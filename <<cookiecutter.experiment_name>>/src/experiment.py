@@ -9,6 +9,7 @@ import torch
 from mlx_runtime import DUMMY_PARAMS, BaseModule
 from mlx_runtime.datasets import DatasetShards, Loader
 from ray.train.torch import prepare_model
+from torch import nn
 from torch.optim import Adam
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -29,7 +30,7 @@ class Datasets:
 
 @dataclass
 class Models:
-    net: DigitsNet = DigitsNet()
+    net: nn.Module = DigitsNet()
 
     map_params_to_optimizers = {"net": "adam"}  # which optimizer trains which model
 

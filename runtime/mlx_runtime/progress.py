@@ -191,4 +191,4 @@ def _rate_and_values(event: Event) -> list[str]:
 
 
 def _number(name: str, value: float) -> str:
-    return f"{name} {value:.4g}"
+    return f"{name} {value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{name} {value:.2e}"

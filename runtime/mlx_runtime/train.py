@@ -1,10 +1,13 @@
 """The verbs of `mlx train`: make an experiment, bind its config, run it."""
 
+import importlib
+import re
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_runtime import __version__
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.layout import CONF, experiment_folder
 
@@ -28,9 +31,11 @@ def new(name: str, output: Path) -> Path:
     folder = output / name
     if folder.exists():
         raise UsageError(f"{folder} exists already; choose another name, or another place with -o")
-    source = PACKAGED_TEMPLATE if PACKAGED_TEMPLATE.is_dir() else CHECKOUT
+    packaged = PACKAGED_TEMPLATE.is_dir()
+    source = str(PACKAGED_TEMPLATE if packaged else CHECKOUT)
+    answers = {"experiment_name": name} | ({"_runtime": f"mlx-runtime=={__version__}"} if packaged else {})
     try:
-        made = cookiecutter(str(source), no_input=True, output_dir=str(output), extra_context={"experiment_name": name})
+        made = cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers)
     except (CookiecutterException, OSError) as error:
         raise MlxError(f"cannot make {folder}: {error}") from error
     return Path(made)
@@ -42,8 +47,6 @@ def check_name(name: str) -> None:
     Raises:
         UsageError: not letters, digits, `-` and `_` starting with a letter.
     """
-    import re
-
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
         raise UsageError(f"{name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter")
 
@@ -93,8 +96,6 @@ def experiment_class(folder: Path) -> type:
     Raises:
         MlxError: it cannot be imported, or there is no such class.
     """
-    import importlib
-
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:

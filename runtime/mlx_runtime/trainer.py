@@ -349,16 +349,19 @@ class _Progress:
 
     def end_lines(self, result: Result) -> None:
         folder = result.folder
-        self.display.print()
-        for name, value in sorted(result.metrics.items()):
-            if name.startswith("test"):
-                self.display.print(f"{name:<24} {value:.4f}")
+        rows = [(name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("test")]
         if result.best:
             where = f"epoch {result.best['epoch'] + 1}, {Path(result.best['path']).relative_to(folder.path)}"
-            self.display.print(f"{'best ' + str(self.config.cfg.monitor):<24} {result.best['value']:.4f}  ({where})")
-        self.display.print(f"{'run':<24} {folder.path}")
-        self.display.print(f"{'took':<24} {time.monotonic() - self.started:.1f} s")
-        self.display.print(f"{'TensorBoard':<24} {_board_command(folder)}")
+            rows.append((f"best {self.config.cfg.monitor}", f"{result.best['value']:.4f} ({where})"))
+        rows += [
+            ("took", f"{time.monotonic() - self.started:.1f} s"),
+            ("run", str(folder.path)),
+            ("TensorBoard", _board_command(folder)),
+        ]
+        width = max(len(name) for name, _ in rows) + 2
+        self.display.print()
+        for name, value in rows:
+            self.display.print(f"{name:<{width}}{value}")
 
     def _facts_line(self, event: Event) -> None:
         rows = ", ".join(f"{name} {count}" for name, count in event["rows"].items())

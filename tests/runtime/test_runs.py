@@ -116,7 +116,8 @@ class TestTwoWorkers:
         assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
         assert lines[3] == "run       probe run_001"
         assert re.match(
-            r"epoch 1/2 \| train mse [\d.e+]+ mean 26 both_\S+ .* \| test mse .* mean 15 .* \| [\d.]+ s", lines[8]
+            r"epoch 1/2 \| train mse [\d.e+]+ mean 26.0000 both_\S+ .* \| test mse .* mean 15.0000 .* \| [\d.]+ s",
+            lines[8],
         )
         assert lines[9].startswith("epoch 2/2 | ")
         assert lines[-1].endswith("mlx xp board probe run_001")

@@ -1,0 +1,133 @@
+"""Generating an experiment: by cookiecutter from a folder and a git URL, by `mlx` from an installed wheel."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Mlx
+
+FILES = [
+    ".env.example",
+    ".gitignore",
+    ".rayignore",
+    "Makefile",
+    "README.md",
+    "main.py",
+    "pyproject.toml",
+    "requirements.txt",
+    "src/__init__.py",
+    "src/config.py",
+    "src/datasets.py",
+    "src/experiment.py",
+    "src/losses.py",
+    "src/metrics.py",
+    "src/models.py",
+    "src/tools.py",
+    "tests/test_experiment.py",
+]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def cookiecutter(source: str, folder: Path, *options: str, answers: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "cookiecutter", source, "-o", str(folder), *options]
+    home = folder.with_name("home")
+    home.mkdir(exist_ok=True)
+    environment = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, input=answers, capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """This repository's working tree, as a git repository of its own."""
+    folder = tmp_path / "origin.git"
+    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in tracked.stdout.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return f"file://{folder}"
+
+
+def test_every_way_makes_the_same_files(mlx: Mlx, repository: str, tmp_path: Path) -> None:
+    (tmp_path / "url").mkdir()
+    done = cookiecutter(repository, tmp_path / "url", "--no-input", "experiment_name=alpha")
+    assert done.returncode == 0, done.stderr
+    done = cookiecutter(str(ROOT), tmp_path / "prompted", answers="alpha\n")
+    assert done.returncode == 0, done.stderr
+    assert "Name of the experiment" in done.stdout
+    assert mlx(tmp_path, "new", "alpha", "-o", "short").returncode == 0
+    assert mlx(tmp_path, "train", "new", "alpha", "-o", "long").returncode == 0
+    for way in ("url", "prompted", "short", "long"):
+        assert files(tmp_path / way / "alpha") == FILES, way
+        for name in ("src/experiment.py", "src/config.py", "README.md", "pyproject.toml"):
+            assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
+    assert f"\nRUNTIME ?= mlx-runtime @ git+{repository}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
+    assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / "prompted")
+
+
+def makefile(folder: Path) -> str:
+    return (folder / "alpha" / "Makefile").read_text()
+
+
+def test_no_template_syntax_is_left(baked: Path) -> None:
+    for name in FILES:
+        text = (baked / name).read_text()
+        assert "cookiecutter" not in text, name
+        assert "<<" not in text, name
+
+
+def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path) -> None:
+    import mlx_runtime
+
+    assert f'template_version = "{mlx_runtime.__version__}"' in (baked / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["9lives", "a b", "a/b", "", "-a", "naïve", "a.b"])
+def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
+    message = f"error: {name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter\n"
+    done = mlx(tmp_path, "train", "new", "--", name)
+    assert (done.returncode, done.stderr) == (2, message)
+    assert list(tmp_path.iterdir()) == []
+    if "/" in name or not name:
+        return  # cookiecutter makes folders, or takes its default, before our hook is asked
+    done = cookiecutter(str(ROOT), tmp_path / "out", "--no-input", f"experiment_name={name}")
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} <= {"home", "out"}
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    done = mlx(tmp_path, "train", "new", "mine")
+    assert done.returncode == 2
+    assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
+    assert files(tmp_path / "mine") == ["precious"]
+
+
+def test_the_wheel_carries_the_template_and_works_without_this_repository(tmp_path: Path) -> None:
+    """Built as a release would be, and used by an interpreter that sees no checkout."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT / "runtime")]
+    subprocess.run(command, check=True, timeout=200)
+    wheel = next(tmp_path.glob("mlx_runtime-*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        packed = [name for name in archive.namelist() if "/template/" in name]
+        archive.extractall(tmp_path / "site")
+    inside = "mlx_runtime/template/<<cookiecutter.experiment_name>>/"
+    assert sorted(name.removeprefix(inside) for name in packed if name.startswith(inside)) == FILES
+    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mlx_runtime.cli import mlx; mlx()"
+    options = ["train", "new", "beta", "-o", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *options], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "beta") == FILES
+    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()

@@ -1,0 +1,156 @@
+"""The generated experiment, as its owner uses it: linted, typed, bound, trained by make, its own tests run."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mlx, edit
+from torchmetrics.classification import MulticlassAccuracy
+
+
+def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["make", "-s", *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(baked: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The experiment after `make bind` and `make run`, with what the latter printed."""
+    import shutil
+
+    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
+    done = make(folder, environment, "bind")
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    done = make(folder, environment, "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder, done.stdout
+
+
+def test_it_reaches_the_promised_accuracy(trained: tuple[Path, str]) -> None:
+    accuracy = re.search(r"^test/accuracy +(\d\.\d{4})$", trained[1], re.MULTILINE)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 0.96
+
+
+def test_it_ends_with_where_to_look(trained: tuple[Path, str]) -> None:
+    folder = trained[0] / "runs" / "digits" / "run_001"
+    assert re.search(rf"^run +{folder}$", trained[1], re.MULTILINE)
+    assert trained[1].splitlines()[-1].endswith("mlx xp board digits run_001")
+
+
+def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str]) -> None:
+    lines = [json.loads(line) for line in (trained[0] / "runs/digits/run_001/metrics.jsonl").read_text().splitlines()]
+    losses = [line["val/cross_entropy"] for line in lines if "val/cross_entropy" in line]
+    assert len(losses) == 30 or min(losses[-5:]) >= min(losses[:-5])
+    rates = [line["lr/adam"] for line in lines if "lr/adam" in line]
+    assert max(rates) <= 3e-3
+    assert rates[-1] < max(rates) / 10
+
+
+def test_a_metric_over_two_workers_is_the_one_over_all_rows(
+    trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best checkpoint, evaluated here in one process, gives the value that two workers reported."""
+    run = trained[0] / "runs" / "digits" / "run_001"
+    best = json.loads((run / "run.json").read_text())["best"]
+    script = (
+        "import torch; from src.models import DigitsNet; from src.datasets import Digits\n"
+        f"state = torch.load({best['path'] + '/state.pt'!r})['models']['net']\n"
+        "net = DigitsNet(); net.load_state_dict(state); net.eval()\n"
+        "data = Digits(split='val'); torch.save((net(data.images), data.labels), 'out.pt')"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=trained[0], check=True, timeout=60)
+    logits, labels = torch.load(trained[0] / "out.pt")
+    value = MulticlassAccuracy(num_classes=10, average="micro")(logits, labels)
+    assert value.item() == pytest.approx(best["value"], abs=1e-6)
+
+
+def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[str, str]) -> None:
+    """A real TensorBoard, by the command that the run ended with, asked over HTTP for what it read."""
+    port = 16006
+    command = [sys.executable, "-m", "mlx_runtime", "xp", "board", "digits", "run_001", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=trained[0], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+        tags: dict[str, dict] = {}
+        deadline = time.monotonic() + 60
+        while not any(tags.values()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            try:
+                tags = json.load(urllib.request.urlopen(url, timeout=5))
+            except OSError:
+                continue
+        assert {"train/accuracy", "val/accuracy", "test/accuracy", "lr/adam"} <= set(tags["."])
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_overrides_reach_the_run_through_make(trained: tuple[Path, str], environment: dict[str, str]) -> None:
+    options = "cfg.start_workers=0 cfg.num_epochs=1 optimizers.adam.lr=1e-4 cfg.name=other"
+    done = make(trained[0], environment, "run", f"ARGS={options}")
+    assert done.returncode == 0, done.stderr
+    lines = (trained[0] / "runs" / "other" / "run_001" / "metrics.jsonl").read_text().splitlines()
+    assert max(json.loads(line).get("lr/adam", 0) for line in lines) <= 1e-4
+    assert "  lr: 0.0001" in (trained[0] / "runs" / "other" / "run_001" / "conf.yaml").read_text()
+
+
+def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
+    done = make(digits, environment, "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environment: dict[str, str]) -> None:
+    edit(digits / "src" / "experiment.py", 'batch["image"]', 'batch["picture"]')
+    done = make(digits, environment, "test")
+    assert done.returncode != 0
+    assert "KeyError: 'picture'" in done.stdout
+
+
+def test_it_is_linted_formatted_and_typed(digits: Path) -> None:
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", "/dev/null"]):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=digits, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_reads_in_ten_minutes(digits: Path) -> None:
+    lines = sum(len(file.read_text().splitlines()) for file in [digits / "main.py", *(digits / "src").glob("*.py")])
+    assert lines <= 400
+
+
+def test_every_python_file_says_what_to_edit(digits: Path) -> None:
+    for file in [*(digits / "src").glob("*.py"), *(digits / "tests").glob("*.py"), digits / "main.py"]:
+        assert re.match(r'""".*[Ee]dit', file.read_text()), file
+
+
+def test_help_explains_every_target(digits: Path, environment: dict[str, str]) -> None:
+    listed = {line.split()[0] for line in make(digits, environment, "help").stdout.splitlines()}
+    phony = re.search(r"^\.PHONY: (.*)$", (digits / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert listed == set(phony[1].split())
+
+
+def test_the_runs_settings_come_from_dot_env(digits: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (digits / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
+    done = make(digits, environment, "run", "ARGS=cfg.start_workers=0 cfg.num_epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "elsewhere" / "digits" / "run_001" / "run.json").is_file()
+
+
+def test_binding_by_the_command_keeps_edits(digits: Path, mlx: Mlx) -> None:
+    mlx(digits, "train", "bind")
+    edit(digits / "src" / "conf.yaml", "num_epochs: 30", "num_epochs: 7  # short")
+    done = mlx(digits, "train", "bind")
+    assert done.stdout.splitlines() == [
+        "unchanged src/conf.yaml",
+        "kept     cfg.num_epochs (your value; the code's default differs)",
+    ]
+    assert "num_epochs: 7  # short" in (digits / "src" / "conf.yaml").read_text()
