@@ -72,21 +72,28 @@ def save(state: State, metrics: Mapping[str, float], folder: Path, *, writes: bo
     if not writes:
         ray.train.report(dict(metrics), checkpoint=None, checkpoint_dir_name=folder.name, checkpoint_upload_mode=_ASYNC)
         return
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix="mlx-checkpoint-", dir=folder.parent if local else None))
-        torch.save(state, scratch / STATE)
-    except (OSError, RuntimeError) as error:  # torch's writer raises the latter when the disk is full
-        reason = str(error).splitlines()[0]
-        raise StorageError(f"cannot write a checkpoint of the run in {folder.parents[1]}: {reason}") from error
+    made = _write(state, beside=folder if local else None)
     if local:
         if folder.exists():
             shutil.rmtree(folder)
-        scratch.rename(folder)
-        scratch = folder
-    checkpoint = ray.train.Checkpoint.from_directory(str(scratch))
+        made = made.rename(folder)
+    checkpoint = ray.train.Checkpoint.from_directory(str(made))
     ray.train.report(
         dict(metrics), checkpoint=checkpoint, checkpoint_dir_name=folder.name, checkpoint_upload_mode=_ASYNC
     )
+
+
+def _write(state: State, beside: Path | None) -> Path:
+    """A new folder with the state in it, on the file system of `beside` or in the system's place for passing files."""
+    folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=beside.parent if beside else None))
+    try:
+        with (folder / STATE).open("wb") as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides a full disk
+        raise StorageError(f"cannot write a checkpoint to {folder.parent}: {reason}") from error
+    return folder
 
 
 def newest() -> Path | None:

@@ -58,6 +58,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def reserve(self) -> Path:
+        """Space held while the run lasts, so that its end can be recorded on a disk that has filled up."""
+        return self.path / ".reserve"
+
     def checkpoint(self, epoch: int) -> Path:
         return self.checkpoints / f"epoch_{epoch:04d}"
 
@@ -114,7 +119,7 @@ def claim_run(storage: Path, experiment: str) -> RunFolder:
                 continue
         try:
             folder.checkpoints.mkdir()
-            _probe(folder.path)
+            _reserve(folder.reserve)
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -183,13 +188,9 @@ def _number(name: str) -> int:
     return int(match.group(1)) if match else 0
 
 
-def _probe(folder: Path, size_bytes: int = 1 << 20) -> None:
-    """Write and remove a megabyte: a full disk accepts empty files and folders."""
-    probe = folder / ".probe"
-    try:
-        with probe.open("wb") as file:
-            file.write(b"\0" * size_bytes)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        probe.unlink(missing_ok=True)
+def _reserve(file: Path, size_bytes: int = 1 << 20) -> None:
+    """Really write a megabyte: a full disk accepts empty files and folders."""
+    with file.open("wb") as stream:
+        stream.write(b"\0" * size_bytes)
+        stream.flush()
+        os.fsync(stream.fileno())

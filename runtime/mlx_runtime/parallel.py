@@ -46,15 +46,11 @@ def seed_everything(seed: int) -> None:
 
 
 def quiet_ray_train() -> None:
-    """Keep Ray Train's notices of every report, and its copy of every traceback, out of a worker's output."""
-    for name in (
-        "ray.train",
-        ray.train.v2._internal.execution.context.__file__,
-    ):  # the latter logs under its file's name
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("ray.train.v2._internal.util").setLevel(
-        logging.CRITICAL
-    )  # errors reach the user through the driver
+    """Keep Ray Train's notices of every report out of a worker's output, and its tracebacks, which the driver tells."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    told_by_the_driver = ("ray.train.v2._internal.util", ray.train.v2._internal.execution.context.__file__)
+    for name in told_by_the_driver:  # the latter logs under the name of its file
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -56,6 +56,15 @@ class Record:
             except OSError as error:
                 raise StorageError(f"cannot write {self.folder.record}: {error.strerror or error}") from error
 
+    def finish(self, status: str, **fields: Any) -> None:
+        """Write down how the run ended, giving back the space that was held for it.
+
+        Raises:
+            StorageError: the run folder can no longer be written.
+        """
+        self.folder.reserve.unlink(missing_ok=True)
+        self.update(status=status, end=now(), **fields)
+
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
         """Refresh the heartbeat while the block runs."""

@@ -90,17 +90,17 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
             record.update(status="RUNNING", workers=cfg.start_workers)
             metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
     except KeyboardInterrupt as interrupt:
-        record.update(status="STOPPED", end=registry.now())
+        record.finish("STOPPED")
         message = f"stopped; {folder.experiment} {folder.name} is marked STOPPED, its checkpoints are kept"
         raise RunStopped(message, 143 if isinstance(interrupt, _Terminated) else 130) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
-            record.update(status="FAILED", end=registry.now(), error=str(error))
+            record.finish("FAILED", error=str(error))
         raise
     finally:
         progress.display.close()
     result = Result(folder, metrics, progress.best)
-    record.update(status="SUCCEEDED", end=registry.now(), metrics=metrics)
+    record.finish("SUCCEEDED", metrics=metrics)
     progress.end_lines(result)
     return result
 
@@ -180,6 +180,8 @@ def _told(error: BaseException) -> MlxError:
     for cause in causes:
         if isinstance(cause, MlxError):
             return cause
+        if isinstance(cause, OSError):  # Ray Train copies checkpoints to the storage by itself
+            return StorageError(f"cannot write a checkpoint of the run: {cause}")
     if causes:
         return MlxError(f"a worker was lost: {str(causes[0]).splitlines()[0]}")
     return MlxError(f"Ray Train failed: {error}")

@@ -16,7 +16,10 @@ def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
         runs = list(pool.map(lambda _: claim_run(tmp_path, "digits").name, range(40)))
     assert sorted(runs) == [f"run_{number:03d}" for number in range(1, 41)]
-    assert sorted(path.name for path in (tmp_path / "digits" / "run_001").iterdir()) == ["checkpoints"]
+    assert sorted(path.name for path in (tmp_path / "digits" / "run_001").iterdir()) == [
+        ".reserve",  # until the run ends
+        "checkpoints",
+    ]
 
 
 def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:

@@ -297,9 +297,11 @@ def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experi
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=limit
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot write a checkpoint of the run in {folder}/runs/probe/run_001: ")
+    assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
+    assert "File too large" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert record(folder)["status"] == "FAILED"
+    assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []
 
 
 def test_a_terminal_gets_a_bar(environment: dict[str, str], experiment: Make) -> None:
