@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.settings import prepare_ray
 
 if TYPE_CHECKING:
-    from mlx_runtime.binding import DUMMY_PARAMS
     from mlx_runtime.cluster import connect
     from mlx_runtime.config import TrainConfig
     from mlx_runtime.errors import MlxError, clean_exit
     from mlx_runtime.experiment import BaseModule
     from mlx_runtime.loading import load_config
+    from mlx_runtime.nodes import DUMMY_PARAMS
     from mlx_runtime.trainer import fit
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ prepare_ray()  # before anyone's `import ray`
 
 _HOMES = {
     "BaseModule": "experiment",
-    "DUMMY_PARAMS": "binding",
+    "DUMMY_PARAMS": "nodes",
     "MlxError": "errors",
     "TrainConfig": "config",
     "clean_exit": "errors",

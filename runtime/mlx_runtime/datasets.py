@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from mlx_runtime import declarations  # noqa: F401 - from here on, defaults in src declare datasets and load none
 from mlx_runtime.errors import ConfigError, DatasetError
 
 Batch = dict[str, torch.Tensor]

@@ -6,15 +6,14 @@ constructors' signatures before anything starts, and all problems are told at on
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, InstantiationException
-from hydra_zen import instantiate
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -57,26 +56,49 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     problems = _check(tree, wanted)
     if problems:
         raise ConfigError(_listed(problems, path))
-    return Config(tree, build(tree["cfg"]), tuple(overrides))
+    return Config(tree, build(tree["cfg"], "cfg"), tuple(overrides))
 
 
-def build(node: Tree, **objects: Any) -> Any:
-    """Call what a node describes, recursively, with arguments as their annotations want them.
+def parsed(text: str) -> Tree:
+    """YAML text as a run reads it, interpolations resolved and `???` left in place."""
+    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    assert isinstance(tree, dict)
+    return tree  # type: ignore[return-value]
+
+
+def build(node: Any, key: str = "", **objects: Any) -> Any:
+    """Call what a node describes, arguments first, each as its annotation wants it.
+
+    The same as Hydra's `instantiate(node, _convert_="all")`, except that lists become tuples, and strings Paths and
+    Enums, where an annotation says so, and that a `_partial_` node gives a `functools.partial` of the target itself.
 
     Args:
-        node: a mapping with `_target_`.
+        node: a mapping with `_target_`, or any plain value.
+        key: where it stands in conf.yaml, for the error.
         objects: further arguments that are not YAML; passed on as they are.
 
     Raises:
         ConfigError: a constructor refused its arguments.
     """
+    if isinstance(node, list):
+        return [build(item, f"{key}[{index}]") for index, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    made = {name: build(item, f"{key}.{name}") for name, item in node.items() if name not in ("_target_", "_partial_")}
+    if "_target_" not in node:
+        return made
+    target = object_at(node["_target_"])
+    args = made.pop("_args_", [])
+    known = parameters(target) or []
+    hints = {item.name: item.hint for item in known if item.kind is not inspect.Parameter.VAR_KEYWORD}
+    args = [fitted(value, item.hint) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
+    kwargs = {name: fitted(value, hints.get(name, Any)) for name, value in made.items()} | objects
+    if node.get("_partial_"):
+        return functools.partial(target, *args, **kwargs)
     try:
-        if objects:
-            return instantiate({**node, "_partial_": True}, _convert_="all", _target_wrapper_=_typed)(**objects)
-        return instantiate(node, _convert_="all", _target_wrapper_=_typed)
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        raise ConfigError(f"{node['_target_']} cannot be made: {type(cause).__name__}: {cause}") from cause
+        return target(*args, **kwargs)
+    except Exception as error:
+        raise ConfigError(f"{key}: {node['_target_']} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def build_optimizers(node: Tree, models: Any) -> Any:
@@ -104,7 +126,7 @@ def build_optimizers(node: Tree, models: Any) -> Any:
         if not params[name]:
             raise ConfigError(f"optimizers.{name} trains no model; give it one in {where}, or remove it")
         arguments = {key: value for key, value in node[name].items() if key != "params"}
-        made[name] = build(arguments, params=params[name])
+        made[name] = build(arguments, f"optimizers.{name}", params=params[name])
     return object_at(node["_target_"])(**made)
 
 
@@ -206,21 +228,12 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
             )
 
 
-def _typed(target: Callable[..., Any]) -> Callable[..., Any]:
-    """`target`, called with plain YAML values turned into what its annotations want."""
-    hints = {item.name: item.hint for item in parameters(target) or []}
-
-    @functools.wraps(target, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name, value in kwargs.items():
-            if name in hints and type(value) in (int, str, list, dict):
-                try:
-                    kwargs[name] = convert(value, hints[name])
-                except TypeError:
-                    continue  # checked before; what is left is an object that a node made
-        return target(*args, **kwargs)
-
-    return call
+def fitted(value: Any, hint: Any) -> Any:
+    """A plain value as the annotation wants it; one that does not fit was checked before, or is an object already."""
+    try:
+        return convert(value, hint)
+    except TypeError:
+        return value
 
 
 def _keys(tree: Any, prefix: str = "") -> list[str]:

@@ -6,19 +6,23 @@ recorded: that gives the constructor and the arguments, whatever the class store
 """
 
 import ast
+import copy
 import dataclasses
 import enum
 import functools
 import importlib
 import inspect
+import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mlx_runtime.declarations import declaring
 from mlx_runtime.errors import BindError
 
 MISSING = inspect.Parameter.empty
@@ -49,6 +53,33 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+
+
+@dataclass
+class Calls:
+    """What was seen while one expression was evaluated: calls by their result, dotted names by their value."""
+
+    made: dict[int, Call] = field(default_factory=dict)
+    named: dict[int, tuple[str, Any]] = field(default_factory=dict)
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.made:
+            self.made[id(result)] = Call(function, args, kwargs, result)
+        return result
+
+    def name(self, path: str, value: Any, root: Any) -> Any:
+        start = root.__name__ if isinstance(root, types.ModuleType) else f"{root.__module__}.{root.__qualname__}"
+        self.named[id(value)] = (f"{start}.{path}", value)
+        return value
+
+    def of(self, result: Any) -> Call | None:
+        """The call that gave an object."""
+        return self.made.get(id(result))
+
+    def path_of(self, value: Any) -> str | None:
+        """The dotted name that an object was called by, like `torch.relu`."""
+        return self.named[id(value)][0] if id(value) in self.named else None
 
 
 def path_of(thing: Any) -> str:
@@ -127,7 +158,7 @@ def groups(experiment: type) -> dict[str, type]:
     return hints
 
 
-def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, dict[int, Call]] | None:
+def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, Calls] | None:
     """Evaluate a default expression again, recording its calls.
 
     Returns:
@@ -136,17 +167,33 @@ def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, dict[i
     found = _default_expression(target, name)
     if found is None:
         return None
-    expression, namespace = found
-    calls: dict[int, Call] = {}
+    return _recorded(*found, name)
 
-    def record(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        calls[id(result)] = Call(function, args, kwargs, result)
-        return result
 
-    tree = ast.fix_missing_locations(ast.Expression(_Recorded().visit(expression)))
+def recorded_constant(value: Any, home: str) -> tuple[Any, Calls] | None:
+    """The same for a default that is a constant at the top of a module: `BLOCK = Block(3)`, `block: Block = BLOCK`.
+
+    Looks in the module `home` and in those of the same package, since constants are imported.
+    """
+    family = [name for name in list(sys.modules) if name.partition(".")[0] == home.partition(".")[0]]
+    for name in [home, *family]:
+        module = sys.modules.get(name)
+        for constant, held in list(vars(module).items()) if module else []:
+            if held is value and type(value) not in (bool, int, float, str, type(None)):
+                expression = _assigned(module, constant)
+                if expression is not None:
+                    return _recorded(expression, vars(module), constant)
+    return None
+
+
+def _recorded(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> tuple[Any, Calls]:
+    """Evaluate an expression with every call in it recorded; datasets are declared, not loaded."""
+    calls = Calls()
+    tree = ast.fix_missing_locations(ast.Expression(_Recorded(namespace).visit(copy.deepcopy(expression))))
     code = compile(tree, f"<default of {name}>", "eval")
-    return eval(code, {**namespace, _RECORD: record}), calls  # the user's own expression, in its own module
+    with declaring(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said when the default itself was made
+        return eval(code, {**namespace, _CALLS: calls}), calls  # the user's own expression, in its own module
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -175,7 +222,7 @@ def convert(value: Any, hint: Any) -> Any:
         key, item = arguments or (Any, Any)
         return {convert(k, key): convert(v, item) for k, v in value.items()}
     if kind is float and type(value) is int:
-        return float(value)
+        return value  # as in Python, an int will do; a default of 0 for a float stays the int it was
     if isinstance(kind, type) and issubclass(kind, enum.Enum) and isinstance(value, str) and value in kind.__members__:
         return kind[value]
     if isinstance(kind, type) and issubclass(kind, Path) and isinstance(value, str):
@@ -249,17 +296,37 @@ def _hints(target: Callable[..., Any]) -> Callable[[inspect.Parameter], Any]:
     return hint
 
 
-_RECORD = "__mlx_record__"
+_CALLS = "__mlx_calls__"
 
 _FOREIGN = ("mlx_runtime", "builtins")
 
 
 class _Recorded(ast.NodeTransformer):
-    """`f(x)` → `__mlx_record__(f, x)`, everywhere in an expression."""
+    """`f(x)` → `__mlx_calls__.call(f, x)` and `a.b.c` → `__mlx_calls__.name("b.c", a.b.c, a)`, in an expression."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        return ast.Call(ast.Name(_RECORD, ast.Load()), [node.func, *node.args], node.keywords)
+        return ast.Call(_recorder("call"), [node.func, *node.args], node.keywords)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        root, names = node.value, [node.attr]
+        while isinstance(root, ast.Attribute):
+            names.insert(0, root.attr)
+            root = root.value
+        if not isinstance(root, ast.Name) or not self._names_code(root.id):
+            self.generic_visit(node)
+            return node
+        return ast.Call(_recorder("name"), [ast.Constant(".".join(names)), node, root], [])
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+
+    def _names_code(self, name: str) -> bool:
+        return isinstance(self.namespace.get(name), types.ModuleType | type)
+
+
+def _recorder(method: str) -> ast.expr:
+    return ast.Attribute(ast.Name(_CALLS, ast.Load()), method, ast.Load())
 
 
 def _default_expression(target: Callable[..., Any], name: str) -> tuple[ast.expr, dict[str, Any]] | None:
@@ -311,6 +378,20 @@ def _field_default(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | No
                     return options["default"], namespace
             return (expression, namespace) if expression else None
     return None
+
+
+def _assigned(module: types.ModuleType | None, name: str) -> ast.expr | None:
+    """What a module assigns to a name at its top, or None when that is not there or not the only time."""
+    try:
+        body = ast.parse(inspect.getsource(module)).body if module else []
+    except (OSError, TypeError, SyntaxError):
+        return None
+    found = []
+    for statement in body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            found.append(getattr(statement, "value", None))
+    return found[0] if len(found) == 1 else None
 
 
 def _parsed(thing: Any) -> ast.stmt | None:

@@ -65,11 +65,11 @@ def bind(folder: Path | None = None) -> list[str]:
     from mlx_runtime import binding
 
     existed = (folder / CONF).exists()
-    changes = binding.write(folder / CONF, binding.describe(experiment_class(folder)))
-    if not existed:
-        return [f"wrote {CONF}"]
-    lines = changes.lines()
-    return [f"{'updated' if changes.added or changes.dropped else 'unchanged'} {CONF}", *lines]
+    bound = binding.bind(experiment_class(folder), folder / CONF)
+    if bound.stale:
+        bound.write()
+    title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
+    return [f"{title} {CONF}", *bound.lines()]
 
 
 def run(overrides: Sequence[str]) -> None:

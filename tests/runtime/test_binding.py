@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.binding import HEADER, describe, write
+from mlx_runtime.binding import HEADER, bind, merge
 from mlx_runtime.errors import BindError
 from mlx_runtime.loading import build
+from mlx_runtime.nodes import Description
 
 
 class Block(nn.Module):
@@ -71,17 +72,17 @@ class Initialised(BaseModule):
 
 def through_yaml(tmp_path: Path) -> dict:
     path = tmp_path / "conf.yaml"
-    write(path, describe(Annotated))
+    bind(Annotated, path).write()
     return OmegaConf.to_container(OmegaConf.load(path))
 
 
 def test_both_spellings_of_an_experiment_bind_alike() -> None:
-    assert describe(Annotated) == describe(Initialised)
-    assert list(describe(Annotated)) == ["cfg", "models", "optimizers", "metrics"]
+    assert Description(Annotated).tree == Description(Initialised).tree
+    assert list(Description(Annotated).tree) == ["cfg", "models", "optimizers", "metrics"]
 
 
 def test_nested_calls_are_written_with_their_real_arguments() -> None:
-    net = describe(Annotated)["models"]["net"]
+    net = Description(Annotated).tree["models"]["net"]
     assert net["fc"] == {
         "_target_": "torch.nn.modules.linear.Linear",
         "in_features": 32,
@@ -96,7 +97,7 @@ def test_nested_calls_are_written_with_their_real_arguments() -> None:
 
 
 def test_parameters_of_an_optimizer_are_left_open() -> None:
-    adam = describe(Annotated)["optimizers"]["adam"]
+    adam = Description(Annotated).tree["optimizers"]["adam"]
     assert (adam["params"], adam["lr"], adam["betas"]) == ("???", 0.5, [0.9, 0.999])
 
 
@@ -126,25 +127,26 @@ def test_an_argument_without_default_is_open() -> None:
         models: Model  # type: ignore[valid-type]
 
     Experiment.__annotations__["models"] = Model
-    assert describe(Experiment)["models"] == {"_target_": f"{__name__}.OpenModel", "width": "???", "depth": 2}
+    assert Description(Experiment).tree["models"] == {"_target_": f"{__name__}.OpenModel", "width": "???", "depth": 2}
 
 
 def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
     path = tmp_path / "conf.yaml"
-    tree = describe(Annotated)
-    assert not write(path, tree).lines()
+    tree = Description(Annotated).tree
+    first = merge(path, tree)
+    assert not first.lines()
+    first.write()
     assert path.read_text().startswith(HEADER)
     text = path.read_text().replace("lr: 0.5", "lr: 0.25  # found by hand").replace("  seed: 0\n", "")
     path.write_text(text.replace("num_epochs: 10", "num_epochs: 10\n  gone: 3"))
-    changes = write(path, tree)
+    changes = merge(path, tree)
+    changes.write()
     assert changes.kept == ["optimizers.adam.lr"]
     assert changes.added == ["cfg.seed"]
     assert changes.dropped == ["cfg.gone"]
     assert "lr: 0.25  # found by hand" in path.read_text()
     assert path.read_text().startswith(HEADER)
-    before = path.read_text()
-    write(path, tree)
-    assert path.read_text() == before
+    assert not merge(path, tree).stale
 
 
 class Untyped(BaseModule):
@@ -179,12 +181,12 @@ class WithConstant(BaseModule):
     [
         (Untyped, "Untyped.__init__: 'models' has no type; write models: Models"),
         (WithLambda, "models.act: <function <lambda> at 0x"),
-        (WithConstant, "models.block: the default Block() cannot be written to conf.yaml"),
+        (WithConstant, "models.block: conf.yaml would not re-create this default: renamed is 4 and would be 3"),
     ],
 )
-def test_what_cannot_be_written_is_refused_by_name(experiment: type, message: str) -> None:
+def test_what_cannot_be_written_is_refused_by_name(experiment: type, message: str, tmp_path: Path) -> None:
     with pytest.raises(BindError) as caught:
-        describe(experiment)
+        bind(experiment, tmp_path / "conf.yaml")
     assert str(caught.value).startswith(message)
 
 
@@ -192,5 +194,5 @@ def test_a_damaged_file_is_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "conf.yaml"
     path.write_text("cfg: [1,\n")
     with pytest.raises(BindError, match="is not valid YAML"):
-        write(path, describe(Annotated))
+        merge(path, Description(Annotated).tree)
     assert path.read_text() == "cfg: [1,\n"

@@ -10,11 +10,11 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"errors", "config", "settings"},
+    {"errors", "config", "settings", "declarations"},
     {"layout", "signatures", "parallel"},
-    {"binding", "loading", "cluster", "datasets", "checkpoints", "tracking", "progress", "registry"},
-    {"experiment"},
-    {"trainer"},
+    {"nodes", "loading", "cluster", "datasets", "checkpoints", "tracking", "progress", "registry"},
+    {"experiment", "verification"},
+    {"trainer", "binding"},
     {"train", "xp"},
     {"cli"},
 ]
@@ -23,7 +23,6 @@ HOMES = {
     "click": {"cli"},
     "cookiecutter": {"train"},
     "hydra": {"loading"},
-    "hydra_zen": {"loading"},
     "omegaconf": {"binding", "loading", "xp"},
     "ray": {"checkpoints", "cluster", "parallel", "trainer"},
     "rich": {"progress"},

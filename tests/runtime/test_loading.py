@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.binding import describe, write
+from mlx_runtime.binding import bind
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.loading import build_optimizers, load_config
+from mlx_runtime.nodes import Description
 
 
 class Net(nn.Module):
@@ -51,7 +52,7 @@ class Experiment(BaseModule):
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MLX_STORAGE", raising=False)
-    write(tmp_path / "conf.yaml", describe(Experiment))
+    bind(Experiment, tmp_path / "conf.yaml").write()
     return tmp_path / "conf.yaml"
 
 
@@ -129,7 +130,7 @@ def test_no_file_and_no_yaml(tmp_path: Path) -> None:
 class TestOptimizers:
     """Optimizers get the parameters of the models that are mapped to them."""
 
-    node = describe(Experiment)["optimizers"]
+    node = Description(Experiment).tree["optimizers"]
 
     def models(self, **mapping: str) -> Models:
         models = Models(Net(), Net())
