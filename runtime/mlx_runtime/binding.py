@@ -1,7 +1,10 @@
 """Nodes → conf.yaml: write the file exactly, and keep what the user edited."""
 
+import difflib
 import inspect
 import io
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,14 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from mlx_runtime.errors import BindError
 from mlx_runtime.layout import write_atomic
 from mlx_runtime.nodes import Description, Node
+from mlx_runtime.schema import former_defaults, schema_of
 from mlx_runtime.signatures import object_at, parameters
 from mlx_runtime.verification import verify
 
-HEADER = """\
+SCHEMA = "conf.schema.json"
+
+HEADER = f"""\
+# yaml-language-server: $schema={SCHEMA}
 # Every setting of this experiment: the source of truth for `mlx train run`.
 # Written by `mlx train bind` from the defaults in src/. Edit freely: binding again keeps your values and comments,
 # adds new arguments and drops removed ones. ??? must be filled in (the `params` of an optimizer excepted).
@@ -31,7 +38,8 @@ class Binding:
     Attributes:
         path: of the file.
         before, after: its text; `before` is empty when there is no file.
-        added, dropped, kept: full keys.
+        added, updated, dropped, kept: full keys; `updated` had the former default and has the new one.
+        schema: text of the JSON Schema beside it.
         notices: what else a person should know, one line each.
     """
 
@@ -39,7 +47,9 @@ class Binding:
     before: str
     after: str = ""
     notices: list[str] = field(default_factory=list)
+    schema: str = ""
     added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
 
@@ -52,14 +62,21 @@ class Binding:
         """One line per key that a person should know of."""
         return [
             *(f"added    {key}" for key in self.added),
+            *(f"updated  {key} (to the code's new default)" for key in self.updated),
             *(f"dropped  {key} (no longer an argument)" for key in self.dropped),
             *(f"kept     {key} (your value; the code's default differs)" for key in self.kept),
             *(f"notice   {text}" for text in self.notices),
         ]
 
     def write(self) -> None:
-        """Store it, atomically."""
+        """Store both files, each atomically."""
         write_atomic(self.path, self.after)
+        write_atomic(self.path.with_name(SCHEMA), self.schema)
+
+    def diff(self) -> str:
+        """What writing would change in conf.yaml, as a unified diff."""
+        lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
+        return "".join(difflib.unified_diff(*lines, str(self.path), f"{self.path} (bound)"))
 
 
 def bind(experiment: type, path: Path) -> Binding:
@@ -69,14 +86,22 @@ def bind(experiment: type, path: Path) -> Binding:
         BindError: the code has a default that conf.yaml cannot re-create, or the present file is not YAML.
     """
     description = Description(experiment)
-    verify(experiment, description.tree, _yaml_text(description.tree))
-    binding = merge(path, description.tree)
+    verify(experiment, description.tree, yaml_text(description.tree))
+    schema = path.with_name(SCHEMA)
+    former = former_defaults(json.loads(schema.read_text(encoding="utf-8"))) if schema.exists() else {}
+    binding = merge(path, description.tree, former)
     binding.notices = description.notices
+    binding.schema = json.dumps(schema_of(experiment, description.tree), indent=1) + "\n"
     return binding
 
 
-def merge(path: Path, tree: dict[str, Node]) -> Binding:
+def merge(path: Path, tree: dict[str, Node], former: Mapping[str, Any] | None = None) -> Binding:
     """Bring conf.yaml up to date with the code, in memory.
+
+    Args:
+        path: of the file.
+        tree: what the code says.
+        former: the defaults of the last bind by full key; a value that is still that default follows the code.
 
     Raises:
         BindError: the present file is not YAML.
@@ -87,23 +112,24 @@ def merge(path: Path, tree: dict[str, Node]) -> Binding:
     else:
         header = ""
         try:
-            merged = _yaml().load(binding.before)
+            merged = yaml_writer().load(binding.before)
         except Exception as error:  # ruamel raises many kinds, all meaning the same to the user
             raise BindError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(merged, CommentedMap):
             raise BindError(f"{path} is not a mapping of groups; remove it and bind again")
-        _merge(merged, tree, "", binding)
-    if header or binding.added or binding.dropped:
-        binding.after = header + _yaml_text(merged)
+        _merge(merged, tree, "", binding, former or {})
+    if header or binding.added or binding.updated or binding.dropped:
+        binding.after = header + yaml_text(merged)
     else:
         binding.after = binding.before  # nothing to say: not even the layout changes
     return binding
 
 
-def _yaml() -> YAML:
+def yaml_writer() -> YAML:
     """A writer that keeps comments and order, and says null where PyYAML would say nothing."""
     yaml = YAML()
     yaml.width = 120
+    yaml.preserve_quotes = True
     yaml.representer.add_representer(
         type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
@@ -111,13 +137,14 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _yaml_text(tree: Any) -> str:
+def yaml_text(tree: Any) -> str:
+    """A tree as this library writes YAML."""
     stream = io.StringIO()
-    _yaml().dump(_quoted(tree), stream)
+    yaml_writer().dump(_quoted(tree), stream)
     return stream.getvalue()
 
 
-def _merge(old: CommentedMap, new: Node, key: str, binding: Binding) -> None:
+def _merge(old: CommentedMap, new: Node, key: str, binding: Binding, former: Mapping[str, Any]) -> None:
     """Bring a mapping of the file up to date with the code, in place, so that comments stay where they are."""
     for name, value in new.items():
         here = f"{key}.{name}".lstrip(".")
@@ -126,16 +153,25 @@ def _merge(old: CommentedMap, new: Node, key: str, binding: Binding) -> None:
             binding.added.append(here)
         elif _is_node(value) and isinstance(old[name], CommentedMap):
             if old[name].get("_target_") == value["_target_"]:
-                _merge(old[name], value, here, binding)
+                _merge(old[name], value, here, binding, former)
             else:
                 binding.kept.append(f"{here}._target_")  # another class: its arguments are the user's
-        elif old[name] != value:
-            binding.kept.append(here)
+        elif _differ(old[name], value):
+            if here in former and not _differ(old[name], former[here]):
+                old[name] = _quoted(value)
+                binding.updated.append(here)
+            else:
+                binding.kept.append(here)
     open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
     for name in [name for name in old if name not in new]:
         if not open_ended and not str(name).startswith("_"):
             del old[name]
             binding.dropped.append(f"{key}.{name}".lstrip("."))
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Whether two YAML values are not the same; true is not 1, and .nan is .nan."""
+    return json.dumps(first, default=str) != json.dumps(second, default=str)
 
 
 def _takes_any_keyword(path: str) -> bool:

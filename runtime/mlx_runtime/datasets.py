@@ -11,6 +11,7 @@ row, so all steps but the last two have `batch_size` rows, and the last ones sha
 import math
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +30,7 @@ class DatasetShard:
 
     Attributes:
         name: of the argument in `Datasets`, like `train`.
-        dataset: the map-style torch Dataset, with `ray_map_batches`.
+        group: the object that holds the dataset under this name, and makes it when it is first read.
         rank: world rank of this worker.
         world_size: number of workers.
         seed: decides the order together with the epoch.
@@ -39,13 +40,18 @@ class DatasetShard:
     """
 
     name: str
-    dataset: Dataset[Any]
+    group: Any
     rank: int
     world_size: int
     seed: int
     device: torch.device
     reader: str = "auto"
     prefetch_batches: int = 2
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The map-style torch Dataset, with `ray_map_batches`."""
+        return cast(Dataset[Any], getattr(self.group, self.name))
 
     @property
     def shuffle(self) -> bool:
@@ -55,19 +61,12 @@ class DatasetShard:
     def iter_torch_batches(self, batch_size: int | None = None) -> "Loader":
         """A re-iterable loader of `{name: tensor (batch_size, ...)}` on this worker's device.
 
+        The dataset is made when the loader is first read or asked for its length.
+
         Args:
             batch_size: rows per worker and step; the dataset's own `batch_size` by default.
-
-        Raises:
-            DatasetError: no batch size, no rows, or fewer rows than workers.
         """
-        size = batch_size if batch_size is not None else getattr(self.dataset, "batch_size", None)
-        if not isinstance(size, int) or size < 1:
-            raise DatasetError(
-                f"datasets.{self.name} has batch_size {size!r}; set self.batch_size to a number of rows from 1 in "
-                f"{type(self.dataset).__name__}"
-            )
-        return Loader(self, size)
+        return Loader(self, batch_size)
 
 
 class DatasetShards:
@@ -88,30 +87,54 @@ class Loader:
 
     Attributes:
         shard: what it reads.
-        batch_size: rows per worker and step.
         epoch: number of the next pass, which decides the order; a restart sets it.
         on_batch: called before each batch with (loader, number of the batch in this pass from 1).
     """
 
-    def __init__(self, shard: DatasetShard, batch_size: int) -> None:
+    def __init__(self, shard: DatasetShard, batch_size: int | None = None) -> None:
         self.shard = shard
-        self.batch_size = batch_size
         self.epoch = 0
         self.on_batch: Callable[[Loader, int], None] = lambda loader, number: None
-        self._rows = len(cast(Sized, shard.dataset))
-        if self._rows < shard.world_size:
+        self._batch_size = batch_size
+        self._processes = reading_processes(shard.reader)
+
+    @cached_property
+    def batch_size(self) -> int:
+        """Rows per worker and step.
+
+        Raises:
+            DatasetError: neither the call nor the dataset gives one.
+        """
+        dataset = self.shard.dataset
+        size = self._batch_size if self._batch_size is not None else getattr(dataset, "batch_size", None)
+        if type(size) is not int or size < 1:
             raise DatasetError(
-                f"datasets.{shard.name} has {self._rows} rows for {shard.world_size} workers; "
+                f"datasets.{self.shard.name} has batch_size {size!r}; "
+                f"set self.batch_size to a number of rows from 1 in {type(dataset).__name__}"
+            )
+        return size
+
+    @cached_property
+    def rows(self) -> int:
+        """Rows in all, over all workers.
+
+        Raises:
+            DatasetError: fewer than there are workers.
+        """
+        rows = len(cast(Sized, self.shard.dataset))
+        if rows < self.shard.world_size:
+            raise DatasetError(
+                f"datasets.{self.shard.name} has {rows} rows for {self.shard.world_size} workers; "
                 "every worker needs one. Give it more rows, or lower cfg.start_workers"
             )
-        self._processes = reading_processes(shard.reader)
+        return rows
 
     def __len__(self) -> int:
         """Steps in one pass, the same on every worker."""
-        return steps(self._rows, self.shard.world_size, self.batch_size)
+        return steps(self.rows, self.shard.world_size, self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        order = epoch_order(self._rows, self.shard.seed, self.epoch, shuffle=self.shard.shuffle)
+        order = epoch_order(self.rows, self.shard.seed, self.epoch, shuffle=self.shard.shuffle)
         rows = rank_batches(order, self.shard.rank, self.shard.world_size, self.batch_size)
         self.epoch += 1
         options: dict[str, Any] = {}

@@ -7,7 +7,7 @@ So any Dataset written as usual profits, those of libraries too.
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +26,10 @@ class Declaration:
 
     def __init__(self, target: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
+
+    def make(self) -> Any:
+        """The dataset itself."""
+        return self.target(*self.args, **self.kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -48,6 +52,25 @@ def declaring() -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def made_when_read(group: Any, around: Callable[[], contextlib.AbstractContextManager[None]]) -> Any:
+    """A group of Declarations as a group of datasets, each made when it is first asked for, inside `around()`.
+
+    The object keeps its attributes and gets a subclass of its class as its type, so `isinstance` holds.
+    """
+
+    def read(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if isinstance(value, Declaration):
+            with around():
+                value = value.make()
+            object.__setattr__(self, name, value)
+        return value
+
+    cls = type(group)
+    group.__class__ = type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
+    return group
 
 
 def _importing_src() -> bool:

@@ -47,16 +47,18 @@ class WorkerRun:
     epoch_started: float = field(default_factory=time.monotonic)
     unreported: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
-    noticed: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
 
     def send(self, kind: str, **fields: Any) -> None:
         if self.sink is not None:
             self.sink.send({"kind": kind, **fields})
 
-    def notice_once(self, text: str) -> None:
-        if text not in self.noticed:
-            self.noticed.add(text)
-            self.send("notice", text=text)
+    def send_once(self, kind: str, **fields: Any) -> None:
+        """Send an event unless the very same was sent before."""
+        said = repr((kind, fields))
+        if said not in self.said:
+            self.said.add(said)
+            self.send(kind, **fields)
 
 
 @dataclass
@@ -128,11 +130,10 @@ class BaseModule:
     def generate_loaders(self, dataset_shards: DatasetShards) -> list[Loader]:
         """One loader per dataset, in the order of `Datasets`. Every worker must call this.
 
+        A dataset is made when its loader is first read or asked for its length, so one that is not used costs nothing.
+
         Returns:
             Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps.
-
-        Raises:
-            DatasetError: a dataset without `batch_size`, or with fewer rows than workers.
         """
         return [self._watched(shard.iter_torch_batches()) for shard in dataset_shards]
 
@@ -215,7 +216,7 @@ class BaseModule:
         run.global_step = state["global_step"]
         run.passes = dict(state["passes"])
         self.cfg.start_epoch = state["epoch"] + 1
-        run.notice_once(f"restored  {folder} (epoch {state['epoch'] + 1}, step {state['global_step']})")
+        run.send_once("notice", text=f"restored  {folder} (epoch {state['epoch'] + 1}, step {state['global_step']})")
         return int(state["epoch"])
 
     @property
@@ -264,6 +265,7 @@ class BaseModule:
                 self._close_epoch()
                 run.epoch = loader.epoch - 1
             run.stage = Stage(loader.shard.name, loader.shard.shuffle, len(loader))
+            run.send_once("loader", name=run.stage.name, training=run.stage.training, **_size(loader))
         stage = run.stage
         assert stage is not None
         run.global_step += stage.training
@@ -295,7 +297,7 @@ class BaseModule:
         """A metric's value over all workers, as numbers by name; a collective."""
         parts = metric.values() if isinstance(metric, MetricCollection) else [metric]
         if not all(part.update_called for part in parts):
-            self._running().notice_once(f"{name} is skipped: it was not updated")
+            self._running().send_once("notice", text=f"{name} is skipped: it was not updated")
             return {}
         value = metric.compute()
         found = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
@@ -311,6 +313,11 @@ class BaseModule:
                 run.tracker.write({"time/epoch_s": seconds}, step=run.global_step, epoch=run.epoch)
         run.unreported = {}
         run.epoch_started = time.monotonic()
+
+
+def _size(loader: Loader) -> dict[str, int]:
+    """How much a loader reads in one pass, over all workers."""
+    return {"rows": loader.rows, "steps": len(loader), "global_batch": loader.batch_size * loader.shard.world_size}
 
 
 def _learning_rates(optimizers: Any) -> dict[str, float]:

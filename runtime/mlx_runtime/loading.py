@@ -51,7 +51,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     Raises:
         ConfigError: with one line per problem.
     """
-    tree = _composed(path, [*_implied(Settings.read()), *overrides])
+    tree = composed(path, overrides)
     wanted = groups(experiment)
     problems = _check(tree, wanted)
     if problems:
@@ -138,8 +138,13 @@ def _implied(settings: Settings) -> list[str]:
     return [f"cfg.storage_path='{quoted}'"]
 
 
-def _composed(path: Path, overrides: Sequence[str]) -> Tree:
-    """conf.yaml with overrides, through Hydra."""
+def composed(path: Path, overrides: Sequence[str]) -> Tree:
+    """conf.yaml with what the environment and the overrides say, through Hydra; not checked.
+
+    Raises:
+        ConfigError: the file or an override cannot be read.
+    """
+    overrides = [*_implied(Settings.read()), *overrides]
     if not path.is_file():
         raise ConfigError(f"there is no {path}; write it with: mlx train bind")
     try:

@@ -3,12 +3,13 @@
 import importlib
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_runtime import __version__
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import BindError, MlxError, UsageError
 from mlx_runtime.layout import CONF, experiment_folder
 
 PACKAGED_TEMPLATE = Path(__file__).parent / "template"
@@ -51,25 +52,55 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter")
 
 
-def bind(folder: Path | None = None) -> list[str]:
-    """Write or update `src/conf.yaml` of the experiment in the working directory.
+def bind(*, check: bool = False, diff: bool = False) -> list[str]:
+    """Write or update `src/conf.yaml` of the experiment in the working directory, and its schema.
+
+    Args:
+        check: write nothing, and refuse a file that is not up to date.
+        diff: write nothing, and return what would change.
 
     Returns:
         Lines for the user: what was written, then each change.
 
     Raises:
         UsageError: this is no experiment.
-        BindError: a constructor that conf.yaml cannot describe.
+        BindError: a constructor that conf.yaml cannot describe; with `check`, a file that is not up to date.
     """
-    folder = experiment_folder(folder)
+    folder = experiment_folder()
     from mlx_runtime import binding
 
     existed = (folder / CONF).exists()
-    bound = binding.bind(experiment_class(folder), folder / CONF)
-    if bound.stale:
-        bound.write()
+    bound = binding.bind(experiment_class(folder), CONF)
+    if diff:
+        return bound.diff().splitlines()
+    if check:
+        if bound.stale:
+            raise BindError("\n  ".join([f"{CONF} is not up to date; run: mlx train bind", *bound.lines()]))
+        return [f"{CONF} is up to date"]
+    bound.write()
     title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
     return [f"{title} {CONF}", *bound.lines()]
+
+
+def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
+    """The config that a run would have, each changed value with where it came from.
+
+    Args:
+        arguments: Hydra overrides, before them perhaps a key to show only that part.
+        as_json: `{"config": ..., "changed": {key: {"value", "from", "default"}}}` instead of YAML with comments.
+
+    Raises:
+        UsageError: this is no experiment, or the key does not exist.
+        ConfigError: conf.yaml or an override cannot be read.
+    """
+    folder = experiment_folder()
+    from mlx_runtime import origins
+    from mlx_runtime.nodes import Description
+
+    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
+    overrides = arguments[len(keys) :]
+    defaults = Description(experiment_class(folder)).tree
+    return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
 
 def run(overrides: Sequence[str]) -> None:
@@ -81,7 +112,7 @@ def run(overrides: Sequence[str]) -> None:
     folder = experiment_folder()
     if not (folder / CONF).exists():
         print(f"no {CONF} yet: binding first")
-        print("\n".join(bind(folder)))
+        subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"], check=True)
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new experiment: mlx train new NAME")

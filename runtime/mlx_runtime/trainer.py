@@ -21,11 +21,12 @@ import torch
 from mlx_runtime import checkpoints, datasets, registry
 from mlx_runtime.cluster import Cluster
 from mlx_runtime.datasets import DatasetShard, DatasetShards
-from mlx_runtime.errors import MlxError, RunStopped, StorageError, WorkerLoopError
+from mlx_runtime.declarations import Declaration, declaring, made_when_read
+from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError
 from mlx_runtime.experiment import BaseModule, WorkerRun
 from mlx_runtime.layout import RunFolder, claim_run, storage_folder, write_atomic
 from mlx_runtime.loading import Config, build, build_optimizers
-from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything
+from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything, seeded
 from mlx_runtime.progress import Direct, Display, Event, Receiver, Remote, Sink
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
@@ -235,11 +236,14 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
 
 def _build_groups(tree: Mapping[str, Any], worker: Worker) -> dict[str, Any]:
     """All groups as live objects; the optimizers last, over models that are on the device already."""
-    groups: dict[str, Any] = {"cfg": build(tree["cfg"])}
-    seed_everything(groups["cfg"].seed)
+    groups: dict[str, Any] = {"cfg": build(tree["cfg"], "cfg")}
+    seed = groups["cfg"].seed
+    seed_everything(seed)
     for name, node in tree.items():
-        if name not in ("cfg", "optimizers"):
-            groups[name] = build(node)
+        if name == "datasets":
+            groups[name] = _build_datasets(node, seed)
+        elif name not in ("cfg", "optimizers"):
+            groups[name] = build(node, name)
     for member in checkpoints.members(groups.get("models")).values():
         if isinstance(member, torch.nn.Module):
             member.to(worker.device)
@@ -248,14 +252,26 @@ def _build_groups(tree: Mapping[str, Any], worker: Worker) -> dict[str, Any]:
     return groups
 
 
+def _build_datasets(node: Any, seed: int) -> Any:
+    """The group `datasets`, each made when it is first read, unless its constructor wants to read them itself.
+
+    Made under a seed of their own, so that a random dataset is the same on every rank, whenever it is made.
+    """
+    try:
+        with declaring():
+            return made_when_read(build(node, "datasets"), lambda: seeded(seed))
+    except (ConfigError, TypeError):
+        return build(node, "datasets")
+
+
 def _shards(group: Any, cfg: Any, worker: Worker) -> DatasetShards:
+    place = (worker.rank, worker.world_size, cfg.seed, worker.device, cfg.loader, cfg.prefetch_batches)
+    datasets = (torch.utils.data.Dataset, Declaration)
     return DatasetShards(
         {
-            name: DatasetShard(
-                name, dataset, worker.rank, worker.world_size, cfg.seed, worker.device, cfg.loader, cfg.prefetch_batches
-            )
-            for name, dataset in checkpoints.members(group).items()
-            if isinstance(dataset, torch.utils.data.Dataset)
+            name: DatasetShard(name, group, *place)
+            for name, member in vars(group).items()
+            if isinstance(member, datasets)
         }
     )
 
@@ -263,18 +279,10 @@ def _shards(group: Any, cfg: Any, worker: Worker) -> DatasetShards:
 def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
     """What only a worker knows and the start lines tell."""
     models = [item for item in checkpoints.members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
-    sizes = {
-        name: len(item)
-        for name, item in checkpoints.members(groups.get("datasets")).items()
-        if hasattr(item, "__len__")
-    }
-    batch = {name: getattr(item, "batch_size", 0) for name, item in checkpoints.members(groups.get("datasets")).items()}
     return {
         "kind": "facts",
         "device": str(worker.device) if worker.device.type == "cpu" else torch.cuda.get_device_name(worker.device),
         "parameters": sum(item.numel() for model in models for item in model.parameters()),
-        "rows": sizes,
-        "global_batch": {name: size * worker.world_size for name, size in batch.items()},
     }
 
 
@@ -323,12 +331,15 @@ class _Progress:
     config: Config
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
+    datasets: dict[str, dict[str, int]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
 
     def handle(self, event: Event) -> None:
         kind = event["kind"]
         if kind == "facts":
             self._facts_line(event)
+        elif kind == "loader":
+            self._loader_line(event)
         elif kind == "checkpoint":
             self._checkpoint(event)
         elif kind == "end":
@@ -366,11 +377,16 @@ class _Progress:
             self.display.print(f"{name:<{width}}{value}")
 
     def _facts_line(self, event: Event) -> None:
-        rows = ", ".join(f"{name} {count}" for name, count in event["rows"].items())
-        batches = ", ".join(f"{name} {size}" for name, size in event["global_batch"].items())
         self.display.print(f"device    {event['device']}, {event['parameters']:,} parameters")
-        self.display.print(f"rows      {rows}; global batch {batches}")
-        self.record.update(**{name: value for name, value in event.items() if name != "kind"})
+        self.record.update(device=event["device"], parameters=event["parameters"])
+
+    def _loader_line(self, event: Event) -> None:
+        size = {name: event[name] for name in ("rows", "steps", "global_batch")}
+        if event["training"]:
+            text = "{rows:,} rows in {steps:,} steps, global batch {global_batch:,}".format(**size)
+            self.display.print(f"{event['name']:<9} {text}")
+        self.datasets[event["name"]] = size
+        self.record.update(datasets=self.datasets)
 
     def _checkpoint(self, event: Event) -> None:
         cfg = self.config.cfg

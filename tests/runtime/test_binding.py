@@ -1,9 +1,15 @@
 """Constructors → conf.yaml: the values of the code, the edits of the user."""
 
+import copy
 import functools
+import inspect
+import json
+import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 import torchmetrics
@@ -196,3 +202,127 @@ def test_a_damaged_file_is_refused_and_kept(tmp_path: Path) -> None:
     with pytest.raises(BindError, match="is not valid YAML"):
         merge(path, Description(Annotated).tree)
     assert path.read_text() == "cfg: [1,\n"
+
+
+class TestAgainstTheFormerDefaults:
+    """A value that only was the default follows the code; an edited one stays."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        bind(Annotated, tmp_path / "conf.yaml").write()
+        return tmp_path / "conf.yaml"
+
+    def test_a_new_default_reaches_an_untouched_value(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.write_text(path.read_text().replace("seed: 0", "seed: 5"))
+        monkeypatch.setattr(TrainConfig, "num_epochs", 77)
+        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77, seed=6))
+        binding = bind(Annotated, path)
+        assert (binding.updated, binding.kept) == (["cfg.num_epochs"], ["cfg.seed"])
+        assert "num_epochs: 77" in binding.after
+        assert "seed: 5" in binding.after
+        assert "-  num_epochs: 10\n+  num_epochs: 77\n" in binding.diff()
+        assert "updated  cfg.num_epochs (to the code's new default)" in binding.lines()
+
+    def test_without_a_schema_every_difference_is_the_users(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.with_name("conf.schema.json").unlink()
+        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77))
+        assert bind(Annotated, path).kept == ["cfg.num_epochs"]
+
+    def test_another_class_is_the_users_with_its_arguments(self, path: Path) -> None:
+        text = path.read_text().replace("_target_: torch.optim.adam.Adam\n", "_target_: torch.optim.sgd.SGD\n")
+        path.write_text(text)
+        binding = bind(Annotated, path)
+        assert (binding.kept, binding.stale) == (["optimizers.adam._target_"], False)
+
+    def test_random_edits_survive_and_load(self, path: Path) -> None:
+        chance = random.Random(0)
+        leaves = re.findall(r"^ +(\w+): (-?\d+)$", path.read_text(), re.MULTILINE)
+        for _ in range(30):
+            name, old = chance.choice(leaves)
+            new = str(chance.randint(1, 10**6))
+            text, count = re.subn(
+                rf"(?m)^( +{name}: ){re.escape(old)}$", rf"\g<1>{new}  # mine", path.read_text(), count=1
+            )
+            if not count:
+                continue
+            path.write_text(text)
+            edited = OmegaConf.to_container(OmegaConf.load(path))
+            binding = bind(Annotated, path)
+            binding.write()
+            assert OmegaConf.to_container(OmegaConf.load(path)) == edited
+            assert f"{name}: {new}  # mine" in path.read_text()
+
+
+def changed(cls: type, **values: object) -> tuple[object, ...]:
+    """The defaults of a dataclass's constructor with some changed, as if its source had been edited."""
+    items = inspect.signature(cls).parameters.values()
+    return tuple(values.get(item.name, item.default) for item in items)
+
+
+class TestSchema:
+    """What an editor is told."""
+
+    @pytest.fixture(scope="class")
+    def checked(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[jsonschema.Draft7Validator, dict]:
+        path = tmp_path_factory.mktemp("schema") / "conf.yaml"
+        bind(Annotated, path).write()
+        schema = json.loads(path.with_name("conf.schema.json").read_text())
+        jsonschema.Draft7Validator.check_schema(schema)
+        assert path.read_text().startswith("# yaml-language-server: $schema=conf.schema.json\n")
+        return jsonschema.Draft7Validator(schema), OmegaConf.to_container(OmegaConf.load(path))
+
+    def test_what_bind_writes_is_valid(self, checked: tuple) -> None:
+        validator, tree = checked
+        assert list(validator.iter_errors(tree)) == []
+
+    @pytest.mark.parametrize(
+        ("key", "value", "valid"),
+        [
+            ("cfg.num_epochs", "many", False),
+            ("cfg.num_epochs", True, False),
+            ("cfg.num_epochs", "${cfg.seed}", True),
+            ("cfg.mode", "best", False),
+            ("cfg.mode", "max", True),
+            ("cfg.monitor", None, True),
+            ("cfg.nope", 1, False),
+            ("models.net.widths", [1, "a"], False),
+            ("models.net.widths", [1], True),
+            ("models.net.block.width", 2.5, False),
+            ("optimizers.adam.nope", 1, False),
+        ],
+    )
+    def test_edits_are_judged(self, checked: tuple, key: str, value: object, valid: bool) -> None:
+        validator, tree = checked
+        edited = copy.deepcopy(tree)
+        *parents, name = key.split(".")
+        functools.reduce(lambda node, part: node[part], parents, edited)[name] = value
+        assert validator.is_valid(edited) is valid
+
+    def test_another_class_has_arguments_of_its_own(self, checked: tuple) -> None:
+        validator, tree = checked
+        edited = copy.deepcopy(tree)
+        edited["optimizers"]["adam"] = {"_target_": "torch.optim.SGD", "params": "???", "momentum": 0.9}
+        assert validator.is_valid(edited)
+
+    def test_descriptions_come_from_docstrings(self, checked: tuple) -> None:
+        cfg = checked[0].schema["properties"]["cfg"]
+        assert cfg["then"]["properties"]["start_workers"]["description"].startswith("DDP workers; 0 trains inside")
+        assert cfg["description"].startswith("Settings of a run")
+
+
+def test_notices_name_what_will_surprise(tmp_path: Path) -> None:
+    lines = bind(Shares, tmp_path / "conf.yaml").lines()
+    assert lines == ["notice   models.second shares its default with models.first; in a run they are two objects"]
+
+
+SHARED = Block(2)
+
+
+@dataclass
+class Twice:
+    first: Block = SHARED
+    second: Block = SHARED
+
+
+class Shares(BaseModule):
+    models: Twice

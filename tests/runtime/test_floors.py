@@ -13,8 +13,9 @@ FLOORS = [
     {"errors", "config", "settings", "declarations"},
     {"layout", "signatures", "parallel"},
     {"nodes", "loading", "cluster", "datasets", "checkpoints", "tracking", "progress", "registry"},
-    {"experiment", "verification"},
+    {"experiment", "verification", "schema"},
     {"trainer", "binding"},
+    {"origins"},
     {"train", "xp"},
     {"cli"},
 ]
@@ -26,7 +27,7 @@ HOMES = {
     "omegaconf": {"binding", "loading", "xp"},
     "ray": {"checkpoints", "cluster", "parallel", "trainer"},
     "rich": {"progress"},
-    "ruamel": {"binding"},
+    "ruamel": {"binding", "origins"},
     "yaml": {"loading"},
 }
 

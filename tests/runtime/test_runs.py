@@ -68,6 +68,9 @@ class TestTwoWorkers:
     def test_a_model_without_an_optimizer_stays_as_it_is(self, seen: list[dict]) -> None:
         assert seen[0]["teacher_unchanged"]
 
+    def test_each_dataset_is_made_once_and_only_where_it_is_read(self, seen: list[dict]) -> None:
+        assert [rank["made"] for rank in seen] == [["Rows", "TestRows"]] * 2
+
     def test_typed_fields_arrive_typed(self, seen: list[dict]) -> None:
         assert seen[0]["typed"] == ["PosixPath", "SLOW"]
 
@@ -112,7 +115,7 @@ class TestTwoWorkers:
 
     def test_what_is_printed(self, run: tuple[Path, str]) -> None:
         lines = run[1].splitlines()
-        starts = ["no src/conf.yaml", "wrote src/conf.yaml", "ray ", "run ", "folder ", "workers ", "device ", "rows "]
+        starts = ["no src/conf.yaml", "wrote src/conf.yaml", "ray ", "run ", "folder ", "workers ", "device ", "train "]
         assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
         assert lines[3] == "run       probe run_001"
         assert re.match(
@@ -131,6 +134,13 @@ def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(ml
     assert "they share them" in done.stdout
     assert record(folder)["status"] == "SUCCEEDED"
     assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
+
+
+def test_one_process_makes_each_dataset_once_through_bind_check_and_run(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    assert mlx(folder, "train", "bind").returncode == 0
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
+    assert json.loads((folder / "seen" / "rank_0.json").read_text())["made"] == ["Rows", "TestRows"]
 
 
 def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make) -> None:

@@ -145,6 +145,37 @@ def test_the_runs_settings_come_from_dot_env(digits: Path, environment: dict[str
     assert (tmp_path / "elsewhere" / "digits" / "run_001" / "run.json").is_file()
 
 
+def test_bind_checks_and_shows_without_writing(digits: Path, mlx: Mlx) -> None:
+    done = mlx(digits, "train", "bind", "--check")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: src/conf.yaml is not up to date; run: mlx train bind\n")
+    assert not (digits / "src" / "conf.yaml").exists()
+    mlx(digits, "train", "bind")
+    assert mlx(digits, "train", "bind", "--check").stdout == "src/conf.yaml is up to date\n"
+    edit(digits / "src" / "tools.py", "patience: int = 5", "patience: int = 6")
+    before = (digits / "src" / "conf.yaml").read_text()
+    assert mlx(digits, "train", "bind", "--check").returncode == 1
+    assert "\n-    patience: 5\n+    patience: 6\n" in mlx(digits, "train", "bind", "--diff").stdout
+    assert (digits / "src" / "conf.yaml").read_text() == before
+
+
+def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
+    mlx(digits, "train", "bind")
+    edit(digits / "src" / "conf.yaml", "patience: 5", "patience: 9")
+    done = mlx(digits, "train", "show", "tools", "tools.schedule.warmup_steps=3")
+    assert "    patience: 9  # file (default: 5)\n".replace("    ", "  ") in done.stdout
+    assert "  warmup_steps: 3  # override (default: 20)\n" in done.stdout
+    assert "min_delta: 0.0\n" in done.stdout
+    told = json.loads(mlx(digits, "train", "show", "--json", "cfg.seed=4").stdout)
+    assert told["config"]["cfg"]["seed"] == 4
+    assert told["changed"] == {
+        "cfg.seed": {"value": 4, "from": "override", "default": 0},
+        "tools.early_stopping.patience": {"value": 9, "from": "file", "default": 5},
+    }
+    done = mlx(digits, "train", "show", "tols")
+    assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")
+
+
 def test_binding_by_the_command_keeps_edits(digits: Path, mlx: Mlx) -> None:
     mlx(digits, "train", "bind")
     edit(digits / "src" / "conf.yaml", "num_epochs: 30", "num_epochs: 7  # short")

@@ -26,12 +26,24 @@ def new(name: str, output: str) -> None:
 
 
 @group.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 when the file is not up to date.")
+@click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-def bind(debug: bool) -> None:
+def bind(check: bool, diff: bool, debug: bool) -> None:
     """Write or update src/conf.yaml from the constructors' defaults. Your edits stay."""
     with clean_exit(debug=debug or Settings.read().debug):
-        for line in train.bind():
+        for line in train.bind(check=check, diff=diff):
             click.echo(line)
+
+
+@group.command(context_settings={"ignore_unknown_options": True})
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
+def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
+    """Print the config that a run would have, and where each changed value came from."""
+    with clean_exit(debug=debug or Settings.read().debug):
+        click.echo(train.show(arguments, as_json=as_json), nl=False)
 
 
 @group.command(context_settings={"ignore_unknown_options": True})

@@ -2,6 +2,7 @@ import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,10 @@ class TrainConfig(mlx_runtime.TrainConfig):
 
 
 class Rows(Dataset):
+    made: ClassVar[list[str]] = []
+
     def __init__(self, rows: int = 53, batch_size: int = 4):
+        self.made.append(type(self).__name__)
         self.batch_size = batch_size
         self.values = torch.arange(rows, dtype=torch.float32)
 
@@ -47,6 +51,11 @@ class Rows(Dataset):
 
 class TestRows(Rows):
     pass
+
+
+class NeverRead(Rows):
+    def __init__(self, rows: int = 5):
+        raise RuntimeError("a dataset that nobody reads was made")
 
 
 def linear(width: int) -> nn.Linear:
@@ -75,6 +84,7 @@ class Stack(nn.Module):
 class Datasets:
     train: Rows = Rows()
     test: TestRows = TestRows(rows=31)
+    spare: NeverRead = NeverRead()
 
 
 @dataclass
@@ -133,7 +143,7 @@ class Experiment(BaseModule):
         self.models.first = prepare_model(self.models.first)
         self.models.second = prepare_model(self.models.second)
         self.models.third = prepare_model(self.models.third)
-        train, test = self.generate_loaders(dataset_shards=dataset_shards)
+        train, test, _ = self.generate_loaders(dataset_shards=dataset_shards)
         seen = {"train": [], "test": [], "steps": [len(train), len(test)], "started": self.cfg.start_epoch}
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
             seen["train"].append(self.read(train, epoch, update=True))
@@ -145,6 +155,7 @@ class Experiment(BaseModule):
             torch.equal(a, b) for a, b in zip(teacher, self.models.teacher.parameters(), strict=True)
         )
         seen["typed"] = [type(self.cfg.out).__name__, self.cfg.pace.name]
+        seen["made"] = Rows.made
         seen["counter"] = self.tools.counter.count
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.cfg.out.mkdir(exist_ok=True)
