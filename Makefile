@@ -15,7 +15,7 @@ export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, wh
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.complete $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
+demo: $(VENV)/.demo $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
 test: $(VENV)/.dev ## run the whole test suite; ARGS="-k name" picks tests
@@ -42,7 +42,10 @@ clean: ## remove the demo, the environment and caches
 
 $(DEMO)/main.py: | $(VENV)/.complete
 	@$(BIN)/mlx train new digits -o demo >/dev/null
-	@$(BIN)/pip install -q --disable-pip-version-check -r $(DEMO)/requirements.txt
+
+$(VENV)/.demo: $(VENV)/.complete <<cookiecutter.experiment_name>>/requirements.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -r "<<cookiecutter.experiment_name>>/requirements.txt"
+	@touch $@
 
 $(VENV)/.complete: runtime/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'

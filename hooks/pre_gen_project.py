@@ -1,9 +1,10 @@
 """Refuse a name that cannot be an experiment's, before anything is written."""
 
+import json
 import re
 import sys
 
-name = "<<cookiecutter.experiment_name>>"
+name = json.loads(r'''<< cookiecutter.experiment_name | tojson >>''')  # fmt: skip
 if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
     print(
         f"error: {name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter",

@@ -10,7 +10,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule
 from mlx_runtime.datasets import DatasetShards, Loader
 from ray.train.torch import prepare_model
 from torch import nn
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from src.config import TrainConfig
@@ -37,7 +37,7 @@ class Models:
 
 @dataclass
 class Optimizers:
-    adam: Adam = Adam(DUMMY_PARAMS, lr=3e-3)
+    adam: Optimizer = Adam(DUMMY_PARAMS, lr=3e-3)  # a wide type, so that conf.yaml may name another class
 
 
 @dataclass
@@ -73,6 +73,7 @@ class Experiment(BaseModule):
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
         self.tools.schedule.total_steps = len(train) * self.cfg.num_epochs
 
+        epoch = self.cfg.start_epoch - 1  # of a restored run with nothing left to train
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
             self.train(train, epoch)
             val_loss = self.evaluate(val, epoch)

@@ -1,6 +1,7 @@
 """Does the experiment bind, train and restore? Edit: add what your experiment promises."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -23,26 +24,28 @@ def mlx(*arguments: str) -> str:
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One epoch, trained inside one process and stored apart from real runs."""
     folder = tmp_path_factory.mktemp("runs")
-    mlx("train", "bind")
     mlx("train", "run", "cfg.start_workers=0", "cfg.num_epochs=1", f"cfg.storage_path={folder}", "cfg.name=test")
     return folder / "test"
 
 
-def test_binding_again_changes_nothing(storage: Path) -> None:
-    assert "unchanged src/conf.yaml" in mlx("train", "bind")
+def weights(checkpoint: Path) -> list[torch.Tensor]:
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    return [item for model in state["models"].values() for item in model.values() if item.is_floating_point()]
+
+
+def test_conf_yaml_fits_the_code(storage: Path) -> None:
+    mlx("train", "bind", "--check")
 
 
 def test_one_epoch_trains(storage: Path) -> None:
     record = json.loads((storage / "run_001" / "run.json").read_text())
     assert record["status"] == "SUCCEEDED"
-    assert record["metrics"]["train/cross_entropy"] > 0
+    assert any(name.startswith("train/") and math.isfinite(value) for name, value in record["metrics"].items())
 
 
-def test_a_checkpoint_restores(storage: Path) -> None:
-    checkpoint = storage / "run_001" / "checkpoints" / "epoch_0000"
+def test_training_goes_on_from_a_checkpoint(storage: Path) -> None:
+    checkpoint = storage / "run_001" / "checkpoints" / "epoch_0001"
     options = [f"cfg.restore_checkpoint_path={checkpoint}", f"cfg.storage_path={storage.parent}", "cfg.name=test"]
     mlx("train", "run", "cfg.start_workers=0", "cfg.num_epochs=2", *options)
-    before = torch.load(checkpoint / "state.pt", weights_only=True)
-    after = torch.load(storage / "run_002" / "checkpoints" / "epoch_0001" / "state.pt", weights_only=True)
-    assert after["epoch"] == 1
-    assert after["global_step"] == 2 * before["global_step"]
+    after = storage / "run_002" / "checkpoints" / "epoch_0002"
+    assert any(not torch.equal(old, new) for old, new in zip(weights(checkpoint), weights(after), strict=True))

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,19 +89,25 @@ def bind(experiment: type, path: Path) -> Binding:
     verify(experiment, description.tree, yaml_text(description.tree))
     schema = path.with_name(SCHEMA)
     former = former_defaults(json.loads(schema.read_text(encoding="utf-8"))) if schema.exists() else {}
-    binding = merge(path, description.tree, former)
+    binding = merge(path, description.tree, former, description.of_class)
     binding.notices = description.notices
     binding.schema = json.dumps(schema_of(experiment, description.tree), indent=1) + "\n"
     return binding
 
 
-def merge(path: Path, tree: dict[str, Node], former: Mapping[str, Any] | None = None) -> Binding:
+def merge(
+    path: Path,
+    tree: dict[str, Node],
+    former: Mapping[str, Any] | None = None,
+    of_class: Callable[[str, str], Node | None] = lambda path, key: None,
+) -> Binding:
     """Bring conf.yaml up to date with the code, in memory.
 
     Args:
         path: of the file.
         tree: what the code says.
         former: the defaults of the last bind by full key; a value that is still that default follows the code.
+        of_class: the node of a class that the user put in a `_target_`, by its path and key; None when it is gone.
 
     Raises:
         BindError: the present file is not YAML.
@@ -117,7 +123,7 @@ def merge(path: Path, tree: dict[str, Node], former: Mapping[str, Any] | None = 
             raise BindError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         if not isinstance(merged, CommentedMap):
             raise BindError(f"{path} is not a mapping of groups; remove it and bind again")
-        _merge(merged, tree, "", binding, former or {})
+        _Merge(binding, former or {}, of_class).into(merged, tree, "")
     if header or binding.added or binding.updated or binding.dropped:
         binding.after = header + yaml_text(merged)
     else:
@@ -144,29 +150,48 @@ def yaml_text(tree: Any) -> str:
     return stream.getvalue()
 
 
-def _merge(old: CommentedMap, new: Node, key: str, binding: Binding, former: Mapping[str, Any]) -> None:
-    """Bring a mapping of the file up to date with the code, in place, so that comments stay where they are."""
-    for name, value in new.items():
-        here = f"{key}.{name}".lstrip(".")
-        if name not in old:
-            old[name] = _quoted(value)
-            binding.added.append(here)
-        elif _is_node(value) and isinstance(old[name], CommentedMap):
-            if old[name].get("_target_") == value["_target_"]:
-                _merge(old[name], value, here, binding, former)
-            else:
-                binding.kept.append(f"{here}._target_")  # another class: its arguments are the user's
-        elif _differ(old[name], value):
-            if here in former and not _differ(old[name], former[here]):
+@dataclass
+class _Merge:
+    """Brings the mappings of a file up to date with the code, in place, so that comments stay where they are."""
+
+    binding: Binding
+    former: Mapping[str, Any]
+    of_class: Callable[[str, str], Node | None]
+
+    def into(self, old: CommentedMap, new: Node, key: str) -> None:
+        for name, value in new.items():
+            here = f"{key}.{name}".lstrip(".")
+            if name not in old:
                 old[name] = _quoted(value)
-                binding.updated.append(here)
-            else:
-                binding.kept.append(here)
-    open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
-    for name in [name for name in old if name not in new]:
-        if not open_ended and not str(name).startswith("_"):
-            del old[name]
-            binding.dropped.append(f"{key}.{name}".lstrip("."))
+                self.binding.added.append(here)
+            elif _is_node(value) and isinstance(old[name], CommentedMap):
+                self._node(old, name, value, here)
+            elif name != "_target_" and _differ(old[name], value):
+                if here in self.former and not _differ(old[name], self.former[here]):
+                    old[name] = _quoted(value)
+                    self.binding.updated.append(here)
+                else:
+                    self.binding.kept.append(here)
+        open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
+        for name in [name for name in old if name not in new]:
+            if not open_ended and not str(name).startswith("_"):
+                del old[name]
+                self.binding.dropped.append(f"{key}.{name}".lstrip("."))
+
+    def _node(self, parent: CommentedMap, name: str, new: Node, key: str) -> None:
+        """A node of the file: of the code's class, of one that the code has left, or of the user's choice."""
+        old = parent[name]
+        chosen = old.get("_target_", new["_target_"])
+        if chosen == new["_target_"]:
+            self.into(old, new, key)
+            return
+        users = self.of_class(chosen, key)
+        if users is None or self.former.get(f"{key}._target_") == chosen:
+            parent[name] = _quoted(new)
+            self.binding.updated.append(f"{key}._target_")
+        else:
+            self.binding.kept.append(f"{key}._target_")
+            _Merge(self.binding, {}, self.of_class).into(old, users, key)  # former defaults were another class's
 
 
 def _differ(first: Any, second: Any) -> bool:

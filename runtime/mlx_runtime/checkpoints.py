@@ -4,10 +4,12 @@ A checkpoint is a folder with one file, `state.pt`: a dict of plain values and t
 code (`torch.load(weights_only=True)`).
 
     {"epoch": 3, "global_step": 180, "passes": {"train": 4, "val": 4},
-     "models": {name: state}, "optimizers": {name: state}, "tools": {name: state}}
+      "models": {name: state}, "optimizers": {name: state}, "tools": {name: state},
+     "config": conf.yaml as it was}
 """
 
 import copy
+import math
 import pickle
 import shutil
 import tempfile
@@ -15,45 +17,86 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray.train
 import torch
 from torch import nn
 
-from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.errors import ConfigError, StorageError, first_line
 from mlx_runtime.parallel import unwrapped
 
 STATE = "state.pt"
 
+PARTS = {"epoch", "global_step", "passes", "models", "optimizers", "tools", "config"}
+
 State = dict[str, Any]
 
 
-def state_of(group: Any) -> State:
-    """The state of every member of a group (`models`, `optimizers`, `tools`) that has one."""
-    return {name: found for name, member in members(group).items() if (found := _member_state(member))}
+def state_of(group: Any) -> tuple[State, list[str]]:
+    """The state of every member of a group (`models`, `optimizers`, `tools`) that has one.
+
+    Returns:
+        The states by name, and what cannot be part of a checkpoint, like `stopper.history`.
+    """
+    states: State = {}
+    left_out: list[str] = []
+    for name, member in members(group).items():
+        if hasattr(member, "state_dict"):
+            states[name] = dict((unwrapped(member) if isinstance(member, nn.Module) else member).state_dict())
+        elif hasattr(member, "__dict__") and not isinstance(member, type):
+            states[name] = {}
+            for attribute, value in vars(member).items():
+                try:
+                    states[name][attribute] = _plain(value)
+                except TypeError:
+                    left_out.append(f"{name}.{attribute}")
+    return states, left_out
 
 
-def load_into(group: Any, state: Mapping[str, Any], where: str) -> None:
+def load_into(
+    group: Any, saved: Mapping[str, Any], where: str, *, then: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[str]:
     """Put saved states back into the members of a group.
 
+    An attribute of a plain tool that its constructor took keeps the value of the present config if that was changed
+    since: a higher `patience` on the command line wins over the checkpoint's.
+
     Args:
-        where: what the error should call the group, like `models`.
+        group: that holds the members.
+        saved: states by name.
+        where: what the user calls the group, like `models`.
+        then: the group's config when the checkpoint was saved.
+        now: the group's config.
+
+    Returns:
+        What was not restored, one line each.
 
     Raises:
-        ConfigError: a member's state does not fit what conf.yaml now describes.
+        ConfigError: a model or an optimizer has no counterpart, or its state does not fit.
     """
-    present = members(group)
-    for name, saved in state.items():
-        member = present.get(name)
-        if member is None:
-            continue  # removed from the code since
+    present = {name: member for name, member in members(group).items() if _has_state(member)}
+    unmatched = sorted(set(present) ^ set(saved))
+    if unmatched and where != "tools":
+        sides = ", ".join(f"{name} ({'only in the code' if name in present else 'only there'})" for name in unmatched)
+        raise ConfigError(f"the checkpoint does not fit: {where} {sides}. Restore with the code that saved it")
+    for name in sorted(set(present) & set(saved)):
+        member = present[name]
         try:
             if hasattr(member, "load_state_dict"):
-                (unwrapped(member) if isinstance(member, nn.Module) else member).load_state_dict(saved)
+                (unwrapped(member) if isinstance(member, nn.Module) else member).load_state_dict(saved[name])
             else:
-                vars(member).update(copy.deepcopy(saved))
+                given_then, given_now = (given.get(name) or {} for given in (then, now))
+                evolved = {key for key in saved[name] if given_then.get(key) == given_now.get(key)}
+                vars(member).update({key: copy.deepcopy(saved[name][key]) for key in evolved})
         except (RuntimeError, ValueError, KeyError) as error:
             detail = " ".join(str(error).split())
             raise ConfigError(f"{where}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+    return [
+        f"{where}.{name} is new: the checkpoint has no state for it"
+        if name in present
+        else f"{where}.{name} is in the checkpoint only; if worker_loop makes it, call self.restore_checkpoint() after"
+        for name in unmatched
+    ]
 
 
 def save(state: State, metrics: Mapping[str, float], folder: Path, *, writes: bool, local: bool) -> None:
@@ -83,9 +126,24 @@ def save(state: State, metrics: Mapping[str, float], folder: Path, *, writes: bo
     )
 
 
+def prune(folder: Path, keep: int, scores: Mapping[str, float]) -> None:
+    """Keep the best `keep` checkpoints and the latest, as Ray Train does for its workers.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many.
+        scores: by folder name, higher is better; without any the newest are best.
+    """
+    found = sorted(path.name for path in folder.iterdir() if (path / STATE).is_file())
+    ranked = sorted(found, key=lambda name: (scores.get(name, -math.inf), name), reverse=True)
+    for name in set(found) - set(ranked[:keep]) - set(found[-1:]):
+        shutil.rmtree(folder / name)
+
+
 def _write(state: State, beside: Path | None) -> Path:
     """A new folder with the state in it, on the file system of `beside` or in the system's place for passing files."""
     folder = Path(tempfile.mkdtemp(prefix=".checkpoint-", dir=beside.parent if beside else None))
+    folder.chmod(0o755)  # mkdtemp makes it private; colleagues share a storage
     try:
         with (folder / STATE).open("wb") as file:
             torch.save(state, file)
@@ -110,14 +168,15 @@ def read(folder: Path) -> State:
     """
     file = folder / STATE
     if not file.is_file():
-        raise ConfigError(
-            f"{folder} is not a checkpoint: it has no {STATE}. A run keeps them in checkpoints/epoch_NNNN"
-        )
+        others = sorted(path.name for path in folder.parent.glob("*") if (path / STATE).is_file())
+        there = f" Beside it there is: {', '.join(others)}." if others else ""
+        raise ConfigError(f"{folder} is not a checkpoint: it has no {STATE}.{there}")
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
-    assert isinstance(state, dict)
+        raise ConfigError(f"{file} is damaged: {first_line(error)}") from error
+    if not isinstance(state, dict) or not state.keys() >= PARTS:
+        raise ConfigError(f"{file} was not saved by this library: it has no {', '.join(sorted(PARTS))}")
     return state
 
 
@@ -126,21 +185,27 @@ def members(group: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(group).items() if not name.startswith("_")} if group is not None else {}
 
 
-def _member_state(member: Any) -> State | None:
-    if hasattr(member, "state_dict"):
-        return dict((unwrapped(member) if isinstance(member, nn.Module) else member).state_dict())
-    if not hasattr(member, "__dict__") or isinstance(member, type):
-        return None
-    return {name: copy.deepcopy(value) for name, value in vars(member).items() if _plain(value)}
+def _has_state(member: Any) -> bool:
+    return hasattr(member, "state_dict") or (hasattr(member, "__dict__") and not isinstance(member, type))
 
 
-def _plain(value: Any) -> bool:
-    """Whether `weights_only` loading gives this value back."""
-    if isinstance(value, list | tuple):
-        return all(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(_plain(key) and _plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.Tensor)
+def _plain(value: Any) -> Any:
+    """A copy that `weights_only` loading gives back.
+
+    Raises:
+        TypeError: it would not.
+    """
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    raise TypeError
 
 
 _ASYNC = ray.train.CheckpointUploadMode.ASYNC

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ class Cluster:
     """Where a run trains.
 
     Attributes:
-        title: for the start lines, like `embedded Ray (2 CPUs)`.
+        title: for the start lines, like `embedded Ray on 2 cores`.
+        embedded: whether it was started here, for this run.
         host: address of the driver as workers reach it.
         cpus, gpus: what the cluster has; 0 CPUs when training runs inside this process.
     """
 
     title: str
+    embedded: bool
     host: str
     cpus: float
     gpus: float
@@ -39,7 +42,7 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
     if cfg.start_workers == 0:
         import torch
 
-        yield Cluster("this process", "127.0.0.1", 0, torch.cuda.device_count())
+        yield Cluster("0: training in this process", False, "127.0.0.1", 0, torch.cuda.device_count())
         return
     import ray
 
@@ -51,7 +54,8 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
         needed = cfg.start_workers * cfg.cpus_per_worker + 2
         cpus = max(os.cpu_count() or 1, needed)
-        ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True, configure_logging=True)
+        with _address_known_to_children():
+            ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
     else:
         ray.init(logging_level=level, log_to_driver=True)
     try:
@@ -63,7 +67,36 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
                 f"cfg.start_workers={cfg.start_workers} needs {wanted} CPUs; the cluster has {cpus:g}. "
                 "Lower cfg.start_workers or cfg.cpus_per_worker"
             )
+        if cfg.use_gpu and cfg.start_workers > gpus:
+            raise ConfigError(
+                f"cfg.use_gpu=true needs a GPU for each of {cfg.start_workers} workers; the cluster has {gpus:g}. "
+                "Lower cfg.start_workers, or leave cfg.use_gpu at null to use what there is"
+            )
         title = f"embedded Ray on {os.cpu_count()} cores" if embedded else f"Ray cluster with {cpus:g} CPUs"
-        yield Cluster(title, "127.0.0.1" if embedded else ray.util.get_node_ip_address(), cpus, gpus)
+        yield Cluster(title, embedded, "127.0.0.1" if embedded else ray.util.get_node_ip_address(), cpus, gpus)
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _address_known_to_children() -> Iterator[None]:
+    """Let every process of the embedded cluster inherit its address.
+
+    One of Ray Train's helpers looks for "the" cluster of the machine by itself, and fails where there are several.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    import ray
+
+    settings = {"RAY_GCS_SERVER_PORT": str(port), "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -23,6 +23,9 @@ from mlx_runtime.errors import ConfigError, DatasetError
 
 Batch = dict[str, torch.Tensor]
 
+EVALUATION = ("val", "test", "eval", "dev", "predict")
+"""What the names of sets begin with that are read in order and not trained on."""
+
 
 @dataclass(frozen=True)
 class DatasetShard:
@@ -54,9 +57,14 @@ class DatasetShard:
         return cast(Dataset[Any], getattr(self.group, self.name))
 
     @property
+    def training(self) -> bool:
+        """Whether its steps count as training steps: all sets' do, but those named val…, test… and the like."""
+        return not self.name.startswith(EVALUATION)
+
+    @property
     def shuffle(self) -> bool:
         """Training sets are shuffled globally each epoch; a dataset's own `shuffle` attribute decides otherwise."""
-        return bool(getattr(self.dataset, "shuffle", self.name.startswith("train")))
+        return bool(getattr(self.dataset, "shuffle", self.training))
 
     def iter_torch_batches(self, batch_size: int | None = None) -> "Loader":
         """A re-iterable loader of `{name: tensor (batch_size, ...)}` on this worker's device.
@@ -142,7 +150,7 @@ class Loader:
             options = {"num_workers": self._processes, "prefetch_factor": max(1, self.shard.prefetch_batches)}
         on_cuda = self.shard.device.type == "cuda"
         batches = DataLoader(
-            _Samples(self.shard), batch_sampler=rows, collate_fn=_stacker(self.shard), pin_memory=on_cuda, **options
+            _Samples(self.shard), batch_sampler=rows, collate_fn=_Stacked(self.shard), pin_memory=on_cuda, **options
         )
         for number, batch in enumerate(batches, start=1):
             self.on_batch(self, number)
@@ -228,29 +236,26 @@ class _Samples(Dataset[Any]):
             raise
 
 
-def _stacker(shard: DatasetShard) -> Callable[[list[Any]], Batch]:
-    """`ray_map_batches` as a collate function, its result checked."""
-    dataset, name = cast(Any, shard.dataset), shard.name
+class _Stacked:
+    """`ray_map_batches` as a collate function, its result checked. A class, since reading processes get it pickled."""
 
-    def stack(samples: list[Any]) -> Batch:
-        batch = dataset.ray_map_batches({"item": samples})
+    def __init__(self, shard: DatasetShard) -> None:
+        self.stack, self.name = cast(Any, shard.dataset).ray_map_batches, shard.name
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        where = f"datasets.{self.name}: ray_map_batches gave"
+        batch = self.stack({"item": samples})
         if not isinstance(batch, Mapping) or not batch:
-            raise DatasetError(
-                f"datasets.{name}: ray_map_batches gave {type(batch).__name__}; it must give {{name: tensor}}"
-            )
+            raise DatasetError(f"{where} {type(batch).__name__}; it must give {{name: tensor}}")
         tensors = {}
         for key, value in batch.items():
             try:
                 tensors[key] = torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise DatasetError(
-                    f"datasets.{name}: ray_map_batches gave {key!r}, which is no tensor: {error}"
-                ) from error
+                raise DatasetError(f"{where} {key!r}, which is no tensor: {error}") from error
             if tensors[key].shape[:1] != (len(samples),):
                 raise DatasetError(
-                    f"datasets.{name}: ray_map_batches gave {key!r} of shape {tuple(tensors[key].shape)} "
-                    f"for {len(samples)} samples; its first dimension must be their number"
+                    f"{where} {key!r} of shape {tuple(tensors[key].shape)} for {len(samples)} samples; "
+                    "its first dimension must be their number"
                 )
         return tensors
-
-    return stack

@@ -18,6 +18,8 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator
 
+from mlx_runtime.settings import Settings
+
 
 class MlxError(Exception):
     """Base of every error that this library raises for its users."""
@@ -75,12 +77,19 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """` Did you mean 'x'?` when something in `words` looks like `word`, else what there is."""
+    """` Did you mean 'x'?` when something in `words` looks like `word`, else what there is, unless that is too much."""
     known = sorted(words)
     matches = difflib.get_close_matches(word, known, n=1)
     if matches:
         return f" Did you mean {matches[0]!r}?"
+    if len(known) > 30:
+        return " See all with: mlx train show"
     return f" There is: {', '.join(known)}." if known else " There is none."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its kind when it has none."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -88,8 +97,9 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
     """End the process with one clear message and the right exit code, instead of a traceback.
 
     Args:
-        debug: let the traceback through.
+        debug: let the traceback through; so does `MLX_DEBUG=1`.
     """
+    debug = debug or Settings.read().debug
     try:
         yield
     except MlxError as error:

@@ -1,5 +1,6 @@
 """`BaseModule`: what an experiment inherits, and everything that user code calls while it trains."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import checkpoints
 from mlx_runtime.datasets import DatasetShards, Loader
-from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.layout import RunFolder
-from mlx_runtime.parallel import Worker
+from mlx_runtime.parallel import Worker, agree
 from mlx_runtime.progress import Sink
 from mlx_runtime.tracking import Tracker
 
@@ -30,6 +31,7 @@ class WorkerRun:
         folder: of the run.
         worker: place in the group.
         local: training runs in the driver's process.
+        tree: conf.yaml of the run.
         sink: takes progress events; None except on rank 0.
         tracker: writes numbers; None except on rank 0.
     """
@@ -37,10 +39,14 @@ class WorkerRun:
     folder: RunFolder
     worker: Worker
     local: bool
+    tree: Mapping[str, Any]
     sink: Sink | None = None
     tracker: Tracker | None = None
     global_step: int = 0
     stage: "Stage | None" = None
+    stages: "dict[str, Stage]" = field(default_factory=dict)
+    logged: bool = False
+    scores: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, Loader] = field(default_factory=dict)
     passes: dict[str, int] = field(default_factory=dict)
     epoch: int = 0
@@ -63,7 +69,7 @@ class WorkerRun:
 
 @dataclass
 class Stage:
-    """The pass over a loader that is under way.
+    """A pass over a loader that is under way.
 
     Attributes:
         name: of the dataset: `train`, `val`, …
@@ -173,31 +179,38 @@ class BaseModule:
             metrics: numbers to judge the checkpoint by, beside the latest of all recorded ones.
 
         Raises:
-            ConfigError: `cfg.monitor` is none of them.
             StorageError: the run folder cannot be written.
         """
         run = self._running()
         numbers = run.latest | {name: float(value) for name, value in (metrics or {}).items()}
-        monitor = self.cfg.monitor
-        if monitor is not None and monitor not in numbers:
-            raise ConfigError(f"cfg.monitor is {monitor!r}, which was not recorded.{_choices(numbers)}")
+        if self.cfg.monitor is not None and self.cfg.monitor not in numbers:
+            text = f"cfg.monitor is {self.cfg.monitor!r}, which was not recorded; the newest checkpoints are kept"
+            run.send_once("notice", text=f"{text}.{_choices(numbers)}")
+        tools, left_out = checkpoints.state_of(self.tools)
+        for name in left_out:
+            run.send_once("notice", text=f"tools.{name} is not part of checkpoints: only numbers, text and tensors are")
         state = {
             "epoch": epoch,
             "global_step": run.global_step,
             "passes": {name: loader.epoch for name, loader in run.loaders.items()},
-            "models": checkpoints.state_of(self.models),
-            "optimizers": checkpoints.state_of(self.optimizers),
-            "tools": checkpoints.state_of(self.tools),
+            "models": checkpoints.state_of(self.models)[0],
+            "optimizers": checkpoints.state_of(self.optimizers)[0],
+            "tools": tools,
+            "config": dict(run.tree),
         }
         folder = run.folder.checkpoint(epoch)
         checkpoints.save(state, numbers, folder, writes=run.worker.writes, local=run.local)
+        if run.local:
+            run.scores[folder.name] = numbers.get(self.cfg.monitor, -math.inf) * (1 if self.cfg.mode == "max" else -1)
+            checkpoints.prune(folder.parent, self.cfg.keep_checkpoints, run.scores)
         self._close_epoch()
         run.send("checkpoint", epoch=epoch, path=str(folder), metrics=numbers)
 
     def restore_checkpoint(self) -> int | None:
         """Load the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
-        The runtime has done so before `worker_loop` begins. Every worker must call it.
+        The runtime has done so before `worker_loop` begins; call it again after making further tools there. Every
+        worker must call it.
 
         Returns:
             The epoch of the checkpoint, or None when there is none to restore.
@@ -211,12 +224,20 @@ class BaseModule:
         if folder is None:
             return None
         state = checkpoints.read(folder)
+        step = state["global_step"]
+        run.send_once("notice", text=f"restored  {folder} (epoch {state['epoch'] + 1}, step {step})")
         for name in ("models", "optimizers", "tools"):
-            checkpoints.load_into(getattr(self, name), state[name], name)
-        run.global_step = state["global_step"]
+            then, now = (config.get(name) or {} for config in (state["config"], run.tree))
+            for text in checkpoints.load_into(getattr(self, name), state[name], name, then=then, now=now):
+                run.send_once("notice", text=text)
+        run.global_step = step
         run.passes = dict(state["passes"])
+        for name, loader in run.loaders.items():
+            loader.epoch = run.passes.get(name, 0)
         self.cfg.start_epoch = state["epoch"] + 1
-        run.send_once("notice", text=f"restored  {folder} (epoch {state['epoch'] + 1}, step {state['global_step']})")
+        if self.cfg.start_epoch >= self.cfg.num_epochs:
+            text = f"already at epoch {self.cfg.start_epoch} of {self.cfg.num_epochs}; raise cfg.num_epochs to train on"
+            run.send_once("notice", text=text)
         return int(state["epoch"])
 
     @property
@@ -260,48 +281,53 @@ class BaseModule:
     def _reading(self, loader: Loader, number: int) -> None:
         """A loader is about to give its batch `number` (from 1): keep the counts, and say so now and then."""
         run = self._running()
+        name = loader.shard.name
         if number == 1:
-            if loader.shard.shuffle:
+            run.stages[name] = Stage(name, loader.shard.training, len(loader))
+            run.send_once("loader", name=name, training=loader.shard.training, **_size(loader))
+        stage = run.stages[name]
+        stage.step = number
+        if run.stage is None or (stage is not run.stage and _takes_over(stage, run.stage, logged=run.logged)):
+            run.stage = stage
+            if number == 1 and stage.training:
                 self._close_epoch()
                 run.epoch = loader.epoch - 1
-            run.stage = Stage(loader.shard.name, loader.shard.shuffle, len(loader))
-            run.send_once("loader", name=run.stage.name, training=run.stage.training, **_size(loader))
-        stage = run.stage
-        assert stage is not None
+        if stage is not run.stage:
+            return  # read beside another
+        run.logged = False
         run.global_step += stage.training
         present = time.monotonic()
         if number == stage.steps or present - stage.last_event >= SECONDS_PER_EVENT:
             stage.last_event = present
             rate = (number - 1) / max(present - stage.started, 1e-9)
-            fields = {"stage": stage.name, "epoch": run.epoch, "step": number, "steps": stage.steps}
+            fields = {"stage": name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
 
     def _save(self, batch_idx: int, epoch: int, *groups: Any) -> None:
         run = self._running()
         run.epoch = epoch
+        run.logged = True
         stage = run.stage or Stage("train", training=True, steps=0)  # a loader of the user's own
         step = batch_idx + 1
         if step != stage.steps and not (stage.training and step % self.cfg.log_every_steps == 0):
             return
-        for group in groups:
-            for name, metric in checkpoints.members(group).items():
-                if isinstance(metric, Metric | MetricCollection):
-                    stage.values |= self._reduced(f"{stage.name}/{name}", metric)
-        run.latest |= stage.values
-        run.unreported |= stage.values
+        found = {name: item for group in groups for name, item in checkpoints.members(group).items()}
+        metrics = {name: item for name, item in found.items() if isinstance(item, Metric | MetricCollection)}
+        updated = agree([_is_updated(item) for item in metrics.values()], run.worker.device)
+        values: dict[str, float] = {}
+        for (name, metric), everywhere in zip(metrics.items(), updated, strict=True):
+            if everywhere is None:
+                raise MlxError(f"{name} was updated on some workers only; update it on all, or its value never comes")
+            if everywhere:
+                values |= _reduced(f"{stage.name}/{name}", metric)
+            else:
+                run.send_once("notice", text=f"{stage.name}/{name} is skipped: it was not updated")
+        stage.values |= values
+        run.latest |= values
+        run.unreported |= values
         if run.tracker is not None:
             rates = _learning_rates(self.optimizers) if stage.training else {}
-            run.tracker.write(stage.values | rates, step=run.global_step, epoch=epoch)
-
-    def _reduced(self, name: str, metric: Metric | MetricCollection) -> dict[str, float]:
-        """A metric's value over all workers, as numbers by name; a collective."""
-        parts = metric.values() if isinstance(metric, MetricCollection) else [metric]
-        if not all(part.update_called for part in parts):
-            self._running().send_once("notice", text=f"{name} is skipped: it was not updated")
-            return {}
-        value = metric.compute()
-        found = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        return {key: float(item) for key, item in found.items() if torch.as_tensor(item).numel() == 1}
+            run.tracker.write(values | rates, step=run.global_step, epoch=epoch)
 
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""
@@ -311,8 +337,36 @@ class BaseModule:
             run.send("epoch", epoch=run.epoch, epochs=self.cfg.num_epochs, values=run.unreported, seconds=seconds)
             if run.tracker is not None:
                 run.tracker.write({"time/epoch_s": seconds}, step=run.global_step, epoch=run.epoch)
+                run.tracker.flush()
         run.unreported = {}
         run.epoch_started = time.monotonic()
+
+
+def _takes_over(stage: Stage, current: Stage, *, logged: bool) -> bool:
+    """Whether the loop has moved on to a pass, or only reads it beside the current one, as in `zip(train, unlabelled)`.
+
+    Args:
+        stage: gives a batch now.
+        current: gave the one before.
+        logged: whether the loop has logged since, so that its body ran.
+    """
+    if stage.name == current.name or (stage.training and not current.training):
+        return True
+    if current.step == current.steps:
+        return logged or stage.step == 1
+    return stage.step == 1 and (current.step > 1 or logged)  # side by side, both would be at their first batch
+
+
+def _is_updated(metric: Metric | MetricCollection) -> bool:
+    parts = metric.values() if isinstance(metric, MetricCollection) else [metric]
+    return all(part.update_called for part in parts)
+
+
+def _reduced(name: str, metric: Metric | MetricCollection) -> dict[str, float]:
+    """A metric's value over all workers, as numbers by name; a collective."""
+    value = metric.compute()
+    found = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return {key: float(item) for key, item in found.items() if torch.as_tensor(item).numel() == 1}
 
 
 def _size(loader: Loader) -> dict[str, int]:

@@ -5,7 +5,7 @@
     conf.yaml             the resolved config
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
-    checkpoints/epoch_0000/state.pt
+    checkpoints/epoch_0001/state.pt
 """
 
 import os
@@ -39,10 +39,6 @@ class RunFolder:
         return self.path.name
 
     @property
-    def storage(self) -> Path:
-        return self.path.parent.parent
-
-    @property
     def record(self) -> Path:
         return self.path / "run.json"
 
@@ -64,7 +60,8 @@ class RunFolder:
         return self.path / ".reserve"
 
     def checkpoint(self, epoch: int) -> Path:
-        return self.checkpoints / f"epoch_{epoch:04d}"
+        """Of an epoch as code counts, from 0; folders count from 1, as a person does and as is printed."""
+        return self.checkpoints / f"epoch_{epoch + 1:04d}"
 
 
 def experiment_folder(start: Path | None = None) -> Path:

@@ -4,27 +4,42 @@ Precedence: constructor default < conf.yaml < `MLX_STORAGE` < command line. Ever
 constructors' signatures before anything starts, and all problems are told at once.
 """
 
+import ast
+import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mlx_runtime.config import TrainConfig
-from mlx_runtime.errors import ConfigError, near
+from mlx_runtime.errors import ConfigError, first_line, near
 from mlx_runtime.layout import CONF
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
 
 Tree = dict[str, Any]
+
+LEAST = {
+    "cpus_per_worker": 1,
+    "keep_checkpoints": 1,
+    "log_every_steps": 1,
+    "num_epochs": 0,
+    "prefetch_batches": 0,
+    "seed": 0,
+    "start_epoch": 0,
+    "start_workers": 0,
+}
+"""The least value of each setting that makes sense."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,11 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     problems = _check(tree, wanted)
     if problems:
         raise ConfigError(_listed(problems, path))
-    return Config(tree, build(tree["cfg"], "cfg"), tuple(overrides))
+    cfg = build(tree["cfg"], "cfg")
+    problems = [*_ranges(cfg), *_mapping_problems(tree, wanted)]
+    if problems:
+        raise ConfigError(_listed(problems, path))
+    return Config(tree, cfg, tuple(overrides))
 
 
 def parsed(text: str) -> Tree:
@@ -107,24 +126,17 @@ def build_optimizers(node: Tree, models: Any) -> Any:
     Raises:
         ConfigError: the map names a model or an optimizer that does not exist, or leaves an optimizer without one.
     """
-    made_models = vars(models)
+    made_models = {name: made for name, made in vars(models).items() if hasattr(made, "parameters")}
     names = [name for name in node if name != "_target_"]
     mapping = getattr(models, "map_params_to_optimizers", {})
-    where = f"{type(models).__name__}.map_params_to_optimizers"
+    problems = _mapping_errors(mapping, list(made_models), names, type(models))
+    if problems:
+        raise ConfigError("\n  ".join(problems))
     params: dict[str, list[Any]] = {name: [] for name in names}
     for model, optimizer in mapping.items():
-        if not hasattr(made_models.get(model), "parameters"):
-            known = [name for name, made in made_models.items() if hasattr(made, "parameters")]
-            raise ConfigError(f"{where} names the model {model!r}, which does not exist.{near(model, known)}")
-        if optimizer not in params:
-            raise ConfigError(
-                f"{where} names the optimizer {optimizer!r}, which does not exist.{near(optimizer, names)}"
-            )
         params[optimizer] += made_models[model].parameters()
     made = {}
     for name in names:
-        if not params[name]:
-            raise ConfigError(f"optimizers.{name} trains no model; give it one in {where}, or remove it")
         arguments = {key: value for key, value in node[name].items() if key != "params"}
         made[name] = build(arguments, f"optimizers.{name}", params=params[name])
     return object_at(node["_target_"])(**made)
@@ -150,11 +162,11 @@ def composed(path: Path, overrides: Sequence[str]) -> Tree:
     try:
         file = OmegaConf.load(path)
         parsed = OverridesParser.create().parse_overrides(list(overrides))
+        keys = _keys(OmegaConf.to_container(file))
         unknown = [
-            f"{item.key_or_group}: there is no such key.{near(item.key_or_group, _keys(OmegaConf.to_container(file)))}"
+            f"override {item.input_line}: there is no key {item.key_or_group!r}.{near(item.key_or_group, keys)}"
             for item in parsed
-            if not (item.is_add() or item.is_force_add())
-            and OmegaConf.select(file, item.key_or_group, default=MISSING) is MISSING
+            if not (item.is_add() or item.is_force_add()) and item.key_or_group not in keys
         ]
         if unknown:
             raise ConfigError(_listed(unknown, path))
@@ -163,8 +175,10 @@ def composed(path: Path, overrides: Sequence[str]) -> Tree:
         tree = OmegaConf.to_container(composed, resolve=True)
     except YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OverrideParseException as error:
+        raise ConfigError(f"the override {error.override!r} is not understood; write key=value") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path}: {first_line(error)}") from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
 
@@ -183,11 +197,63 @@ def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
     return problems
 
 
+def _ranges(cfg: TrainConfig) -> list[str]:
+    """Settings below the least that makes sense."""
+    return [
+        f"cfg.{name} is {value!r}; the least is {least}"
+        for name, least in LEAST.items()
+        if (value := getattr(cfg, name, least)) < least
+    ]
+
+
+def _mapping_problems(tree: Tree, wanted: dict[str, type]) -> list[str]:
+    """What `map_params_to_optimizers` gets wrong, where the source says it plainly; else workers tell."""
+    mapping = _literal_mapping(wanted["models"]) if "models" in wanted and "optimizers" in wanted else None
+    if mapping is None:
+        return []
+    models, optimizers = ([name for name in tree[group] if name != "_target_"] for group in ("models", "optimizers"))
+    return _mapping_errors(mapping, models, optimizers, wanted["models"])
+
+
+def _literal_mapping(cls: type) -> dict[str, str] | None:
+    """`map_params_to_optimizers` of a class body, or as `self.map_params_to_optimizers = {...}` in its `__init__`."""
+    found = getattr(cls, "map_params_to_optimizers", None)
+    if isinstance(found, dict):
+        return found
+    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(item, ast.Attribute) and item.attr == "map_params_to_optimizers" for item in targets):
+                return ast.literal_eval(node.value)  # type: ignore[attr-defined,no-any-return]
+    return None
+
+
+def _mapping_errors(
+    mapping: Mapping[str, str], models: Sequence[str], optimizers: Sequence[str], cls: type
+) -> list[str]:
+    where = f"{cls.__name__}.map_params_to_optimizers"
+    problems = []
+    for model, optimizer in mapping.items():
+        if model not in models:
+            problems.append(f"{where} names the model {model!r}, which does not exist.{near(model, models)}")
+        if optimizer not in optimizers:
+            problems.append(
+                f"{where} names the optimizer {optimizer!r}, which does not exist.{near(optimizer, optimizers)}"
+            )
+    idle = sorted(set(optimizers) - set(mapping.values()))
+    if not problems:
+        problems += [f"optimizers.{name} trains no model; give it one in {where}, or remove it" for name in idle]
+    return problems
+
+
 def _check_value(value: Any, hint: Any, key: str, owner: str, problems: list[str]) -> None:
     if value == "???":
         problems.append(f"{key}: ??? must be given a value; {owner} has no default for it")
     elif isinstance(value, dict) and "_target_" in value:
         _check_node(value, hint, key, owner, problems)
+    elif isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+        for name, item in value.items():
+            _check_value(item, Any, f"{key}.{name}", owner, problems)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for index, item in enumerate(value):
             _check_value(item, Any, f"{key}[{index}]", owner, problems)
@@ -209,7 +275,10 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
         isinstance(hint, type) and hint is not Any and isinstance(target, type) and "__new__" not in vars(target)
     )
     if plain_class and not node.get("_partial_") and not issubclass(target, hint):
-        problems.append(f"{key}._target_ is {path}, which is not a {path_of(hint)}; {owner} wants one")
+        problems.append(
+            f"{key}._target_ is {path}, which is not a {path_of(hint)}; {owner} wants one. "
+            "A wider type in the code, like a base class, would allow it"
+        )
     known = parameters(target)
     if known is None:
         return

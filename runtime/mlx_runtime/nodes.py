@@ -48,8 +48,27 @@ class Description:
     def __init__(self, experiment: type) -> None:
         self.notices: list[str] = []
         self._home = experiment.__module__
-        self._keys_of: dict[int, tuple[str, Any]] = {}
-        self.tree = {name: self._constructor(cls, name) for name, cls in groups(experiment).items()}
+        self._keys_of: dict[int, tuple[str, tuple[int, str], Any]] = {}
+        self.tree = {name: self._group(cls, name) for name, cls in groups(experiment).items()}
+
+    def of_class(self, path: str, key: str) -> Node | None:
+        """The node of a class or function by its path, all defaults; None when it cannot be imported."""
+        try:
+            target = object_at(path)
+        except (ImportError, AttributeError):
+            return None
+        return {**self._constructor(target, key), "_target_": path}
+
+    def _group(self, cls: type, key: str) -> Node:
+        for name, value in vars(cls).items():
+            declared = (
+                name.startswith("_") or name == "map_params_to_optimizers" or name in inspect.get_annotations(cls)
+            )
+            plain = isinstance(value, type | property | classmethod | staticmethod) or inspect.isroutine(value)
+            if not declared and not plain and type(value) not in (bool, int, float, str, tuple, list, dict):
+                kind = (value.target if isinstance(value, Declaration) else type(value)).__name__
+                raise BindError(f"{key}.{name} has no type, so it would be left out; write {name}: {kind} = ...")
+        return self._constructor(cls, key)
 
     def _constructor(self, target: Any, key: str) -> Node:
         """A node for `target()` with every default written out; an argument without a default is `???`."""
@@ -74,8 +93,9 @@ class Description:
             self.notices.append(f"{key} has no type, so its value cannot be checked")
         default = parameter.default
         if isinstance(default, torch.nn.Module) or (hasattr(default, "__dict__") and not callable(default)):
-            known = self._keys_of.setdefault(id(default), (key, default))
-            if known[0] != key:
+            here = (id(target), parameter.name)  # a class that is used twice shows its own default twice
+            known = self._keys_of.setdefault(id(default), (key, here, default))
+            if known[1] != here:
                 self.notices.append(f"{key} shares its default with {known[0]}; in a run they are two objects")
 
     def _call(self, call: Call, calls: Calls, key: str) -> Node:

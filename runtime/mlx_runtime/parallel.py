@@ -71,6 +71,15 @@ def quiet_ray_train() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
+    """What all workers say to each of some questions, None where they differ; one small collective."""
+    if not torch.distributed.is_initialized():
+        return list(flags)
+    votes = torch.tensor([[flag, not flag] for flag in flags], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN)
+    return [True if yes else False if no else None for yes, no in votes.tolist()]
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside `prepare_model`'s DDP wrapper, so that state names carry no `module.` prefix."""
     return model.module if isinstance(model, DistributedDataParallel) else model

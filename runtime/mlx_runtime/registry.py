@@ -7,14 +7,15 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError
@@ -40,9 +41,6 @@ class Record:
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
         self.update(**fields)
 
-    def __getitem__(self, name: str) -> Any:
-        return self._fields[name]
-
     def update(self, **fields: Any) -> None:
         """Change fields and store the record.
 
@@ -52,7 +50,7 @@ class Record:
         with self._lock:
             self._fields |= fields | {"heartbeat": now()}
             try:
-                write_atomic(self.folder.record, json.dumps(self._fields, indent=2) + "\n")
+                write_atomic(self.folder.record, json.dumps(_finite(self._fields), indent=2) + "\n")
             except OSError as error:
                 raise StorageError(f"cannot write {self.folder.record}: {error.strerror or error}") from error
 
@@ -84,19 +82,10 @@ class Record:
             thread.join()
 
 
-def read(folder: RunFolder) -> dict[str, Any]:
-    """A run's record, or an empty one when there is none yet."""
-    try:
-        fields = json.loads(folder.record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """What is needed to run this again: command, code, versions, machine."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(sys.orig_argv),
         "overrides": list(overrides),
         "git": _git(),
         "python": platform.python_version(),
@@ -109,6 +98,15 @@ def provenance(overrides: Sequence[str]) -> dict[str, Any]:
 def now() -> str:
     """The present, in UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; they become null."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _version(package: str) -> str | None:

@@ -53,7 +53,7 @@ def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
     properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
     for name, part in properties.items():
         here = f"{key}.{name}".lstrip(".")
-        if "default" in part and name != "_target_":
+        if "default" in part:
             found[here] = part["default"]
         found |= former_defaults(part, here)
     return found

@@ -52,8 +52,9 @@ def prepare_ray() -> None:
 def be_verbose() -> None:
     """`--verbose`: let Ray print what it likes, here and in every process started from here."""
     os.environ["MLX_VERBOSE"] = "1"
-    for name in QUIET_RAY:
-        os.environ.pop(name, None)
+    for name, value in QUIET_RAY.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
 
 
 def _on(name: str) -> bool:

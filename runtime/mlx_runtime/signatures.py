@@ -140,7 +140,8 @@ def groups(experiment: type) -> dict[str, type]:
     Raises:
         BindError: an argument has no type, or one that cannot be imported.
     """
-    own = [item for item in parameters(experiment) or [] if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    own = [item for item in parameters(experiment) or [] if item.kind in named]
     if own:
         hints = {item.name: item.hint for item in own}
         where = f"{experiment.__name__}.__init__"
@@ -153,8 +154,8 @@ def groups(experiment: type) -> dict[str, type]:
         if hint is MISSING or not isinstance(hint, type):
             title = name.capitalize() if name != "cfg" else "TrainConfig"
             raise BindError(f"{where}: {name!r} has no type; write {name}: {title}")
-    if not hints:
-        raise BindError(f"{where} has no groups; annotate them, like models: Models")
+    if "cfg" not in hints:
+        raise BindError(f"{where} has no cfg; write cfg: TrainConfig, and name the other groups alike")
     return hints
 
 

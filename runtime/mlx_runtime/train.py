@@ -5,11 +5,12 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_runtime import __version__
-from mlx_runtime.errors import BindError, MlxError, UsageError
+from mlx_runtime.errors import BindError, MlxError, UsageError, first_line
 from mlx_runtime.layout import CONF, experiment_folder
 
 PACKAGED_TEMPLATE = Path(__file__).parent / "template"
@@ -110,9 +111,17 @@ def run(overrides: Sequence[str]) -> None:
         UsageError: this is no experiment.
     """
     folder = experiment_folder()
+    options = [item for item in overrides if item.startswith("-")]
+    if options:
+        raise UsageError(f"there is no option {options[0]}; see: mlx train run --help")
     if not (folder / CONF).exists():
-        print(f"no {CONF} yet: binding first")
-        subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"], check=True)
+        print(f"no {CONF} yet: binding first", flush=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_runtime", "train", "bind"]
+        )  # it may import what a run must not
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
+    experiment_class(folder)  # its errors are told better here than inside main.py
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new experiment: mlx train new NAME")
@@ -131,10 +140,15 @@ def experiment_class(folder: Path) -> type:
         sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module("src.experiment")
+    except MlxError:
+        raise
     except Exception as error:
-        raise MlxError(
-            f"src/experiment.py cannot be imported: {type(error).__name__}: {error}. See all of it with --debug"
-        ) from error
+        frames = [
+            item for item in traceback.extract_tb(error.__traceback__) if Path(item.filename).parent == folder / "src"
+        ]
+        at = f"src/{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "src/experiment.py"
+        message = f"{at}: src.experiment cannot be imported: {type(error).__name__}: {first_line(error)}"
+        raise MlxError(message) from error
     found = getattr(module, "Experiment", None)
     if not isinstance(found, type):
         raise UsageError("src/experiment.py has no class Experiment; write: class Experiment(BaseModule)")

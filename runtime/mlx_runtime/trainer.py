@@ -1,6 +1,7 @@
 """Train one experiment: make the run folder, start the workers, show what they say, write down how it ended."""
 
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from mlx_runtime import checkpoints, datasets, registry
 from mlx_runtime.cluster import Cluster
 from mlx_runtime.datasets import DatasetShard, DatasetShards
 from mlx_runtime.declarations import Declaration, declaring, made_when_read
-from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError
+from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError, first_line
 from mlx_runtime.experiment import BaseModule, WorkerRun
 from mlx_runtime.layout import RunFolder, claim_run, storage_folder, write_atomic
 from mlx_runtime.loading import Config, build, build_optimizers
@@ -78,21 +79,37 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
     """
     _check_datasets(config)
     cfg = config.cfg
+    if cfg.restore_checkpoint_path:
+        checkpoints.read(Path(cfg.restore_checkpoint_path))
     folder = claim_run(storage_folder(cfg.storage_path), cfg.name)
-    write_atomic(folder.conf, config.yaml())
-    record = registry.Record(folder, **registry.provenance(config.overrides), seed=cfg.seed, start=registry.now())
-    progress = _Progress(record, Display(sys.stdout), config)
-    progress.start_lines(cluster)
-    job = Job(
-        path_of(experiment), config.tree, folder.path, Path.cwd(), cfg.start_workers == 0, Settings.read().verbose
-    )
+    progress = _Progress(registry.Record(folder), Display(sys.stdout), config)
+    with _recorded_end(progress), _sigterm_as_interrupt(), progress.record.alive():
+        write_atomic(folder.conf, config.yaml())
+        facts = registry.provenance(config.overrides)
+        progress.record.update(
+            status="RUNNING", **facts, seed=cfg.seed, start=registry.now(), workers=cfg.start_workers
+        )
+        progress.start_lines(cluster)
+        job = Job(
+            path_of(experiment), config.tree, folder.path, Path.cwd(), cfg.start_workers == 0, Settings.read().verbose
+        )
+        metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
+    result = Result(folder, metrics, progress.best)
+    progress.record.finish("SUCCEEDED", metrics=metrics)
+    progress.end_lines(result)
+    return result
+
+
+@contextlib.contextmanager
+def _recorded_end(progress: "_Progress") -> Iterator[None]:
+    """Whatever ends a run early is written into its record."""
+    record = progress.record
     try:
-        with record.alive(), _sigterm_as_interrupt():
-            record.update(status="RUNNING", workers=cfg.start_workers)
-            metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
+        yield
     except KeyboardInterrupt as interrupt:
         record.finish("STOPPED")
-        message = f"stopped; {folder.experiment} {folder.name} is marked STOPPED, its checkpoints are kept"
+        run = f"{record.folder.experiment} {record.folder.name}"
+        message = f"stopped; {run} is marked STOPPED, its checkpoints are kept"
         raise RunStopped(message, 143 if isinstance(interrupt, _Terminated) else 130) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
@@ -100,10 +117,6 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         raise
     finally:
         progress.display.close()
-    result = Result(folder, metrics, progress.best)
-    record.finish("SUCCEEDED", metrics=metrics)
-    progress.end_lines(result)
-    return result
 
 
 def _check_datasets(config: Config) -> None:
@@ -118,6 +131,8 @@ def _fit_here(job: Job, progress: "_Progress") -> dict[str, float]:
     """Train inside this process."""
     if not job.verbose:
         quiet_ray_train()
+    if progress.config.cfg.use_gpu is False:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray's local mode takes what torch sees
     trainer = ray.train.torch.TorchTrainer(
         lambda: progress.finish(_work(job, Direct(progress.handle))),
         scaling_config=ray.train.ScalingConfig(num_workers=0),
@@ -184,8 +199,8 @@ def _told(error: BaseException) -> MlxError:
         if isinstance(cause, OSError):  # Ray Train copies checkpoints to the storage by itself
             return StorageError(f"cannot write a checkpoint of the run: {cause}")
     if causes:
-        return MlxError(f"a worker was lost: {str(causes[0]).splitlines()[0]}")
-    return MlxError(f"Ray Train failed: {error}")
+        return MlxError(f"a worker was lost: {first_line(causes[0])}")
+    return MlxError(f"Ray Train failed: {first_line(error)}")
 
 
 def _cause(failure: Any) -> BaseException:
@@ -225,7 +240,7 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
     folder = RunFolder(job.run)
     with contextlib.ExitStack() as stack:
         tracker = stack.enter_context(Tracker(folder.path, folder.metrics)) if worker.writes else None
-        experiment._begin(WorkerRun(folder, worker, job.local, sink if worker.writes else None, tracker))
+        experiment._begin(WorkerRun(folder, worker, job.local, job.tree, sink if worker.writes else None, tracker))
         if sink is not None and worker.writes:
             sink.send(_facts(groups, worker))
         seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
@@ -306,9 +321,10 @@ def _user_errors(rank: int, project: Path) -> Iterator[None]:
         raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
 
 
-def _board_command(folder: RunFolder) -> str:
+def _board_command(folder: RunFolder, overrides: tuple[str, ...]) -> str:
     """What to type to see this run: the short form where it works, else one that works from any folder."""
-    if shutil.which("mlx"):
+    elsewhere = Settings.read().storage or any(item.startswith("cfg.storage_path") for item in overrides)
+    if shutil.which("mlx") and not elsewhere:
         return shlex.join(["mlx", "xp", "board", folder.experiment, folder.name])
     return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", str(folder.path)])
 
@@ -354,10 +370,13 @@ class _Progress:
         folder, cfg = self.record.folder, self.config.cfg
         self.display.print(f"run       {folder.experiment} {folder.name}")
         self.display.print(f"folder    {folder.path}")
-        workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}" if cfg.start_workers else "none"
-        self.display.print(f"workers   {workers} in {cluster.title}")
+        workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
+        self.display.print(f"workers   {f'{workers} in {cluster.title}' if cfg.start_workers else cluster.title}")
+        if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
+            hint = f"cfg.start_workers={cluster.gpus:g} would use {'it' if cluster.gpus == 1 else 'them'}"
+            self.display.print(f"          on CPUs: {cluster.gpus:g} GPU for {cfg.start_workers} workers; {hint}")
         cores = os.cpu_count() or 1
-        if "embedded" in cluster.title and cfg.start_workers * cfg.cpus_per_worker > cores:
+        if cluster.embedded and cfg.start_workers * cfg.cpus_per_worker > cores:
             self.display.print(f"          more workers than the {cores} cores here: they share them")
 
     def end_lines(self, result: Result) -> None:
@@ -369,7 +388,7 @@ class _Progress:
         rows += [
             ("took", f"{time.monotonic() - self.started:.1f} s"),
             ("run", str(folder.path)),
-            ("TensorBoard", _board_command(folder)),
+            ("TensorBoard", _board_command(folder, self.config.overrides)),
         ]
         width = max(len(name) for name, _ in rows) + 2
         self.display.print()
@@ -392,7 +411,9 @@ class _Progress:
         cfg = self.config.cfg
         entry = {"epoch": event["epoch"], "path": event["path"], "value": event["metrics"].get(cfg.monitor)}
         value, best = entry["value"], self.best["value"] if self.best else None
-        if value is not None and (best is None or (value > best if cfg.mode == "max" else value < best)):
+        # Of equals the later is best, since Ray Train lets go of the earlier. A value of NaN never is.
+        better = best is None or (value is not None and (value >= best if cfg.mode == "max" else value <= best))
+        if value is not None and not math.isnan(value) and better:
             self.best = entry
         self.record.update(metrics=event["metrics"], latest=entry, best=self.best)
 

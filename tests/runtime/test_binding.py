@@ -130,6 +130,7 @@ def test_an_argument_without_default_is_open() -> None:
     globals()["OpenModel"] = Model
 
     class Experiment(BaseModule):
+        cfg: TrainConfig
         models: Model  # type: ignore[valid-type]
 
     Experiment.__annotations__["models"] = Model
@@ -166,6 +167,7 @@ class Lambdas:
 
 
 class WithLambda(BaseModule):
+    cfg: TrainConfig
     models: Lambdas
 
 
@@ -179,6 +181,7 @@ class Constants:
 
 
 class WithConstant(BaseModule):
+    cfg: TrainConfig
     models: Constants
 
 
@@ -232,7 +235,24 @@ class TestAgainstTheFormerDefaults:
         text = path.read_text().replace("_target_: torch.optim.adam.Adam\n", "_target_: torch.optim.sgd.SGD\n")
         path.write_text(text)
         binding = bind(Annotated, path)
-        assert (binding.kept, binding.stale) == (["optimizers.adam._target_"], False)
+        assert binding.kept[0] == "optimizers.adam._target_"
+        assert binding.added[:1] == ["optimizers.adam.momentum"]
+        assert set(binding.dropped) >= {"optimizers.adam.betas", "optimizers.adam.eps"}
+        assert "_target_: torch.optim.sgd.SGD" in binding.after
+        assert "lr: 0.5" in binding.after
+        binding.write()
+        assert not bind(Annotated, path).stale
+
+    @pytest.mark.parametrize("schema", [True, False])
+    def test_a_class_that_the_code_has_left_is_replaced(self, path: Path, schema: bool) -> None:
+        path.write_text(path.read_text().replace("test_binding.Block", "test_binding.Gone"))
+        known = path.with_name("conf.schema.json")
+        known.write_text(
+            known.read_text().replace("test_binding.Block", "test_binding.Gone")
+        ) if schema else known.unlink()
+        binding = bind(Annotated, path)
+        assert binding.updated == ["models.net.block._target_"]
+        assert "_target_: test_binding.Block" in binding.after
 
     def test_random_edits_survive_and_load(self, path: Path) -> None:
         chance = random.Random(0)
@@ -325,4 +345,33 @@ class Twice:
 
 
 class Shares(BaseModule):
+    cfg: TrainConfig
     models: Twice
+
+
+@dataclass
+class Forgotten:
+    mae: torchmetrics.Metric = torchmetrics.MeanAbsoluteError()
+    mse = torchmetrics.MeanSquaredError()
+
+
+class Forgets(BaseModule):
+    cfg: TrainConfig
+    metrics: Forgotten
+
+
+class WithoutCfg(BaseModule):
+    models: Models
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        (Forgets, "metrics.mse has no type, so it would be left out; write mse: MeanSquaredError = ..."),
+        (WithoutCfg, "WithoutCfg has no cfg; write cfg: TrainConfig, and name the other groups alike"),
+    ],
+)
+def test_what_would_be_forgotten_is_refused(experiment: type, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BindError) as caught:
+        bind(experiment, tmp_path / "conf.yaml")
+    assert str(caught.value) == message

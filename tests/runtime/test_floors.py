@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"errors", "config", "settings", "declarations"},
+    {"config", "settings"},
+    {"errors", "declarations"},
     {"layout", "signatures", "parallel"},
     {"nodes", "loading", "cluster", "datasets", "checkpoints", "tracking", "progress", "registry"},
     {"experiment", "verification", "schema"},

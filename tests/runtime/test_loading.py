@@ -26,6 +26,8 @@ class Models:
     net: Net = Net()
     other: Net = Net(2)
 
+    map_params_to_optimizers = {"net": "adam"}
+
 
 @dataclass
 class Optimizers:
@@ -80,7 +82,12 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cfg.num_epoch=3"], "cfg.num_epoch: there is no such key. Did you mean 'cfg.num_epochs'?"),
+        (
+            ["cfg.num_epoch=3"],
+            "override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+        ),
+        (["cfg.start_workers=-1"], "cfg.start_workers is -1; the least is 0"),
+        (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the least is 1"),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.config.TrainConfig wants int"),
         (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net wants Literal['a', 'b']"),
@@ -134,7 +141,7 @@ class TestOptimizers:
 
     def models(self, **mapping: str) -> Models:
         models = Models(Net(), Net())
-        models.map_params_to_optimizers = mapping  # type: ignore[attr-defined]
+        models.map_params_to_optimizers = mapping
         return models
 
     def test_two_models_may_share_one(self) -> None:
@@ -156,3 +163,35 @@ class TestOptimizers:
         with pytest.raises(ConfigError) as caught:
             build_optimizers(self.node, self.models(**mapping))
         assert message in str(caught.value)
+
+
+class SpelledOut:
+    def __init__(self, net: Net = Net()) -> None:
+        self.net = net
+        self.map_params_to_optimizers = {"nett": "adam", "net": "adm"}
+
+
+class Misspelt(BaseModule):
+    cfg: TrainConfig
+    models: SpelledOut
+    optimizers: Optimizers
+
+
+def test_a_wrong_map_is_told_before_anything_is_built(tmp_path: Path) -> None:
+    bind(Misspelt, tmp_path / "conf.yaml").write()
+    with pytest.raises(ConfigError) as caught:
+        load_config(Misspelt, path=tmp_path / "conf.yaml")
+    assert "names the model 'nett', which does not exist. Did you mean 'net'?" in str(caught.value)
+    assert "names the optimizer 'adm', which does not exist. Did you mean 'adam'?" in str(caught.value)
+
+
+def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> None:
+    conf.write_text(conf.read_text().replace("seed: 0", "seed: ???"))
+    with pytest.raises(ConfigError, match=r"cfg.seed: \?\?\? must be given a value"):
+        load_config(Experiment, path=conf)
+    assert load_config(Experiment, ["cfg.seed=3"], conf).cfg.seed == 3
+
+
+def test_an_override_that_is_none_is_told(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
+        load_config(Experiment, ["cfg.seed"], conf)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,9 @@ Make = Callable[[str], Path]
 
 HERE = ("cfg.start_workers=0",)
 
+TWO = ("cfg.start_workers=2", "cfg.num_epochs=4", "cfg.monitor=mine", "cfg.mode=min", "cfg.keep_checkpoints=2")
+"""Overrides of the run with two workers: of four epochs with rising `mine` it keeps the first two and the last."""
+
 
 def record(folder: Path, run: str = "run_001") -> dict:
     return json.loads(next(folder.glob(f"runs/*/{run}/run.json")).read_text())
@@ -37,7 +41,7 @@ def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     folder = tmp_path_factory.mktemp("two") / "probe"
     shutil.copytree(EXPERIMENTS / "probe", folder / "src")
     shutil.copy(baked / "main.py", folder)
-    done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.monitor=mine", "cfg.mode=max")
+    done = mlx(folder, "train", "run", *TWO)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # not a word from Ray
     return folder, done.stdout
@@ -54,7 +58,7 @@ class TestTwoWorkers:
 
     def test_every_row_is_read_once_per_epoch(self, seen: list[dict]) -> None:
         for name, rows in (("train", 53), ("test", 31)):
-            for epoch in range(2):
+            for epoch in range(4):
                 read = [row for rank in seen for batch in rank[name][epoch] for row in batch]
                 assert sorted(read) == list(range(rows))
 
@@ -70,6 +74,10 @@ class TestTwoWorkers:
 
     def test_each_dataset_is_made_once_and_only_where_it_is_read(self, seen: list[dict]) -> None:
         assert [rank["made"] for rank in seen] == [["Rows", "TestRows"]] * 2
+
+    def test_ranks_draw_different_numbers_with_as_many_threads_as_they_have_cpus(self, seen: list[dict]) -> None:
+        assert seen[0]["random"] != seen[1]["random"]
+        assert seen[0]["threads"] == seen[1]["threads"] == 1
 
     def test_typed_fields_arrive_typed(self, seen: list[dict]) -> None:
         assert seen[0]["typed"] == ["PosixPath", "SLOW"]
@@ -88,25 +96,30 @@ class TestTwoWorkers:
             assert [step for step, _ in lines] == [step for step, _ in points]
             assert [value for _, value in lines] == pytest.approx([value for _, value in points])
         steps = [line["step"] for line in reports(run[0]) if "train/mse" in line]
-        assert steps == [3, 6, 7, 10, 13, 14]  # each third step and the last of an epoch
+        assert steps == [3, 6, 7, 10, 13, 14, 17, 20, 21, 24, 27, 28]  # each third step and the last of an epoch
 
     def test_the_run_folder_is_as_documented(self, run: tuple[Path, str]) -> None:
         folder = run[0] / "runs" / "probe" / "run_001"
         names = {re.sub(r"(tfevents)\..*", r"\1", path.name) for path in folder.iterdir()}
         assert names == {"run.json", "conf.yaml", "metrics.jsonl", "events.out.tfevents", "checkpoints"}
-        assert {path.name for path in (folder / "checkpoints").glob("epoch_*")} == {"epoch_0000", "epoch_0001"}
+        assert {path.name for path in (folder / "checkpoints").glob("epoch_*")} == {
+            "epoch_0001",
+            "epoch_0002",
+            "epoch_0004",
+        }
 
     def test_the_record_tells_the_run(self, run: tuple[Path, str]) -> None:
         fields = record(run[0])
         assert fields["status"] == "SUCCEEDED"
         assert fields["workers"] == 2
-        assert fields["overrides"] == ["cfg.start_workers=2", "cfg.monitor=mine", "cfg.mode=max"]
+        assert fields["overrides"] == list(TWO)
         assert fields["packages"]["torch"] == torch.__version__
-        assert (fields["best"]["epoch"], fields["latest"]["epoch"]) == (1, 1)
+        assert (fields["best"]["epoch"], fields["latest"]["epoch"]) == (0, 3)
+        assert shlex.split(fields["command"])[-7:] == ["train", "run", *TWO]
         assert fields["start"] <= fields["heartbeat"] <= fields["end"]
 
     def test_a_checkpoint_is_plain_data_without_ddp_prefixes(self, run: tuple[Path, str]) -> None:
-        path = run[0] / "runs" / "probe" / "run_001" / "checkpoints" / "epoch_0001" / "state.pt"
+        path = run[0] / "runs" / "probe" / "run_001" / "checkpoints" / "epoch_0002" / "state.pt"
         state = torch.load(path, weights_only=True)
         assert set(state["models"]) == {"first", "second", "third", "teacher"}
         assert list(state["models"]["first"]) == ["layers.0.weight", "layers.0.bias"]
@@ -119,10 +132,10 @@ class TestTwoWorkers:
         assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
         assert lines[3] == "run       probe run_001"
         assert re.match(
-            r"epoch 1/2 \| train mse [\d.e+]+ mean 26.0000 both_\S+ .* \| test mse .* mean 15.0000 .* \| [\d.]+ s",
+            r"epoch 1/4 \| train mse [\d.e+]+ mean 26.0000 both_\S+ .* \| test mse .* mean 15.0000 .* \| [\d.]+ s",
             lines[8],
         )
-        assert lines[9].startswith("epoch 2/2 | ")
+        assert lines[9].startswith("epoch 2/4 | ")
         assert lines[-1].endswith("mlx xp board probe run_001")
 
 
@@ -147,14 +160,15 @@ def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make
     folder = experiment("probe")
     assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3").returncode == 0
     assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
-    checkpoint = folder / "runs" / "probe" / "run_002" / "checkpoints" / "epoch_0000"
+    checkpoint = folder / "runs" / "probe" / "run_002" / "checkpoints" / "epoch_0001"
     done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3", f"cfg.restore_checkpoint_path={checkpoint}")
     assert done.returncode == 0, done.stderr
     assert f"restored  {checkpoint} (epoch 1, step 14)" in done.stdout
     whole, resumed = (
-        torch.load(folder / "runs" / "probe" / run / "checkpoints" / "epoch_0002" / "state.pt", weights_only=True)
+        torch.load(folder / "runs" / "probe" / run / "checkpoints" / "epoch_0003" / "state.pt", weights_only=True)
         for run in ("run_001", "run_003")
     )
+    assert resumed.pop("config") != whole.pop("config")  # it names the checkpoint
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
     seen = json.loads((folder / "seen" / "rank_0.json").read_text())
     assert (seen["started"], seen["counter"]) == (1, 3)
@@ -233,7 +247,10 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
             ["cfg.seed=???"],
             "src/conf.yaml: cfg.seed: ??? must be given a value; src.experiment.TrainConfig has no default",
         ),
-        (["cfg.num_epoch=3"], "src/conf.yaml: cfg.num_epoch: there is no such key. Did you mean 'cfg.num_epochs'?"),
+        (
+            ["cfg.num_epoch=3"],
+            "src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+        ),
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
         (["cfg.name=a/b"], "cfg.name is 'a/b', which cannot name a folder"),
@@ -256,12 +273,12 @@ def test_a_wrong_setting_ends_before_anything_starts(
         (
             '"third": "sgd"',
             '"third": "sdg"',
-            "Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
+            "src/conf.yaml: Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
         ),
         (
             '"third": "sgd"',
             '"thrid": "sgd"',
-            "Models.map_params_to_optimizers names the model 'thrid', which does not exist",
+            "src/conf.yaml: Models.map_params_to_optimizers names the model 'thrid', which does not exist",
         ),
         ("def ray_map_batches", "def stack", "datasets.train: Rows has no ray_map_batches"),
         (
@@ -271,7 +288,11 @@ def test_a_wrong_setting_ends_before_anything_starts(
         ),
         ("return self.values[index]", "return self.values[index + 99]", "IndexError: index "),
         ("def worker_loop(", "def worker_lop(", "NotImplementedError: Experiment needs a worker_loop"),
-        ("import mlx_runtime\n", "import mlx_runtimes\n", "src/experiment.py cannot be imported: ModuleNotFoundError"),
+        (
+            "import mlx_runtime\n",
+            "import mlx_runtimes\n",
+            "src/experiment.py:14: src.experiment cannot be imported: ModuleNotFoundError",
+        ),
     ],
 )
 def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old: str, new: str, message: str) -> None:
@@ -281,6 +302,53 @@ def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {message}")
     assert "Traceback" not in done.stderr
+
+
+def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
+    wanted = torch.cuda.device_count() + 1
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "cfg.use_gpu=true", f"cfg.start_workers={wanted}")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cfg.use_gpu=true needs a GPU for each of {wanted} workers; the cluster has ")
+
+
+def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "--verbos", *HERE)
+    assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; see: mlx train run --help\n")
+    done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
+    assert done.stderr.startswith("error: nowhere is not a checkpoint: it has no state.pt")
+    assert not list(folder.glob("runs/*/*"))
+    done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
+    assert done.stderr.startswith("error: datasets.train has batch_size 0; set self.batch_size")
+
+
+def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", *HERE, "cfg.monitor=val/nope", "cfg.keep_checkpoints=1", "cfg.num_epochs=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cfg.monitor is 'val/nope', which was not recorded; the newest checkpoints are kept") == 1
+    assert [path.name for path in folder.glob("runs/probe/run_001/checkpoints/*")] == ["epoch_0003"]
+
+
+def test_debug_shows_the_traceback(mlx: Mlx, experiment: Make) -> None:
+    done = mlx(experiment("probe"), "train", "run", "--debug", *HERE, "cfg.fault=early")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    source = folder / "src" / "experiment.py"
+    edit(source, "self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)", "self.save_losses(batch_idx, epoch)")
+    edit(source, "enumerate(loader)", "enumerate(batch for batch, _ in zip(loader, self.beside))")
+    edit(source, 'seen = {"train"', 'self.beside = test\n        seen = {"train"')
+    edit(source, '            seen["test"].append(self.read(test, epoch, update=False))\n', "")
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
+    assert done.returncode == 0, done.stderr
+    lines = [set(line) - {"step", "epoch", "timestamp"} for line in reports(folder)]
+    assert lines[:2] == [{"train/mse", "lr/adam", "lr/sgd"}] * 2
+    assert [line["step"] for line in reports(folder)][:2] == [3, 6]
 
 
 def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.binding import bind
 from mlx_runtime.declarations import Declaration, declaring
 from mlx_runtime.errors import BindError
@@ -26,7 +26,9 @@ REFUSED = [cls for name, cls in vars(zoo).items() if name.startswith("Refuse")]
 
 
 def experiment(group: type) -> type:
-    return type("Zoo", (BaseModule,), {"__annotations__": {"tools": group}, "__module__": zoo.__name__})
+    return type(
+        "Zoo", (BaseModule,), {"__annotations__": {"cfg": TrainConfig, "tools": group}, "__module__": zoo.__name__}
+    )
 
 
 def bound_text(group: type, tmp_path: Path) -> str:

@@ -7,7 +7,7 @@ import click
 
 from mlx_runtime import train
 from mlx_runtime.errors import clean_exit
-from mlx_runtime.settings import Settings, be_verbose
+from mlx_runtime.settings import be_verbose
 
 
 @click.group("train")
@@ -20,7 +20,7 @@ def group() -> None:
 @click.option("-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to make it in.")
 def new(name: str, output: str) -> None:
     """Make a new experiment in the folder NAME."""
-    with clean_exit(debug=Settings.read().debug):
+    with clean_exit():
         folder = train.new(name, Path(output))
     click.echo(f"made {folder}; next: cd {folder} && make run")
 
@@ -31,7 +31,7 @@ def new(name: str, output: str) -> None:
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def bind(check: bool, diff: bool, debug: bool) -> None:
     """Write or update src/conf.yaml from the constructors' defaults. Your edits stay."""
-    with clean_exit(debug=debug or Settings.read().debug):
+    with clean_exit(debug=debug):
         for line in train.bind(check=check, diff=diff):
             click.echo(line)
 
@@ -42,7 +42,7 @@ def bind(check: bool, diff: bool, debug: bool) -> None:
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
 def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
     """Print the config that a run would have, and where each changed value came from."""
-    with clean_exit(debug=debug or Settings.read().debug):
+    with clean_exit(debug=debug):
         click.echo(train.show(arguments, as_json=as_json), nl=False)
 
 
@@ -56,5 +56,5 @@ def run(debug: bool, verbose: bool, overrides: tuple[str, ...]) -> None:
         os.environ["MLX_DEBUG"] = "1"
     if verbose:
         be_verbose()
-    with clean_exit(debug=Settings.read().debug):
+    with clean_exit():
         train.run(overrides)

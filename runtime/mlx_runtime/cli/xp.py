@@ -4,7 +4,6 @@ import click
 
 from mlx_runtime import xp
 from mlx_runtime.errors import clean_exit
-from mlx_runtime.settings import Settings
 
 
 @click.group("xp")
@@ -18,5 +17,5 @@ def group() -> None:
 @click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
-    with clean_exit(debug=Settings.read().debug):
+    with clean_exit():
         xp.board(name, run, port)

@@ -156,6 +156,8 @@ class Experiment(BaseModule):
         )
         seen["typed"] = [type(self.cfg.out).__name__, self.cfg.pace.name]
         seen["made"] = Rows.made
+        seen["threads"] = torch.get_num_threads()
+        seen["random"] = torch.rand(1).item()
         seen["counter"] = self.tools.counter.count
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.cfg.out.mkdir(exist_ok=True)
