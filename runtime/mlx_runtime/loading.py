@@ -8,6 +8,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     """
     tree = composed(path, overrides)
     wanted = groups(experiment)
-    problems = _check(tree, wanted)
+    problems = [*_ambiguous_words(path), *_check(tree, wanted)]
     if problems:
         raise ConfigError(_listed(problems, path))
     cfg = build(tree["cfg"], "cfg")
@@ -195,6 +196,20 @@ def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
         free = {f"optimizers.{name}.params" for name in tree["optimizers"]}
         problems = [problem for problem in problems if problem.partition(":")[0] not in free]
     return problems
+
+
+def _ambiguous_words(path: Path) -> list[str]:
+    """Lines like `flag: yes`: Hydra's YAML 1.1 reads a boolean, where editors and YAML 1.2 see a word."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    found = [
+        (number, re.fullmatch(r"\s*(?:- )?([\w.]+): *(yes|no|on|off) *(?:#.*)?", line, re.IGNORECASE))
+        for number, line in lines
+    ]
+    return [
+        f'line {number}: {match[1]}: {match[2]} could be a word or a boolean; write "{match[2]}", true or false'
+        for number, match in found
+        if match
+    ]
 
 
 def _ranges(cfg: TrainConfig) -> list[str]:

@@ -68,10 +68,18 @@ def bind(*, check: bool = False, diff: bool = False) -> list[str]:
         BindError: a constructor that conf.yaml cannot describe; with `check`, a file that is not up to date.
     """
     folder = experiment_folder()
+    import torch
+
     from mlx_runtime import binding
 
     existed = (folder / CONF).exists()
-    bound = binding.bind(experiment_class(folder), CONF)
+    try:
+        with torch.device("meta"):  # default networks of any size take no memory
+            bound = binding.bind(experiment_class(folder), CONF)
+    except Exception:  # some constructors need real numbers; what is truly wrong is told by the second try
+        for name in [name for name in sys.modules if name == "src" or name.startswith("src.")]:
+            del sys.modules[name]
+        bound = binding.bind(experiment_class(folder), CONF)
     if diff:
         return bound.diff().splitlines()
     if check:

@@ -11,7 +11,7 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.binding import bind
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loading import build_optimizers, load_config
+from mlx_runtime.loading import build, build_optimizers, load_config
 from mlx_runtime.nodes import Description
 
 
@@ -195,3 +195,45 @@ def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> 
 def test_an_override_that_is_none_is_told(conf: Path) -> None:
     with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
         load_config(Experiment, ["cfg.seed"], conf)
+
+
+def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
+    conf.write_text(conf.read_text().replace("seed: 0", "seed: 0x10").replace("monitor: null", "monitor: 2024-01-01"))
+    config = load_config(Experiment, ["optimizers.adam.lr=1e-4", "cfg.name=off"], conf)
+    assert (config.cfg.seed, config.cfg.monitor, config.cfg.name) == (16, "2024-01-01", "off")
+    assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
+    conf.write_text(conf.read_text().replace("monitor: 2024-01-01", "monitor: off  # which?"))
+    with pytest.raises(
+        ConfigError, match='line 1.: monitor: off could be a word or a boolean; write "off", true or false'
+    ):
+        load_config(Experiment, path=conf)
+
+
+def test_one_node_interpolated_twice_is_two_objects(conf: Path) -> None:
+    """Weights are tied in code, as docs/guides/config.md shows; interpolation repeats values, not objects."""
+    text = conf.read_text()
+    start, end = text.index("  other:\n"), text.index("optimizers:\n")
+    conf.write_text(text[:start] + "  other: ${models.net}\n" + text[end:])
+    models = build(load_config(Experiment, path=conf).tree["models"], "models")
+    assert models.net is not models.other
+    assert models.net.layer.weight is not models.other.layer.weight
+
+
+class TiedNet(nn.Module):
+    """The right way: share the module where the network is put together."""
+
+    def __init__(self, encoder: nn.Linear = nn.Linear(3, 3)):
+        super().__init__()
+        self.first, self.second = encoder, encoder
+
+
+@dataclass
+class TiedModels:
+    net: TiedNet = TiedNet()
+
+
+def test_weights_tied_in_code_stay_tied() -> None:
+    node = Description(type("E", (BaseModule,), {"__annotations__": {"cfg": TrainConfig, "models": TiedModels}})).tree
+    net = build(node["models"], "models").net
+    assert net.first is net.second
+    assert len(list(net.parameters())) == 2

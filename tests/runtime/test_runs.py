@@ -351,6 +351,36 @@ def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx
     assert [line["step"] for line in reports(folder)][:2] == [3, 6]
 
 
+def test_default_networks_of_any_size_bind_in_little_memory(environment: dict[str, str], experiment: Make) -> None:
+    """Twelve gigabytes of weights in two defaults, bound in an address space that could not hold one of them."""
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "    teacher: Net = Net()",
+        "    teacher: nn.Module = nn.Linear(40_000, 40_000)",
+    )
+    edit(folder / "src" / "experiment.py", "    first: Net = Net()", "    first: nn.Module = nn.Linear(40_000, 40_000)")
+    script = (
+        "import resource, runpy, sys\n"
+        "sys.argv = ['mlx', 'train', 'bind']\n"
+        "try: runpy.run_module('mlx_runtime', run_name='__main__')\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "in_features: 40000" in (folder / "src" / "conf.yaml").read_text()
+    assert int(done.stderr.split()[-1]) < 2 << 30
+
+
+def test_a_default_that_needs_real_numbers_binds_too(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    source = folder / "src" / "experiment.py"
+    edit(source, "class Stack(", "SCALE = torch.ones(3).sum().item()\n\n\nclass Stack(")
+    done = mlx(folder, "train", "bind")
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+
+
 def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
     for arguments in (("train", "run"), ("train", "bind")):
         done = mlx(tmp_path, *arguments)

@@ -1,7 +1,9 @@
 """The generated experiment, as its owner uses it: linted, typed, bound, trained by make, its own tests run."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +25,6 @@ def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subproc
 @pytest.fixture(scope="module")
 def trained(baked: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The experiment after `make bind` and `make run`, with what the latter printed."""
-    import shutil
-
     folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
     done = make(folder, environment, "bind")
     assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
@@ -175,6 +175,21 @@ def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
     }
     done = mlx(digits, "train", "show", "tols")
     assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")
+
+
+@pytest.mark.timeout(600)
+def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(digits: Path, tmp_path: Path) -> None:
+    """`make setup` with a Python that has nothing installed, then `make bind` with what it made."""
+    bare = Path(sys.base_prefix) / "bin" / "python3"
+    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    environment = kept | {"HOME": str(tmp_path), "PATH": f"{bare.parent}:/usr/bin:/bin"}
+    command = ["make", "-s", "setup", f"PYTHON={bare}"]
+    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "installing into .venv (once; a minute or two)\n"
+    done = make(digits, environment, "bind", f"PYTHON={bare}")
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    assert (digits / ".venv" / "bin" / "mlx").is_file()
 
 
 def test_binding_by_the_command_keeps_edits(digits: Path, mlx: Mlx) -> None:
