@@ -22,7 +22,7 @@ import torch
 from mlx_runtime import checkpoints, datasets, registry
 from mlx_runtime.cluster import Cluster
 from mlx_runtime.datasets import DatasetShard, DatasetShards
-from mlx_runtime.declarations import Declaration, declaring, made_when_read
+from mlx_runtime.declarations import declaring, made_when_read
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError, first_line
 from mlx_runtime.experiment import BaseModule, WorkerRun
 from mlx_runtime.layout import RunFolder, claim_run, storage_folder, write_atomic
@@ -245,7 +245,7 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
             sink.send(_facts(groups, worker))
         seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
         with _user_errors(worker.rank, job.project):
-            experiment.worker_loop(_shards(groups["datasets"], cfg, worker))
+            experiment.worker_loop(_shards(groups.get("datasets"), job.tree.get("datasets", {}), worker, cfg))
         return experiment._end()
 
 
@@ -279,16 +279,10 @@ def _build_datasets(node: Any, seed: int) -> Any:
         return build(node, "datasets")
 
 
-def _shards(group: Any, cfg: Any, worker: Worker) -> DatasetShards:
+def _shards(group: Any, node: Mapping[str, Any], worker: Worker, cfg: Any) -> DatasetShards:
+    """One shard per argument of `Datasets`, in order."""
     place = (worker.rank, worker.world_size, cfg.seed, worker.device, cfg.loader, cfg.prefetch_batches)
-    datasets = (torch.utils.data.Dataset, Declaration)
-    return DatasetShards(
-        {
-            name: DatasetShard(name, group, *place)
-            for name, member in vars(group).items()
-            if isinstance(member, datasets)
-        }
-    )
+    return DatasetShards({name: DatasetShard(name, group, *place) for name in node if not name.startswith("_")})
 
 
 def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
