@@ -67,9 +67,11 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     Raises:
         ConfigError: with one line per problem.
     """
-    tree = composed(path, overrides)
+    tree, problems = _read(path, overrides)
     wanted = groups(experiment)
-    problems = [*_ambiguous_words(path), *_check(tree, wanted)]
+    told = {problem.partition(":")[0] for problem in problems}
+    problems += _ambiguous_words(path)
+    problems += [problem for problem in _check(tree, wanted) if problem.partition(" is ")[0] not in told]
     if problems:
         raise ConfigError(_listed(problems, path))
     cfg = build(tree["cfg"], "cfg")
@@ -157,23 +159,40 @@ def composed(path: Path, overrides: Sequence[str]) -> Tree:
     Raises:
         ConfigError: the file or an override cannot be read.
     """
+    tree, problems = _read(path, overrides)
+    if problems:
+        raise ConfigError(_listed(problems, path))
+    return tree
+
+
+def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
+    """The same, with what is wrong left out of the tree and told as one line each.
+
+    Raises:
+        ConfigError: the file or an override cannot be read at all.
+    """
     overrides = [*_implied(Settings.read()), *overrides]
     if not path.is_file():
         raise ConfigError(f"there is no {path}; write it with: mlx train bind")
     try:
-        file = OmegaConf.load(path)
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-        keys = _keys(OmegaConf.to_container(file))
-        unknown = [
-            f"override {item.input_line}: there is no key {item.key_or_group!r}.{near(item.key_or_group, keys)}"
-            for item in parsed
-            if not (item.is_add() or item.is_force_add()) and item.key_or_group not in keys
-        ]
-        if unknown:
-            raise ConfigError(_listed(unknown, path))
+        keys = _keys(OmegaConf.to_container(OmegaConf.load(path)))
+        problems, known = [], []
+        for item in OverridesParser.create().parse_overrides(list(overrides)):
+            key = item.key_or_group
+            if item.is_add() or item.is_force_add() or key in keys:
+                known.append(str(item.input_line))
+            else:
+                problems.append(f"override {item.input_line}: there is no key {key!r}.{near(key, keys)}")
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
-            composed = compose(config_name=path.stem, overrides=list(overrides))
-        tree = OmegaConf.to_container(composed, resolve=True)
+            config = compose(config_name=path.stem, overrides=known)
+        OmegaConf.set_struct(config, False)
+        for key in _keys(OmegaConf.to_container(config)):
+            try:
+                OmegaConf.select(config, key)
+            except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+                problems.append(f"{key}: {first_line(error)}")
+                OmegaConf.update(config, key, None)
+        tree = OmegaConf.to_container(config, resolve=True)
     except YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OverrideParseException as error:
@@ -181,7 +200,7 @@ def composed(path: Path, overrides: Sequence[str]) -> Tree:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {first_line(error)}") from error
     assert isinstance(tree, dict)
-    return tree  # type: ignore[return-value]
+    return tree, problems  # type: ignore[return-value]
 
 
 def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
