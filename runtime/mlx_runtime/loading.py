@@ -175,7 +175,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     if not path.is_file():
         raise ConfigError(f"there is no {path}; write it with: mlx train bind")
     try:
-        keys = _keys(OmegaConf.to_container(OmegaConf.load(path)))
+        keys = keys_of(OmegaConf.to_container(OmegaConf.load(path)))
         problems, known = [], []
         for item in OverridesParser.create().parse_overrides(list(overrides)):
             key = item.key_or_group
@@ -186,7 +186,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=path.stem, overrides=known)
         OmegaConf.set_struct(config, False)
-        for key in _keys(OmegaConf.to_container(config)):
+        for key in keys_of(OmegaConf.to_container(config)):
             try:
                 OmegaConf.select(config, key)
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
@@ -344,12 +344,12 @@ def fitted(value: Any, hint: Any) -> Any:
         return value
 
 
-def _keys(tree: Any, prefix: str = "") -> list[str]:
+def keys_of(tree: Any, prefix: str = "") -> list[str]:
     """Every full key below a mapping."""
     if not isinstance(tree, dict):
         return []
     keys = [f"{prefix}{name}" for name in tree]
-    return keys + [key for name, item in tree.items() for key in _keys(item, f"{prefix}{name}.")]
+    return keys + [key for name, item in tree.items() for key in keys_of(item, f"{prefix}{name}.")]
 
 
 def _listed(problems: Sequence[str], path: Path) -> str:

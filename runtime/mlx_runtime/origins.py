@@ -9,7 +9,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from mlx_runtime.binding import yaml_text
 from mlx_runtime.errors import UsageError, near
-from mlx_runtime.loading import composed
+from mlx_runtime.loading import composed, keys_of
 
 Tree = Mapping[str, Any]
 
@@ -28,21 +28,18 @@ def shown(path: Path, defaults: Tree, overrides: Sequence[str], key: str | None,
         ConfigError: conf.yaml or an override cannot be read.
         UsageError: there is no such key.
     """
-    final, file, code = (
-        dict(_leaves(composed(path, overrides))),
-        dict(_leaves(composed(path, []))),
-        dict(_leaves(defaults)),
-    )
+    tree: Any = composed(path, overrides)
+    every_key = keys_of(tree)
+    final, file, code = (dict(_leaves(one)) for one in (tree, composed(path, []), defaults))
     changed = {}
     for name, value in final.items():
         if name not in file or file[name] != value:
             changed[name] = {"value": value, "from": "override", "default": code.get(name)}
         elif name not in code or code[name] != value:
             changed[name] = {"value": value, "from": "file", "default": code.get(name)}
-    tree: Any = composed(path, overrides)
     for part in key.split(".") if key else ():
         if not isinstance(tree, dict) or part not in tree:
-            raise UsageError(f"there is no {key!r} in {path}.{near(key or '', _all_keys(composed(path, overrides)))}")
+            raise UsageError(f"there is no {key!r} in {path}.{near(key or '', every_key)}")
         tree = tree[part]
     chosen = {name: entry for name, entry in changed.items() if key is None or f"{name}.".startswith(f"{key}.")}
     if as_json:
@@ -78,11 +75,3 @@ def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{key}.{name}".lstrip("."))
     else:
         yield key, tree
-
-
-def _all_keys(tree: Any, key: str = "") -> Iterator[str]:
-    if isinstance(tree, Mapping):
-        for name, value in tree.items():
-            here = f"{key}.{name}".lstrip(".")
-            yield here
-            yield from _all_keys(value, here)
