@@ -44,21 +44,10 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
 
         yield Cluster("0: training in this process", False, "127.0.0.1", 0, torch.cuda.device_count())
         return
-    import ray
-
-    level = "INFO" if Settings.read().verbose else "ERROR"
     embedded = JOB_FLAG not in os.environ
-    if embedded:
-        # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
-        print(f"ray       starting on {os.cpu_count()} cores", flush=True)
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
-        needed = cfg.start_workers * cfg.cpus_per_worker + 2
-        cpus = max(os.cpu_count() or 1, needed)
-        with _address_known_to_children():
-            ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
-    else:
-        ray.init(logging_level=level, log_to_driver=True)
-    try:
+    with start_ray(cfg):
+        import ray
+
         total = ray.cluster_resources()
         cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
         wanted = cfg.start_workers * cfg.cpus_per_worker
@@ -74,6 +63,29 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
             )
         title = f"embedded Ray on {os.cpu_count()} cores" if embedded else f"Ray cluster with {cpus:g} CPUs"
         yield Cluster(title, embedded, "127.0.0.1" if embedded else ray.util.get_node_ip_address(), cpus, gpus)
+
+
+@contextlib.contextmanager
+def start_ray(cfg: TrainConfig) -> Iterator[None]:
+    """Start Ray on this machine while the block runs, or join the cluster of the job; nothing if that was done."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    level = "INFO" if Settings.read().verbose else "ERROR"
+    if JOB_FLAG in os.environ:
+        ray.init(logging_level=level, log_to_driver=True)
+    else:
+        # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
+        print(f"ray       starting on {os.cpu_count()} cores", flush=True)
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
+        needed = cfg.start_workers * cfg.cpus_per_worker + 2
+        cpus = max(os.cpu_count() or 1, needed)
+        with _address_known_to_children():
+            ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
+    try:
+        yield
     finally:
         ray.shutdown()
 

@@ -1,30 +1,70 @@
-"""torch Datasets → one loader per worker, in an order that only the seed, the epoch and the world size decide.
+"""One loader type for every kind of dataset: batches on the device, in an order that only the seed, the epoch and the
+world size decide, the same number of steps on every worker.
 
-How rows reach workers: every worker holds the dataset and reads its own rows of a permutation that all workers
-compute alike; `ray_map_batches` stacks them where they are read, so samples never travel.
+    a torch Dataset          read row by row in the worker, beside it, or on spare CPUs (`cfg.loader`), then stacked
+    the same, prepared       columns mapped into memory, read a megabyte at a time
+    an IterableDataset       every worker runs through it and stacks its own samples
+    a class with to_ray()    a ray.data.Dataset, whose blocks are dealt to the workers
 
-Every worker takes the same number of steps, and every row is read exactly once per epoch: ranks differ by at most one
-row, so all steps but the last two have `batch_size` rows, and the last ones share what is left without being empty.
-(Only `batch_size=1` cannot share: there the surplus rows, fewer than there are workers, sit out the epoch.)
+What is dealt to whom is in `sampling`.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sized
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from mlx_runtime import declarations  # noqa: F401 - from here on, defaults in src declare datasets and load none
 from mlx_runtime.errors import ConfigError, DatasetError
-
-Batch = dict[str, torch.Tensor]
+from mlx_runtime.parallel import Worker
+from mlx_runtime.prepared import ColumnReader, PreparedSet, Store
+from mlx_runtime.reading import Batch, MapReader, StreamReader, row_batches, rows_of
+from mlx_runtime.sampling import Plan, epoch_order, mixed
+from mlx_runtime.settings import Settings
+from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReader
 
 EVALUATION = ("val", "test", "eval", "dev", "predict")
 """What the names of sets begin with that are read in order and not trained on."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Who reads samples that are not prepared: `cfg.loader`.
+
+    Attributes:
+        by: this process, processes beside it, or actors of Ray.
+        count: how many of them per worker.
+    """
+
+    by: Literal["worker", "processes", "ray"]
+    count: int = 0
+
+    @classmethod
+    def parsed(cls, text: str, spare_cpus: float = 0) -> "Reading":
+        """From `auto`, `workers=N`, `ray` or `ray=N`.
+
+        Args:
+            text: as in conf.yaml.
+            spare_cpus: of the cluster, per worker; all of them read for a plain `ray`.
+
+        Raises:
+            ConfigError: none of these forms.
+        """
+        name, _, count = text.partition("=")
+        if text == "auto":
+            return cls("worker")
+        if text == "ray":
+            return cls("ray", int(spare_cpus))
+        if name in ("workers", "ray") and count.isdecimal() and (int(count) or name == "workers"):
+            return cls("ray" if name == "ray" else "processes" if int(count) else "worker", int(count))
+        raise ConfigError(
+            f"cfg.loader is {text!r}; write auto, workers=N for N reading processes per worker, "
+            "or ray for processes on spare CPUs of the cluster"
+        )
 
 
 @dataclass(frozen=True)
@@ -34,27 +74,31 @@ class DatasetShard:
     Attributes:
         name: of the argument in `Datasets`, like `train`.
         group: the object that holds the dataset under this name, and makes it when it is first read.
-        rank: world rank of this worker.
-        world_size: number of workers.
+        worker: rank, world size and device.
         seed: decides the order together with the epoch.
-        device: where batches go.
-        reader: `cfg.loader`.
+        reading: who reads samples.
         prefetch_batches: `cfg.prefetch_batches`.
+        node: of the dataset in conf.yaml, for processes elsewhere that make it themselves.
+        project: folder of the experiment.
+        prepared: to read instead of the dataset.
+        dealer: of a stream of Ray Data.
     """
 
     name: str
     group: Any
-    rank: int
-    world_size: int
+    worker: Worker
     seed: int
-    device: torch.device
-    reader: str = "auto"
+    reading: Reading = Reading("worker")
     prefetch_batches: int = 2
+    node: Mapping[str, Any] | None = None
+    project: Path = Path()
+    prepared: PreparedSet | None = None
+    dealer: Any = None
 
     @property
-    def dataset(self) -> Dataset[Any]:
-        """The map-style torch Dataset, with `ray_map_batches`."""
-        return cast(Dataset[Any], getattr(self.group, self.name))
+    def dataset(self) -> Any:
+        """The dataset object."""
+        return getattr(self.group, self.name)
 
     @property
     def training(self) -> bool:
@@ -64,7 +108,13 @@ class DatasetShard:
     @property
     def shuffle(self) -> bool:
         """Training sets are shuffled globally each epoch; a dataset's own `shuffle` attribute decides otherwise."""
-        return bool(getattr(self.dataset, "shuffle", self.training))
+        return bool(self.attribute("shuffle", self.training))
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """What the dataset says about its loading, without making a dataset that is prepared."""
+        if self.prepared is not None:
+            return self.prepared.attributes.get(name, default)
+        return getattr(self.dataset, name, default)
 
     def iter_torch_batches(self, batch_size: int | None = None) -> "Loader":
         """A re-iterable loader of `{name: tensor (batch_size, ...)}` on this worker's device.
@@ -96,15 +146,21 @@ class Loader:
     Attributes:
         shard: what it reads.
         epoch: number of the next pass, which decides the order; a restart sets it.
-        on_batch: called before each batch with (loader, number of the batch in this pass from 1).
+        on_batch: called before each batch with (loader, number of the batch in this pass from 1, batches in it).
+        waited_s: seconds that this pass has waited for data.
+        seconds: that this pass takes so far.
     """
 
     def __init__(self, shard: DatasetShard, batch_size: int | None = None) -> None:
         self.shard = shard
         self.epoch = 0
-        self.on_batch: Callable[[Loader, int], None] = lambda loader, number: None
+        self.on_batch: Callable[[Loader, int, int], None] = lambda loader, number, steps: None
+        self.waited_s = 0.0
+        self._started = 0.0
         self._batch_size = batch_size
-        self._processes = reading_processes(shard.reader)
+        self._plan: Plan | None = None
+        self._taken = 0
+        self._resumed: Mapping[str, Any] | None = None
 
     @cached_property
     def batch_size(self) -> int:
@@ -113,12 +169,12 @@ class Loader:
         Raises:
             DatasetError: neither the call nor the dataset gives one.
         """
-        dataset = self.shard.dataset
-        size = self._batch_size if self._batch_size is not None else getattr(dataset, "batch_size", None)
+        size = self._batch_size if self._batch_size is not None else self.shard.attribute("batch_size")
         if type(size) is not int or size < 1:
+            cls = "its class" if self.shard.prepared else type(self.shard.dataset).__name__
             raise DatasetError(
                 f"datasets.{self.shard.name} has batch_size {size!r}; "
-                f"set self.batch_size to a number of rows from 1 in {type(dataset).__name__}"
+                f"set self.batch_size to a number of rows from 1 in {cls}"
             )
         return size
 
@@ -127,135 +183,181 @@ class Loader:
         """Rows in all, over all workers.
 
         Raises:
-            DatasetError: fewer than there are workers.
+            DatasetError: the dataset does not say.
         """
-        rows = len(cast(Sized, self.shard.dataset))
-        if rows < self.shard.world_size:
-            raise DatasetError(
-                f"datasets.{self.shard.name} has {rows} rows for {self.shard.world_size} workers; "
-                "every worker needs one. Give it more rows, or lower cfg.start_workers"
-            )
-        return rows
+        if self.shard.prepared is not None:
+            return self.shard.prepared.manifest.rows
+        if self.shard.dealer is not None:
+            return self._dealt.rows()
+        return rows_of(self.shard.dataset, self.shard.name)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that all workers have read in this pass, once its last batch is given."""
+        return self._plan.dealt if self._plan else 0
+
+    @property
+    def advice(self) -> str | None:
+        """How rows could be read faster, or None when there is no better way."""
+        shard = self.shard
+        if shard.prepared is not None:
+            return None
+        ahead = "raise cfg.prefetch_batches"
+        if shard.dealer is not None:
+            return "prepare it once with --prepare-batches"
+        if isinstance(shard.dataset, IterableDataset):
+            return "read it beside the worker with cfg.loader=workers=1" if not self._options["processes"] else ahead
+        if getattr(shard.dataset, "prepare", True):
+            return "prepare it once with --prepare-batches" + (f", or {ahead}" if shard.reading.count else "")
+        return ahead if shard.reading.count else "spread it with cfg.loader=workers=2"
 
     def __len__(self) -> int:
-        """Steps in one pass, the same on every worker."""
-        return steps(self.rows, self.shard.world_size, self.batch_size)
+        """Steps in a whole pass, the same on every worker."""
+        return self._whole_pass().steps
 
     def __iter__(self) -> Iterator[Batch]:
-        order = epoch_order(self.rows, self.shard.seed, self.epoch, shuffle=self.shard.shuffle)
-        rows = rank_batches(order, self.shard.rank, self.shard.world_size, self.batch_size)
-        self.epoch += 1
-        options: dict[str, Any] = {}
-        if self._processes:
-            options = {"num_workers": self._processes, "prefetch_factor": max(1, self.shard.prefetch_batches)}
-        on_cuda = self.shard.device.type == "cuda"
-        batches = DataLoader(
-            _Samples(self.shard), batch_sampler=rows, collate_fn=_Stacked(self.shard), pin_memory=on_cuda, **options
-        )
-        for number, batch in enumerate(batches, start=1):
-            self.on_batch(self, number)
-            yield {name: tensor.to(self.shard.device, non_blocking=on_cuda) for name, tensor in batch.items()}
+        plan, skip, epoch = self._begin()
+        self._plan, self._taken, self.epoch = plan, skip, epoch + 1
+        self.waited_s, self._started = 0.0, time.perf_counter()
+        on_cuda = self.shard.worker.device.type == "cuda"
+        asked = self._started
+        for batch in self._batches(plan, skip, epoch):
+            if on_cuda:
+                batch = {name: tensor.to(self.shard.worker.device, non_blocking=True) for name, tensor in batch.items()}
+            self._taken += 1
+            self.waited_s += time.perf_counter() - asked
+            self.on_batch(self, self._taken, plan.steps)
+            yield batch
+            asked = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, also in the middle of a pass; plain values."""
+        if self._plan is None or self._taken == self._plan.steps:
+            return {"epoch": self.epoch, "steps": 0}
+        plan = {name: getattr(self._plan, name) for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
+        return plan | {"epoch": self.epoch - 1, "steps": self._taken, "read": [list(part) for part in self._plan.read]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another loader stood: the next pass reads what that one had not read of its epoch.
+
+        With as many workers and the same batch size, each worker goes on with the very batches it would have read;
+        otherwise the rows that are left are dealt anew.
+        """
+        self.epoch = state["epoch"]
+        self._resumed = state if state["steps"] else None
+        self._plan = None
+
+    def _begin(self) -> tuple[Plan, int, int]:
+        """Of the next pass: its plan, steps of it that were taken already, and its epoch."""
+        plan = self._whole_pass()
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return plan, 0, self.epoch
+        if state["rows"] != plan.rows:
+            raise DatasetError(
+                f"datasets.{self.shard.name} has {plan.rows} rows, and had {state['rows']} when the run was "
+                "interrupted in the middle of an epoch; restore a checkpoint from the end of one"
+            )
+        fields = {name: state[name] for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
+        before = Plan(**fields, read=tuple((start, stop) for start, stop in state["read"]))
+        same = (plan.world_size, plan.batch_size, plan.drop_last, plan.chunk)
+        if (before.world_size, before.batch_size, before.drop_last, before.chunk) == same:
+            return before, state["steps"], self.epoch
+        return Plan(plan.rows, *same, read=before.read_after(state["steps"])), 0, self.epoch
+
+    def _whole_pass(self) -> Plan:
+        """How a pass is dealt.
+
+        Raises:
+            DatasetError: there are not enough rows for every worker, or for one batch of each.
+        """
+        shard, size = self.shard, self.batch_size
+        chunk = max(1, WINDOW_ROWS // size) if shard.dealer is not None else 1
+        drop_last = bool(shard.attribute("drop_last", False))
+        plan = Plan(self.rows, shard.worker.world_size, size, drop_last, chunk)
+        if plan.rows < plan.world_size:
+            raise DatasetError(
+                f"datasets.{shard.name} has {plan.rows} rows for {plan.world_size} workers; "
+                "every worker needs one. Give it more rows, or lower cfg.start_workers"
+            )
+        if (shard.training or drop_last) and plan.rows < plan.world_size * (size - 1) + 1:
+            raise DatasetError(
+                f"datasets.{shard.name} has batch_size {size}, and {plan.rows} rows for {plan.world_size} workers: "
+                f"no worker has so many. Lower datasets.{shard.name}.batch_size or cfg.start_workers"
+            )
+        return plan
+
+    def _batches(self, plan: Plan, skip: int, epoch: int) -> Iterator[Batch]:
+        """What is left of a pass, from whatever reads it."""
+        shard, rank = self.shard, self.shard.worker.rank
+        seed = mixed(shard.seed, epoch)
+        if shard.prepared is None and shard.dealer is not None:
+            return self._dealt.batches(plan, rank, skip, seed=seed, shuffle=shard.shuffle)
+        if shard.prepared is None and isinstance(shard.dataset, IterableDataset):
+            return self._stream.batches(plan, rank, skip, epoch, seed)
+        order = epoch_order(plan.rows, shard.seed, epoch, shuffle=shard.shuffle)
+        sizes = plan.sizes(rank)
+        rows = order[plan.places(rank)[sum(sizes[:skip]) :]]
+        if shard.prepared is not None:
+            return self._columns.batches(rows, sizes[skip:])
+        if shard.reading.by == "ray":
+            return self._remote.batches(row_batches(rows, sizes[skip:], seed))
+        return self._map.batches(rows, sizes[skip:], seed)
+
+    @cached_property
+    def _columns(self) -> ColumnReader:
+        prepared = self.shard.prepared
+        assert prepared is not None
+        cache = Settings.read().cache / "prepared"
+        columns = Store(prepared.root).columns(prepared.manifest, cache, max_bytes=prepared.cache_bytes)
+        return ColumnReader(columns, self.shard.worker.device)
+
+    @cached_property
+    def _dealt(self) -> DealtReader:
+        return DealtReader(self.shard.dealer, self.shard.name)
+
+    @cached_property
+    def _stream(self) -> StreamReader:
+        return StreamReader(self.shard.dataset, self.shard.name, **self._options)
+
+    @cached_property
+    def _map(self) -> MapReader:
+        return MapReader(self.shard.dataset, self.shard.name, **self._options)
+
+    @cached_property
+    def _remote(self) -> RemoteReader:
+        shard = self.shard
+        assert shard.node is not None
+        ahead = {"processes": shard.reading.count, "prefetch_batches": shard.prefetch_batches}
+        return RemoteReader(shard.node, shard.name, shard.seed, shard.project, **ahead)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        shard = self.shard
+        processes = shard.reading.count if shard.reading.by == "processes" else 0
+        on_cuda = shard.worker.device.type == "cuda"
+        return {"processes": processes, "prefetch_batches": shard.prefetch_batches, "pin_memory": on_cuda}
 
 
 def check(cls: type, key: str) -> None:
     """Refuse a dataset class that cannot be batched, before anything starts.
 
     Raises:
-        DatasetError: it is iterable-style, or has no static `ray_map_batches`.
+        DatasetError: it has neither `ray_map_batches` nor `to_ray`, or is a stream without a length.
     """
-    if issubclass(cls, IterableDataset):
-        raise DatasetError(f"{key}: {cls.__name__} is an IterableDataset; give it __len__ and __getitem__ instead")
+    if callable(getattr(cls, "to_ray", None)):
+        return
     if not callable(getattr(cls, "ray_map_batches", None)):
         raise DatasetError(
             f"{key}: {cls.__name__} has no ray_map_batches. Add a static method that stacks samples: "
             'ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
         )
-
-
-def reading_processes(reader: str) -> int:
-    """Processes that read one loader's samples: none for `auto`, N for `workers=N`.
-
-    Raises:
-        ConfigError: neither form.
-    """
-    if reader == "auto":
-        return 0
-    name, _, count = reader.partition("=")
-    if name == "workers" and count.isdecimal():
-        return int(count)
-    raise ConfigError(f"cfg.loader is {reader!r}; write auto, or workers=N for N reading processes per worker")
-
-
-def epoch_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
-    """The row numbers of one epoch, (rows,) int64: a permutation when shuffled, else 0 … rows - 1."""
-    if not shuffle:
-        return torch.arange(rows)
-    mixed = int(
-        np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1
-    )  # no two (seed, epoch) alike
-    return torch.randperm(rows, generator=torch.Generator().manual_seed(mixed))
-
-
-def steps(rows: int, world_size: int, batch_size: int) -> int:
-    """Steps per epoch that every rank takes."""
-    if batch_size == 1:
-        return rows // world_size
-    return math.ceil(math.ceil(rows / world_size) / batch_size)
-
-
-def rank_batches(order: torch.Tensor, rank: int, world_size: int, batch_size: int) -> list[list[int]]:
-    """The row numbers of each step of one rank.
-
-    Over all ranks every row comes once (see the module's first lines for `batch_size=1`), each rank has `steps(...)`
-    batches, and no batch is empty or longer than `batch_size`.
-    """
-    count = steps(len(order), world_size, batch_size)
-    mine = order[rank::world_size].tolist()
-    batches = []
-    start = 0
-    for step in range(count):
-        still_to_come = count - step - 1
-        size = min(batch_size, len(mine) - start - still_to_come)  # leave one row for each later step
-        batches.append(mine[start : start + size])
-        start += size
-    return batches
-
-
-class _Samples(Dataset[Any]):
-    """The user's dataset, with the index and the dataset named when a sample raises."""
-
-    def __init__(self, shard: DatasetShard) -> None:
-        self.dataset, self.name = shard.dataset, shard.name
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:
-            note = f"while reading sample {index} of datasets.{self.name}"
-            vars(error).setdefault("__notes__", []).append(note)  # what add_note does, which Python 3.10 lacks
-            raise
-
-
-class _Stacked:
-    """`ray_map_batches` as a collate function, its result checked. A class, since reading processes get it pickled."""
-
-    def __init__(self, shard: DatasetShard) -> None:
-        self.stack, self.name = cast(Any, shard.dataset).ray_map_batches, shard.name
-
-    def __call__(self, samples: list[Any]) -> Batch:
-        where = f"datasets.{self.name}: ray_map_batches gave"
-        batch = self.stack({"item": samples})
-        if not isinstance(batch, Mapping) or not batch:
-            raise DatasetError(f"{where} {type(batch).__name__}; it must give {{name: tensor}}")
-        tensors = {}
-        for key, value in batch.items():
-            try:
-                tensors[key] = torch.as_tensor(value)
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise DatasetError(f"{where} {key!r}, which is no tensor: {error}") from error
-            if tensors[key].shape[:1] != (len(samples),):
-                raise DatasetError(
-                    f"{where} {key!r} of shape {tuple(tensors[key].shape)} for {len(samples)} samples; "
-                    "its first dimension must be their number"
-                )
-        return tensors
+    if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
+        raise DatasetError(
+            f"{key}: {cls.__name__} is an IterableDataset without __len__; "
+            "every worker must know how many samples one pass has"
+        )

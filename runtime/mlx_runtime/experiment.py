@@ -11,13 +11,16 @@ import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from mlx_runtime import checkpoints
+from mlx_runtime import checkpoints, parallel
 from mlx_runtime.datasets import DatasetShards, Loader
 from mlx_runtime.errors import MlxError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Worker, agree
 from mlx_runtime.progress import Sink
 from mlx_runtime.tracking import Tracker
+
+BOUND_BY_INPUT_PCT = 20
+"""Of an epoch's time spent waiting for data, above which a line tells how to read faster, if it took a second."""
 
 SECONDS_PER_EVENT = 0.1
 """The shortest time between two progress events of a worker."""
@@ -53,6 +56,7 @@ class WorkerRun:
     epoch_started: float = field(default_factory=time.monotonic)
     unreported: dict[str, float] = field(default_factory=dict)
     latest: dict[str, float] = field(default_factory=dict)
+    input_rates: dict[str, float] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -75,11 +79,13 @@ class Stage:
         name: of the dataset: `train`, `val`, …
         training: whether its steps count as global steps.
         step, steps: taken and in all.
+        loader: that is read; None when the loop reads one of its own.
     """
 
     name: str
     training: bool
     steps: int
+    loader: Loader | None = None
     step: int = 0
     started: float = field(default_factory=time.monotonic)
     last_event: float = 0.0
@@ -278,12 +284,12 @@ class BaseModule:
         run.loaders[name] = loader
         return loader
 
-    def _reading(self, loader: Loader, number: int) -> None:
-        """A loader is about to give its batch `number` (from 1): keep the counts, and say so now and then."""
+    def _reading(self, loader: Loader, number: int, steps: int) -> None:
+        """A loader is about to give its batch `number` (from 1) of `steps`: keep the counts, and say so at times."""
         run = self._running()
         name = loader.shard.name
         if number == 1:
-            run.stages[name] = Stage(name, loader.shard.training, len(loader))
+            run.stages[name] = Stage(name, loader.shard.training, steps, loader)
             run.send_once("loader", name=name, training=loader.shard.training, **_size(loader))
         stage = run.stages[name]
         stage.step = number
@@ -325,20 +331,33 @@ class BaseModule:
         stage.values |= values
         run.latest |= values
         run.unreported |= values
+        rates = _learning_rates(self.optimizers) if stage.training else {}
+        if stage.training and step == stage.steps and stage.loader is not None:
+            rates |= self._input_rates(stage.loader)
         if run.tracker is not None:
-            rates = _learning_rates(self.optimizers) if stage.training else {}
             run.tracker.write(values | rates, step=run.global_step, epoch=epoch)
+
+    def _input_rates(self, loader: Loader) -> dict[str, float]:
+        """How fast a pass that ends read its rows, and how much of its time the slowest worker waited for them."""
+        run = self._running()
+        waited = parallel.largest(100 * loader.waited_s / loader.seconds, run.worker.device)
+        run.input_rates = {"samples_per_s": loader.rows_read / loader.seconds, "data_wait_pct": waited}
+        if waited > BOUND_BY_INPUT_PCT and loader.seconds > 1 and loader.advice:
+            run.send_once("notice", text=f"reading datasets.{loader.shard.name} holds up training; {loader.advice}")
+        return {"samples_per_s": run.input_rates["samples_per_s"], "time/data_wait_pct": waited}
 
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""
         run = self._running()
         seconds = time.monotonic() - run.epoch_started
         if run.unreported:
-            run.send("epoch", epoch=run.epoch, epochs=self.cfg.num_epochs, values=run.unreported, seconds=seconds)
+            fields = {"epoch": run.epoch, "epochs": self.cfg.num_epochs, "values": run.unreported, "seconds": seconds}
+            run.send("epoch", **fields, **run.input_rates)
             if run.tracker is not None:
                 run.tracker.write({"time/epoch_s": seconds}, step=run.global_step, epoch=run.epoch)
                 run.tracker.flush()
         run.unreported = {}
+        run.input_rates = {}
         run.epoch_started = time.monotonic()
 
 
@@ -371,7 +390,11 @@ def _reduced(name: str, metric: Metric | MetricCollection) -> dict[str, float]:
 
 def _size(loader: Loader) -> dict[str, int]:
     """How much a loader reads in one pass, over all workers."""
-    return {"rows": loader.rows, "steps": len(loader), "global_batch": loader.batch_size * loader.shard.world_size}
+    return {
+        "rows": loader.rows,
+        "steps": len(loader),
+        "global_batch": loader.batch_size * loader.shard.worker.world_size,
+    }
 
 
 def _learning_rates(optimizers: Any) -> dict[str, float]:

@@ -93,6 +93,11 @@ def storage_folder(storage_path: str) -> Path:
     return Path(storage_path).expanduser().resolve()
 
 
+def prepared_root(storage_path: str, prepared_path: str | None) -> str:
+    """Where prepared sets are: the folder or URI that `cfg.prepared_path` names, else a folder in the storage."""
+    return prepared_path or str(storage_folder(storage_path) / ".prepared")
+
+
 def claim_run(storage: Path, experiment: str) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
 

@@ -153,6 +153,12 @@ def _implied(settings: Settings) -> list[str]:
     return [f"cfg.storage_path='{quoted}'"]
 
 
+def _quoted(override: str) -> str:
+    """`cfg.loader=workers=2` with its value in quotes, without which Hydra's grammar has no place for a second `=`."""
+    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([\w./:-]+=[\w./:=-]*)", override)
+    return f"{match[1]}='{match[2]}'" if match else override
+
+
 def composed(path: Path, overrides: Sequence[str]) -> Tree:
     """conf.yaml with what the environment and the overrides say, through Hydra; not checked.
 
@@ -171,7 +177,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     Raises:
         ConfigError: the file or an override cannot be read at all.
     """
-    overrides = [*_implied(Settings.read()), *overrides]
+    overrides = [*_implied(Settings.read()), *map(_quoted, overrides)]
     if not path.is_file():
         raise ConfigError(f"there is no {path}; write it with: mlx train bind")
     try:

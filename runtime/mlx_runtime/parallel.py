@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray.train
@@ -47,18 +48,28 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def random_state() -> tuple[Any, ...]:
+    """The state of Python's, NumPy's and torch's random numbers on the CPU."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Go back to a state from `random_state`."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Everything seeded while the block runs, and afterwards as random as before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    before = random_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     seed_everything(seed)
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        set_random_state(before)
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
 
@@ -78,6 +89,24 @@ def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
     votes = torch.tensor([[flag, not flag] for flag in flags], dtype=torch.int32, device=device)
     torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN)
     return [True if yes else False if no else None for yes, no in votes.tolist()]
+
+
+def shared(value: Any) -> Any:
+    """The value that rank 0 gives, on every worker; a collective."""
+    if not torch.distributed.is_initialized():
+        return value
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def largest(value: float, device: torch.device) -> float:
+    """The largest of all workers' values; a collective."""
+    if not torch.distributed.is_initialized():
+        return value
+    tensor = torch.tensor(value, dtype=torch.float32, device=device)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return float(tensor)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ The driver draws, because Ray streams workers' output late and line by line: a b
 lines could come after the end. An event is a JSON object with a `kind`:
 
     step        stage, epoch, step, steps, rate (steps per second), values (latest, may be empty)
-    epoch       epoch, epochs, values, seconds
+    epoch       epoch, epochs, values, seconds, samples_per_s and data_wait_pct where a training set was read
     checkpoint  epoch, path, metrics
     notice      text
 """
@@ -136,6 +136,17 @@ class Display:
         """A line of text, above the bar when there is one."""
         (self._bar.console if self._bar else self._console).print(text, markup=False)
 
+    def preparing(self, name: str, done: int, rows: int) -> None:
+        """Rows of a dataset that are prepared, of all."""
+        title, tenth = f"prepare {name}", 10 * done // rows
+        if self._console.is_terminal:
+            self._draw_bar(title, done, rows, "")
+            if done == rows:
+                self.close()
+        elif (name, tenth) != self._stage and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._stage, self._last_line = (name, tenth), time.monotonic()
+            self.print(f"{title} | {done:,}/{rows:,} rows")
+
     def close(self) -> None:
         """Take the bar away."""
         if self._bar is not None:
@@ -147,14 +158,15 @@ class Display:
         if stage != self._stage:
             self._stage, self._last_line = stage, time.monotonic()
         if self._console.is_terminal:
-            self._draw_bar(event)
+            title = f"epoch {event['epoch'] + 1} {event['stage']}"
+            self._draw_bar(title, event["step"], event["steps"], " | ".join(_rate_and_values(event)))
             return
         every = max(1, event["steps"] // LINES_PER_EPOCH)
         if event["step"] % every == 0 and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
             self.print(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_rate_and_values(event)]))
 
-    def _draw_bar(self, event: Event) -> None:
+    def _draw_bar(self, title: str, done: int, total: int, note: str) -> None:
         if self._bar is None:
             columns = [
                 TextColumn("{task.description}"),
@@ -165,11 +177,9 @@ class Display:
             ]
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
-        note = " | ".join(_rate_and_values(event))
-        title = f"epoch {event['epoch'] + 1} {event['stage']}"
         if self._task is None:
-            self._task = self._bar.add_task(title, total=event["steps"], note=note)
-        self._bar.update(self._task, description=title, total=event["steps"], completed=event["step"], note=note)
+            self._task = self._bar.add_task(title, total=total, note=note)
+        self._bar.update(self._task, description=title, total=total, completed=done, note=note)
 
     def _epoch(self, event: Event) -> None:
         width = len(str(event["epochs"]))
@@ -181,6 +191,9 @@ class Display:
             f"epoch {event['epoch'] + 1:>{width}}/{event['epochs']}",
             *(" ".join(found) for found in stages.values()),
         ]
+        if "samples_per_s" in event:
+            waited = f" ({event['data_wait_pct']:.0f} % waiting for data)" if event["data_wait_pct"] >= 1 else ""
+            parts.append(f"{event['samples_per_s']:,.0f} samples/s{waited}")
         self.print(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
 
 

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mlx_runtime.errors import StorageError
@@ -64,14 +64,15 @@ class Record:
         self.update(status=status, end=now(), **fields)
 
     @contextlib.contextmanager
-    def alive(self) -> Iterator[None]:
-        """Refresh the heartbeat while the block runs."""
+    def alive(self, also: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Refresh the heartbeat while the block runs, and call `also` each time."""
         done = threading.Event()
 
         def beat() -> None:
             while not done.wait(HEARTBEAT_S):
-                with contextlib.suppress(StorageError):  # a full disk must not hide the reason a run ends for
+                with contextlib.suppress(StorageError, OSError):  # must not hide the reason a run ends for
                     self.update()
+                    also()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -11,6 +12,7 @@ QUIET_RAY = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it prints every line of a worker twice
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_DATA_LOG_LEVEL": "CRITICAL",  # what goes wrong comes as an exception
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
 }
 
@@ -28,11 +30,13 @@ class Settings:
         storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml.
         verbose: `MLX_VERBOSE=1`, show what Ray prints.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
+        cache: `MLX_CACHE`, a folder of this machine for copies of prepared sets from object stores.
     """
 
     storage: str | None
     verbose: bool
     debug: bool
+    cache: Path
 
     @classmethod
     def read(cls) -> "Settings":
@@ -40,6 +44,7 @@ class Settings:
             storage=os.environ.get("MLX_STORAGE") or None,
             verbose=_on("MLX_VERBOSE"),
             debug=_on("MLX_DEBUG"),
+            cache=Path(os.environ.get("MLX_CACHE") or Path.home() / ".cache" / "mlx"),
         )
 
 

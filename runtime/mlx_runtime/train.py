@@ -119,16 +119,8 @@ def run(overrides: Sequence[str]) -> None:
         UsageError: this is no experiment.
     """
     folder = experiment_folder()
-    options = [item for item in overrides if item.startswith("-")]
-    if options:
-        raise UsageError(f"there is no option {options[0]}; see: mlx train run --help")
-    if not (folder / CONF).exists():
-        print(f"no {CONF} yet: binding first", flush=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "mlx_runtime", "train", "bind"]
-        )  # it may import what a run must not
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+    _refuse_options(overrides, "run")
+    _bind_first(folder)
     experiment_class(folder)  # its errors are told better here than inside main.py
     main = folder / "main.py"
     if not main.is_file():
@@ -136,6 +128,37 @@ def run(overrides: Sequence[str]) -> None:
     sys.path.insert(0, str(folder))
     sys.argv = [str(main), *overrides]
     runpy.run_path(str(main), run_name="__main__")
+
+
+def prepare(overrides: Sequence[str]) -> None:
+    """Prepare the datasets of the experiment in the working directory.
+
+    Raises:
+        UsageError: this is no experiment.
+        DatasetError: a dataset cannot be prepared.
+    """
+    folder = experiment_folder()
+    _refuse_options(overrides, "prepare")
+    _bind_first(folder)
+    experiment = experiment_class(folder)
+    from mlx_runtime import loading, trainer
+
+    trainer.prepare(loading.load_config(experiment, [*overrides, "cfg.prepared=make"]))
+
+
+def _refuse_options(overrides: Sequence[str], verb: str) -> None:
+    options = [item for item in overrides if item.startswith("-")]
+    if options:
+        raise UsageError(f"there is no option {options[0]}; see: mlx train {verb} --help")
+
+
+def _bind_first(folder: Path) -> None:
+    """Bind if that was not done, in a process of its own: it may import what a run must not."""
+    if not (folder / CONF).exists():
+        print(f"no {CONF} yet: binding first", flush=True)
+        done = subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"])
+        if done.returncode:
+            sys.exit(done.returncode)  # it has said why
 
 
 def experiment_class(folder: Path) -> type:

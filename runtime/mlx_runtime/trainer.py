@@ -1,6 +1,7 @@
 """Train one experiment: make the run folder, start the workers, show what they say, write down how it ended."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import shlex
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ import ray.train
 import ray.train.torch
 import torch
 
-from mlx_runtime import checkpoints, datasets, registry
-from mlx_runtime.cluster import Cluster
-from mlx_runtime.datasets import DatasetShard, DatasetShards
+from mlx_runtime import checkpoints, datasets, preparation, registry
+from mlx_runtime.cluster import Cluster, start_ray
+from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError, first_line
 from mlx_runtime.experiment import BaseModule, WorkerRun
-from mlx_runtime.layout import RunFolder, claim_run, storage_folder, write_atomic
+from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_folder, write_atomic
 from mlx_runtime.loading import Config, build, build_optimizers
-from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything, seeded
+from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything, seeded, shared
+from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import Direct, Display, Event, Receiver, Remote, Sink
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
+from mlx_runtime.streaming import Dealer, start_dealer
 from mlx_runtime.tracking import Tracker
 
 
@@ -59,6 +62,8 @@ class Job:
     project: Path
     local: bool
     verbose: bool
+    reading: Reading
+    prepared: dict[str, PreparedSet]
     address: tuple[str, int] | None = None
     key: bytes = b""
 
@@ -81,23 +86,93 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
     cfg = config.cfg
     if cfg.restore_checkpoint_path:
         checkpoints.read(Path(cfg.restore_checkpoint_path))
+    reading = _reading(config, cluster)
     folder = claim_run(storage_folder(cfg.storage_path), cfg.name)
     progress = _Progress(registry.Record(folder), Display(sys.stdout), config)
-    with _recorded_end(progress), _sigterm_as_interrupt(), progress.record.alive():
+    in_use = _InUse()
+    with _recorded_end(progress), _sigterm_as_interrupt(), progress.record.alive(in_use.refresh), in_use:
         write_atomic(folder.conf, config.yaml())
         facts = registry.provenance(config.overrides)
         progress.record.update(
             status="RUNNING", **facts, seed=cfg.seed, start=registry.now(), workers=cfg.start_workers
         )
         progress.start_lines(cluster)
-        job = Job(
-            path_of(experiment), config.tree, folder.path, Path.cwd(), cfg.start_workers == 0, Settings.read().verbose
-        )
+        local = cfg.start_workers == 0
+        if local and _streams(config.tree):
+            in_use.enter_context(start_ray(cfg))
+        sets = in_use.marked(_prepared(config, progress.display))
+        progress.prepared_line(sets)
+        place = (folder.path, Path.cwd(), local, Settings.read().verbose)
+        job = Job(path_of(experiment), config.tree, *place, reading, sets)
         metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
     result = Result(folder, metrics, progress.best)
     progress.record.finish("SUCCEEDED", metrics=metrics)
     progress.end_lines(result)
     return result
+
+
+def prepare(config: Config) -> None:
+    """Prepare every dataset of an experiment that can be and is not.
+
+    Raises:
+        DatasetError: a dataset cannot be batched or prepared.
+        StorageError: the store cannot be written.
+    """
+    _check_datasets(config)
+    display = Display(sys.stdout)
+    with contextlib.ExitStack() as stack:
+        stack.callback(display.close)
+        if _streams(config.tree):
+            stack.enter_context(start_ray(config.cfg))
+        sets = _prepared(config, display)
+    display.print(f"{len(sets)} prepared in {_root(config.cfg)}; runs use them by themselves")
+
+
+def _root(cfg: Any) -> str:
+    return prepared_root(cfg.storage_path, cfg.prepared_path)
+
+
+def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
+    """The prepared sets to read instead of datasets, made before if `cfg.prepared` says so."""
+    cfg = config.cfg
+    root = _root(cfg)
+    options: dict[str, Any] = {"seed": cfg.seed, "project": Path.cwd(), "tell": display.print}
+    if cfg.prepared == "never":
+        return {}
+    if cfg.prepared == "auto":
+        found = preparation.find(config.tree, root, **options)
+    else:
+        ways: dict[str, Any] = {"progress": display.preparing, "cluster": lambda: start_ray(cfg)}
+        found = preparation.make(config.tree, root, **options, **ways)
+        keep = [item.manifest.name for item in found.values()]
+        limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
+        for removed in Store(root).clean(**limits, keep=keep):
+            display.print(
+                f"removed the prepared set {removed.name}, {removed.size_bytes / 1e6:,.1f} MB: not used lately"
+            )
+    return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in found.items()}
+
+
+class _InUse(contextlib.ExitStack):
+    """What a run holds while it lasts: marks on the prepared sets that it reads, so that nobody removes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._marks: list[Callable[[], None]] = []
+
+    def marked(self, sets: dict[str, PreparedSet]) -> dict[str, PreparedSet]:
+        """The same sets without those that were removed in this instant."""
+        held = {}
+        for name, item in sets.items():
+            store = Store(item.root)
+            self._marks.append(self.enter_context(store.used(item.manifest.name)))
+            if store.find(item.manifest.name):
+                held[name] = item
+        return held
+
+    def refresh(self) -> None:
+        for mark in self._marks:
+            mark()
 
 
 @contextlib.contextmanager
@@ -124,7 +199,33 @@ def _check_datasets(config: Config) -> None:
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
             datasets.check(target, f"datasets.{name}")
-    datasets.reading_processes(config.cfg.loader)
+    Reading.parsed(config.cfg.loader)
+
+
+def _reading(config: Config, cluster: Cluster) -> Reading:
+    """Who reads samples: `cfg.loader` on this cluster.
+
+    Raises:
+        ConfigError: there are no CPUs to spare for `ray`.
+    """
+    cfg = config.cfg
+    if cfg.start_workers == 0:
+        reading = Reading.parsed(cfg.loader, 1)
+        return reading if reading.by == "processes" else Reading("worker")
+    spare = cluster.cpus / cfg.start_workers - cfg.cpus_per_worker
+    reading = Reading.parsed(cfg.loader, spare)
+    if reading.by == "ray" and not 1 <= reading.count <= spare:
+        raise ConfigError(
+            f"cfg.loader={cfg.loader} reads on CPUs that no worker holds: the cluster has {cluster.cpus:g}, for "
+            f"{cfg.start_workers} workers of {cfg.cpus_per_worker}. Lower cfg.start_workers, or use cfg.loader=auto"
+        )
+    return reading
+
+
+def _streams(tree: Mapping[str, Any]) -> list[str]:
+    """Names of the datasets that are streams of Ray Data."""
+    nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
+    return [name for name, node in nodes.items() if hasattr(object_at(node["_target_"]), "to_ray")]
 
 
 def _fit_here(job: Job, progress: "_Progress") -> dict[str, float]:
@@ -245,7 +346,7 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
             sink.send(_facts(groups, worker))
         seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
         with _user_errors(worker.rank, job.project):
-            experiment.worker_loop(_shards(groups.get("datasets"), job.tree.get("datasets", {}), worker, cfg))
+            experiment.worker_loop(_shards(groups, job, worker))
         return experiment._end()
 
 
@@ -279,10 +380,35 @@ def _build_datasets(node: Any, seed: int) -> Any:
         return build(node, "datasets")
 
 
-def _shards(group: Any, node: Mapping[str, Any], worker: Worker, cfg: Any) -> DatasetShards:
+def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShards:
     """One shard per argument of `Datasets`, in order."""
-    place = (worker.rank, worker.world_size, cfg.seed, worker.device, cfg.loader, cfg.prefetch_batches)
-    return DatasetShards({name: DatasetShard(name, group, *place) for name in node if not name.startswith("_")})
+    cfg = groups["cfg"]
+    nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
+    streams = [name for name in _streams(job.tree) if name not in job.prepared]
+    dealers = {}
+    if streams and job.local:
+        dealers = {name: Dealer(nodes[name], name, cfg.seed, job.project) for name in streams}
+    elif streams:
+        place = (cfg.seed, job.project, worker.world_size)
+        first = worker.rank == 0
+        dealers = shared({name: start_dealer(nodes[name], name, *place) for name in streams} if first else None)
+    return DatasetShards(
+        {
+            name: DatasetShard(
+                name,
+                groups["datasets"],
+                worker,
+                cfg.seed,
+                reading=job.reading,
+                prefetch_batches=cfg.prefetch_batches,
+                node=node,
+                project=job.project,
+                prepared=job.prepared.get(name),
+                dealer=dealers.get(name),
+            )
+            for name, node in nodes.items()
+        }
+    )
 
 
 def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
@@ -373,6 +499,13 @@ class _Progress:
         if cluster.embedded and cfg.start_workers * cfg.cpus_per_worker > cores:
             self.display.print(f"          more workers than the {cores} cores here: they share them")
 
+    def prepared_line(self, sets: Mapping[str, PreparedSet]) -> None:
+        if sets:
+            made = max(item.manifest.created for item in sets.values())
+            where = next(iter(sets.values())).root
+            self.display.print(f"prepared  {', '.join(sets)}: read from {where} (made {made[:10]})")
+            self.record.update(prepared={name: item.manifest.name for name, item in sets.items()})
+
     def end_lines(self, result: Result) -> None:
         folder = result.folder
         rows = [(name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("test")]
@@ -390,7 +523,9 @@ class _Progress:
             self.display.print(f"{name:<{width}}{value}")
 
     def _facts_line(self, event: Event) -> None:
-        self.display.print(f"device    {event['device']}, {event['parameters']:,} parameters")
+        threads = self.config.cfg.cpus_per_worker
+        per_worker = f"{threads} thread{'s' * (threads != 1)} per worker"
+        self.display.print(f"device    {event['device']}, {per_worker}, {event['parameters']:,} parameters")
         self.record.update(device=event["device"], parameters=event["parameters"])
 
     def _loader_line(self, event: Event) -> None:

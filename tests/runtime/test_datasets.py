@@ -1,14 +1,14 @@
-"""Loaders: every row once, the same number of steps on every rank, an order that only seed and epoch decide."""
+"""Loaders of every kind: what they give, where they stand, and what they refuse."""
 
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.datasets import DatasetShard, check, epoch_order, rank_batches, reading_processes, steps
+from mlx_runtime.datasets import DatasetShard, Loader, Reading, check
 from mlx_runtime.errors import ConfigError, DatasetError
+from mlx_runtime.parallel import Worker
 
 
 class Rows(Dataset):
@@ -29,35 +29,8 @@ class Rows(Dataset):
 
 
 def shard(dataset: Dataset, rank: int = 0, world_size: int = 1, name: str = "train", **options: object) -> DatasetShard:
-    return DatasetShard(name, SimpleNamespace(**{name: dataset}), rank, world_size, 7, torch.device("cpu"), **options)  # type: ignore[arg-type]
-
-
-def test_every_row_once_and_equal_steps_for_random_sizes() -> None:
-    chance = random.Random(0)
-    for _ in range(2000):
-        world_size, batch_size = chance.randint(1, 9), chance.randint(2, 12)
-        rows = chance.randint(world_size, 150)
-        order = epoch_order(rows, seed=1, epoch=0, shuffle=True)
-        by_rank = [rank_batches(order, rank, world_size, batch_size) for rank in range(world_size)]
-        assert {len(batches) for batches in by_rank} == {steps(rows, world_size, batch_size)}
-        sizes = [len(batch) for batches in by_rank for batch in batches]
-        assert min(sizes) >= 1
-        assert max(sizes) <= batch_size
-        assert sorted(row for batches in by_rank for batch in batches for row in batch) == list(range(rows))
-        full = [len(batch) for batches in by_rank for batch in batches[:-2]]
-        assert set(full) <= {batch_size}
-
-
-def test_single_rows_leave_out_fewer_than_there_are_workers() -> None:
-    by_rank = [rank_batches(torch.arange(11), rank, 3, 1) for rank in range(3)]
-    assert [len(batches) for batches in by_rank] == [3, 3, 3]
-
-
-def test_order_changes_with_epoch_and_seed_and_nothing_else() -> None:
-    orders = {(seed, epoch): epoch_order(50, seed, epoch, shuffle=True).tolist() for seed in (0, 1) for epoch in (0, 1)}
-    assert len({tuple(order) for order in orders.values()}) == 4
-    assert epoch_order(50, 1, 1, shuffle=True).tolist() == orders[1, 1]
-    assert epoch_order(5, 1, 1, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    worker = Worker(rank, world_size, torch.device("cpu"))
+    return DatasetShard(name, SimpleNamespace(**{name: dataset}), worker, 7, **options)  # type: ignore[arg-type]
 
 
 def test_a_loader_is_read_again_in_another_order() -> None:
@@ -79,19 +52,139 @@ def test_only_training_sets_are_shuffled_unless_the_dataset_says() -> None:
     assert shard(chosen, name="val").shuffle
 
 
-def test_reading_processes_give_the_same_batches() -> None:
-    alone, helped = shard(Rows()).iter_torch_batches(), shard(Rows(), reader="workers=2").iter_torch_batches()
-    assert [batch["x"].tolist() for batch in alone] == [batch["x"].tolist() for batch in helped]
+class Noisy(Rows):
+    """Random augmentation: each sample gets a random number."""
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(1).item()])
 
 
-@pytest.mark.parametrize(("reader", "count"), [("auto", 0), ("workers=3", 3)])
-def test_reader(reader: str, count: int) -> None:
-    assert reading_processes(reader) == count
+class Numbers(IterableDataset):
+    """A stream in a random order."""
+
+    def __init__(self, rows: int = 37, batch_size: int = 3, given: int | None = None):
+        self.rows, self.batch_size, self.given = rows, batch_size, rows if given is None else given
+
+    def __len__(self):
+        return self.rows
+
+    def __iter__(self):
+        return iter(torch.randperm(self.given))
+
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.stack(batch["item"])[:, None]}
 
 
-def test_a_wrong_reader_is_told() -> None:
-    with pytest.raises(ConfigError, match="cfg.loader is 'worker=3'; write auto, or workers=N"):
-        reading_processes("worker=3")
+def read(loader: Loader) -> list[list[int]]:
+    return [batch["x"][:, 0].tolist() for batch in loader]
+
+
+def test_reading_processes_give_the_same_batches_in_every_pass() -> None:
+    alone, helped = (shard(Rows(), reading=Reading.parsed(text)).iter_torch_batches() for text in ("auto", "workers=2"))
+    for _ in range(2):
+        assert read(alone) == read(helped)
+
+
+def test_random_samples_do_not_depend_on_how_many_processes_read() -> None:
+    one, two = (
+        [batch["x"].tolist() for batch in shard(Noisy(), reading=Reading("processes", count)).iter_torch_batches()]
+        for count in (1, 2)
+    )
+    assert one == two
+    assert len({value for batch in one for _, value in batch}) == 10
+
+
+@pytest.mark.parametrize("reading", [Reading("worker"), Reading("processes", 1)])
+def test_a_stream_is_shared_out_without_touching_the_random_numbers_of_training(reading: Reading) -> None:
+    loaders = [shard(Numbers(), rank, 2, reading=reading).iter_torch_batches() for rank in range(2)]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = [read(loader) for loader in loaders]
+    if reading.by == "worker":
+        assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    second = [read(loader) for loader in loaders]
+    for ranks in (first, second):
+        assert [len(batches) for batches in ranks] == [len(loaders[0])] * 2
+        assert sorted(row for batches in ranks for batch in batches for row in batch) == list(range(37))
+    assert first != second
+
+
+def test_a_stream_that_ends_early_is_told() -> None:
+    message = r"datasets.train: Numbers ended after \d+ samples, and its __len__ says 37"
+    with pytest.raises(DatasetError, match=message):
+        read(shard(Numbers(given=30)).iter_torch_batches())
+
+
+@pytest.mark.parametrize("dataset", [Rows(rows=53), Numbers(rows=53)])
+@pytest.mark.parametrize("stop", [1, 5, 8])
+def test_a_loader_goes_on_in_the_middle_of_an_epoch(dataset: Dataset, stop: int) -> None:
+    whole = [read(shard(dataset, rank, 2).iter_torch_batches()) for rank in range(2)]
+    for rank in range(2):
+        interrupted = shard(dataset, rank, 2).iter_torch_batches()
+        passing = iter(interrupted)
+        begun = [next(passing)["x"][:, 0].tolist() for _ in range(stop)]
+        other = shard(dataset, rank, 2).iter_torch_batches()
+        other.load_state_dict(interrupted.state_dict())
+        assert begun + read(other) == whole[rank]
+        assert other.epoch == 1
+
+
+@pytest.mark.parametrize("dataset", [Rows(rows=53), Numbers(rows=53)])
+def test_other_workers_go_on_with_the_rows_that_are_left(dataset: Dataset) -> None:
+    seen, state = [], {}
+    for rank in range(3):
+        loader = shard(dataset, rank, 3).iter_torch_batches()
+        passing = iter(loader)
+        seen += [row for _ in range(4) for row in next(passing)["x"][:, 0].tolist()]
+        state = loader.state_dict()
+    for rank in range(2):
+        loader = shard(dataset, rank, 2).iter_torch_batches(batch_size=5)
+        loader.load_state_dict(state)
+        seen += [row for batch in read(loader) for row in batch]
+    assert sorted(seen) == list(range(53))
+
+
+def test_a_finished_pass_is_not_read_again() -> None:
+    loader = shard(Rows()).iter_torch_batches()
+    read(loader)
+    assert loader.state_dict() == {"epoch": 1, "steps": 0}
+
+
+def test_going_on_with_other_rows_is_refused() -> None:
+    loader = shard(Rows()).iter_torch_batches()
+    next(iter(loader))
+    other = shard(Rows(rows=11)).iter_torch_batches()
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(DatasetError, match="has 11 rows, and had 10 when the run was interrupted"):
+        next(iter(other))
+
+
+def test_drop_last_leaves_only_full_batches() -> None:
+    dataset = Rows(rows=11)
+    dataset.drop_last = True  # type: ignore[attr-defined]
+    assert [len(batch) for batch in read(shard(dataset).iter_torch_batches())] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "reading"),
+    [
+        ("auto", Reading("worker")),
+        ("workers=0", Reading("worker")),
+        ("workers=3", Reading("processes", 3)),
+        ("ray", Reading("ray", 2)),
+        ("ray=1", Reading("ray", 1)),
+    ],
+)
+def test_reading(text: str, reading: Reading) -> None:
+    assert Reading.parsed(text, spare_cpus=2.5) == reading
+
+
+@pytest.mark.parametrize("text", ["worker=3", "workers", "ray=0", "ray=x", "auto=2"])
+def test_a_wrong_reader_is_told(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"cfg.loader is '{text}'; write auto, workers=N"):
+        Reading.parsed(text)
 
 
 class WithoutStacking(Dataset):
@@ -99,7 +192,9 @@ class WithoutStacking(Dataset):
 
 
 class Stream(IterableDataset):
-    pass
+    @staticmethod
+    def ray_map_batches(batch):
+        return batch
 
 
 class Scalar(Rows):
@@ -124,7 +219,7 @@ class Words(Rows):
     ("cls", "message"),
     [
         (WithoutStacking, r"datasets.train: WithoutStacking has no ray_map_batches. Add a static method"),
-        (Stream, r"datasets.train: Stream is an IterableDataset; give it __len__ and __getitem__"),
+        (Stream, r"datasets.train: Stream is an IterableDataset without __len__"),
     ],
 )
 def test_a_class_that_cannot_be_batched_is_refused(cls: type, message: str) -> None:
@@ -139,6 +234,11 @@ def test_a_class_that_cannot_be_batched_is_refused(cls: type, message: str) -> N
         (Rows(batch_size=0), 1, "datasets.train has batch_size 0"),
         (Rows(rows=0), 1, "datasets.train has 0 rows for 1 workers"),
         (Rows(rows=2), 3, "datasets.train has 2 rows for 3 workers; every worker needs one"),
+        (
+            Rows(rows=10, batch_size=6),
+            2,
+            "datasets.train has batch_size 6, and 10 rows for 2 workers: no worker has so",
+        ),
     ],
 )
 def test_a_dataset_that_cannot_be_split_is_refused(dataset: Dataset, world_size: int, message: str) -> None:
@@ -157,6 +257,21 @@ def test_a_dataset_that_cannot_be_split_is_refused(dataset: Dataset, world_size:
 def test_a_wrong_batch_is_told(dataset: Dataset, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         next(iter(shard(dataset).iter_torch_batches()))
+
+
+class Uneven(Rows):
+    def __getitem__(self, index):
+        return torch.zeros(index + 1)
+
+
+def test_samples_that_cannot_be_stacked_are_told_with_their_dataset() -> None:
+    with pytest.raises(RuntimeError, match="equal size") as caught:
+        list(shard(Uneven()).iter_torch_batches())
+    assert caught.value.__notes__ == ["in ray_map_batches, while stacking 3 samples of datasets.train"]
+
+
+def test_a_short_set_that_is_not_trained_on_gives_a_short_batch() -> None:
+    assert read(shard(Rows(rows=2), name="val").iter_torch_batches()) == [[0, 1]]
 
 
 def test_a_sample_that_raises_is_named() -> None:

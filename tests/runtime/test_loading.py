@@ -206,7 +206,7 @@ def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
     assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
     conf.write_text(conf.read_text().replace("monitor: 2024-01-01", "monitor: off  # which?"))
     with pytest.raises(
-        ConfigError, match='line 1.: monitor: off could be a word or a boolean; write "off", true or false'
+        ConfigError, match='line 2.: monitor: off could be a word or a boolean; write "off", true or false'
     ):
         load_config(Experiment, path=conf)
 

@@ -252,7 +252,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
             ["cfg.num_epoch=3"],
             "src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
         ),
-        (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N"),
+        (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
         (["cfg.name=a/b"], "cfg.name is 'a/b', which cannot name a folder"),
     ],

@@ -40,7 +40,8 @@ def loop(tmp_path):
     module = BaseModule(cfg=TrainConfig(log_every_steps=1), losses=SimpleNamespace(), metrics=SimpleNamespace())
     module._run = WorkerRun(RunFolder(tmp_path), Worker(0, 1, torch.device("cpu")), True, {}, Log())
     group = SimpleNamespace(train=Rows(3), extra=Rows(5), val=Rows(2), one=Rows(1))
-    shards = DatasetShards({name: DatasetShard(name, group, 0, 1, 0, torch.device("cpu")) for name in vars(group)})
+    worker = module._run.worker
+    shards = DatasetShards({name: DatasetShard(name, group, worker, seed=0) for name in vars(group)})
     loaders = dict(zip(vars(group), module.generate_loaders(dataset_shards=shards), strict=True))
 
     def log() -> tuple[str, int]:

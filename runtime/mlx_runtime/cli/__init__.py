@@ -8,6 +8,7 @@ import click
 from mlx_runtime import __version__
 
 GROUPS = {
+    "data": "Look after what runs read.",
     "train": "Make, bind and run an experiment.",
     "xp": "Look at runs.",
 }

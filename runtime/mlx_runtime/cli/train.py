@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime import train
-from mlx_runtime.errors import clean_exit
+from mlx_runtime.errors import UsageError, clean_exit
 from mlx_runtime.settings import be_verbose
 
 
@@ -49,12 +49,29 @@ def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
 @group.command(context_settings={"ignore_unknown_options": True})
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.option("--verbose", is_flag=True, help="Show what Ray prints.")
+@click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if they are not.")
+@click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of datasets that are prepared.")
 @click.argument("overrides", nargs=-1)
-def run(debug: bool, verbose: bool, overrides: tuple[str, ...]) -> None:
+def run(debug: bool, verbose: bool, make: bool, never: bool, overrides: tuple[str, ...]) -> None:
     """Train here. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
     if debug:
         os.environ["MLX_DEBUG"] = "1"
     if verbose:
         be_verbose()
     with clean_exit():
-        train.run(overrides)
+        if make and never:
+            raise UsageError("--prepare-batches and --no-prepared contradict each other; give one")
+        chosen = ["cfg.prepared=make"] if make else ["cfg.prepared=never"] if never else []
+        train.run([*overrides, *chosen])
+
+
+@group.command(context_settings={"ignore_unknown_options": True})
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--verbose", is_flag=True, help="Show what Ray prints.")
+@click.argument("overrides", nargs=-1)
+def prepare(debug: bool, verbose: bool, overrides: tuple[str, ...]) -> None:
+    """Map every dataset through ray_map_batches once and store it for later runs."""
+    if verbose:
+        be_verbose()
+    with clean_exit(debug=debug):
+        train.prepare(overrides)

@@ -1,0 +1,111 @@
+"""The other contenders, under torchrun: torchrun --nproc-per-node 2 peers.py CONTENDER OUT"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from src.workload import Mlp, cases, make_dataset, timed_pass, train_step, write
+
+
+def plain(num_workers: int) -> dict[str, float]:
+    """DistributedDataParallel and DataLoader, as in the tutorials."""
+    dist.init_process_group("gloo")
+    rates = {}
+    for data, model, batch_size in cases():
+        dataset = make_dataset(data)
+        sampler = DistributedSampler(dataset)
+        loader = DataLoader(
+            dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0
+        )
+        step = _trained_by(data) if model == "mlp" else lambda batch: None
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            rates[f"{data} {model} {batch_size}"] = timed_pass(loader, step)
+    return rates
+
+
+def _trained_by(data: str):
+    network = DistributedDataParallel(Mlp(data))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    return lambda batch: train_step(network, optimizer, *batch)
+
+
+def accelerate() -> dict[str, float]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rates = {}
+    for data, model, batch_size in cases():
+        loader = accelerator.prepare(DataLoader(make_dataset(data), batch_size, shuffle=True))
+        step = lambda batch: None
+        if model == "mlp":
+            network = Mlp(data)
+            network, optimizer = accelerator.prepare(network, torch.optim.SGD(network.parameters(), lr=0.01))
+
+            def step(batch, network=network, optimizer=optimizer):
+                accelerator.backward(torch.nn.functional.cross_entropy(network(batch[0]), batch[1]))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        timed_pass(loader, step)
+        rates[f"{data} {model} {batch_size}"] = timed_pass(loader, step)
+    return rates
+
+
+def lightning() -> dict[str, float]:
+    """Only with a model: without one there is nothing of Lightning in the loop."""
+    import warnings
+
+    import lightning.pytorch as pl
+
+    warnings.simplefilter("ignore")
+
+    class Module(pl.LightningModule):
+        def __init__(self, data: str) -> None:
+            super().__init__()
+            self.network = Mlp(data)
+            self.seconds, self.rows = 0.0, 0
+
+        def training_step(self, batch, index):
+            self.rows += len(batch[1])
+            return torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        def on_train_epoch_start(self):
+            dist.barrier()
+            self.rows, self.started = 0, time.perf_counter()
+
+        def on_train_epoch_end(self):
+            self.seconds = time.perf_counter() - self.started
+
+    rates = {}
+    for data, model, batch_size in cases():
+        if model == "none":
+            continue
+        module = Module(data)
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, barebones=True)
+        trainer.fit(module, DataLoader(make_dataset(data), batch_size, shuffle=True))
+        both, total = torch.tensor([module.seconds]), torch.tensor([module.rows])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        rates[f"{data} {model} {batch_size}"] = float(total / both)
+    return rates
+
+
+if __name__ == "__main__":
+    contenders = {
+        "torchrun": lambda: plain(0),
+        "torchrun-2": lambda: plain(2),
+        "accelerate": accelerate,
+        "lightning": lightning,
+    }
+    torch.set_num_threads(1)
+    write(Path(sys.argv[2]), contenders[sys.argv[1]]())
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""An experiment that only measures how fast its datasets are read."""

@@ -1,0 +1,108 @@
+"""What every contender reads and trains, and how it is timed."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+BATCH_SIZES = (32, 256, 1024)
+MODELS = ("none", "mlp")
+DATA = ("tensors", "images")
+
+Sample = tuple[torch.Tensor, torch.Tensor]
+
+
+class Tensors(Dataset[Sample]):
+    """Rows of 32 float32 and a label."""
+
+    def __init__(self, rows: int = 50_000, batch_size: int = 32):
+        self.batch_size = batch_size
+        chance = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(rows, 32, generator=chance)
+        self.labels = torch.randint(10, (rows,), generator=chance)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.inputs[index], self.labels[index]
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[Sample]]) -> dict[str, torch.Tensor]:
+        inputs, labels = zip(*batch["item"], strict=True)
+        return {"input": torch.stack(inputs), "label": torch.stack(labels)}
+
+
+class Images(Tensors):
+    """Images of 3 x 32 x 32 bytes and a label."""
+
+    def __init__(self, rows: int = 20_000, batch_size: int = 32):
+        super().__init__(rows, batch_size)
+        chance = torch.Generator().manual_seed(1)
+        self.inputs = torch.randint(256, (rows, 3, 32, 32), generator=chance, dtype=torch.uint8)
+
+
+def make_dataset(data: str) -> Tensors:
+    return {"tensors": Tensors, "images": Images}[data]()
+
+
+class Mlp(nn.Module):
+    """A network so small that reading the data matters."""
+
+    def __init__(self, data: str):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32 if data == "tensors" else 3072, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = inputs.float().flatten(1)
+        return self.layers(inputs)
+
+    def loss(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self(inputs), labels)
+
+
+def cases() -> Iterator[tuple[str, str, int]]:
+    for data in DATA:
+        for model in MODELS:
+            for batch_size in BATCH_SIZES:
+                yield data, model, batch_size
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    nn.functional.cross_entropy(model(inputs), labels).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed_pass(batches: Iterable[Any], step: Callable[[Any], None]) -> float:
+    """Rows per second of all workers together in one pass, the slowest deciding."""
+    dist.barrier()
+    started = time.perf_counter()
+    rows = 0
+    for batch in batches:
+        rows += len(batch["label"] if isinstance(batch, dict) else batch[1])
+        step(batch)
+    both = torch.tensor([time.perf_counter() - started])
+    dist.all_reduce(both, dist.ReduceOp.MAX)
+    total = torch.tensor([rows])
+    dist.all_reduce(total)
+    return float(total / both)
+
+
+def memory_mb() -> dict[str, float]:
+    """Of this process: what is its own, and all that is resident, shared and mapped pages included."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
+    return {"anonymous": sizes["Anonymous"], "resident": sizes["Rss"]}
+
+
+def write(path: Path, rates: dict[str, float]) -> None:
+    """Rank 0 stores what was measured."""
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps({"samples_per_s": rates, "memory_mb": memory_mb()}))

@@ -1,0 +1,449 @@
+"""Prepared sets: what `ray_map_batches` made of every row, stored once as one `.npy` file per column.
+
+<root>/Digits-3f2a…/
+    manifest.json          rows, bytes, schema; written last, so a set without it does not exist
+    9c41d2-0.npy           a column; the first part is the attempt that wrote it
+    used-7be0…             somebody reads the set at present; refreshed while they do
+
+The root is a folder or a URI like `s3://bucket/prepared`. Workers map the files into memory and gather about a megabyte
+of rows at a time; from an object store they first copy them to a folder of their machine.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import shutil
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.fs
+import torch
+
+from mlx_runtime.errors import StorageError, first_line
+from mlx_runtime.layout import write_atomic
+from mlx_runtime.reading import Batch
+
+MANIFEST = "manifest.json"
+
+BUSY_S = 300
+"""A set is in use while a mark on it is younger than this; the marks of the living are refreshed more often."""
+
+CHUNK_BYTES = 1 << 20
+"""Gathered at once: many small batches are then one gather, and a chunk still fits a cache."""
+
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes per element: what a type that NumPy lacks is stored as."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a prepared set is.
+
+    Attributes:
+        name: of its folder: dataset class and key.
+        rows: in each column.
+        size_bytes: of the files of all columns.
+        columns: by name: file, torch dtype, shape of one row.
+        dataset: class path.
+        arguments: of its constructor.
+        created: in UTC.
+    """
+
+    name: str
+    rows: int
+    size_bytes: int
+    columns: dict[str, tuple[str, str, tuple[int, ...]]]
+    dataset: str
+    arguments: dict[str, Any]
+    created: str
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    @classmethod
+    def parsed(cls, text: str) -> "Manifest":
+        fields = json.loads(text)
+        columns = {name: (file, dtype, tuple(shape)) for name, (file, dtype, shape) in fields.pop("columns").items()}
+        return cls(columns=columns, **fields)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A prepared set on the storage, with how old and how busy it is.
+
+    Attributes:
+        manifest: None when the set is half-written or damaged.
+        name: of the folder.
+        size_bytes: of all files.
+        age_s: seconds since it was last used or written.
+        busy: whether somebody reads it at present.
+    """
+
+    manifest: Manifest | None
+    name: str
+    size_bytes: int
+    age_s: float
+    busy: bool
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """A prepared set to read instead of a dataset, with what its loader would ask the dataset.
+
+    Attributes:
+        root: of the store it is in.
+        manifest: of the set.
+        attributes: `batch_size`, `shuffle` and `drop_last` of the dataset, those that it has.
+        cache_bytes: for copies of sets on a machine, when the root is on an object store.
+    """
+
+    root: str
+    manifest: Manifest
+    attributes: Mapping[str, Any]
+    cache_bytes: float = float("inf")
+
+
+class Store:
+    """Prepared sets in one place.
+
+    Args:
+        root: a folder or a URI.
+
+    Raises:
+        StorageError: there is no file system for such a URI.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        try:
+            if "://" in root:
+                self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+            else:
+                self._fs, path = pyarrow.fs.LocalFileSystem(), str(Path(root).expanduser().resolve())
+        except (pyarrow.ArrowException, ValueError, OSError) as error:
+            raise StorageError(f"cannot reach {root}: {first_line(error)}") from error
+        self._path = path.rstrip("/")
+        if not self._path:
+            raise StorageError(f"cannot reach {root}: it names no folder")
+        self.local = isinstance(self._fs, pyarrow.fs.LocalFileSystem)
+
+    def names(self) -> list[str]:
+        """Folders of sets, whole or not."""
+        return sorted(info.base_name for info in self._listed(self._path) if info.type == pyarrow.fs.FileType.Directory)
+
+    def find(self, name: str) -> Manifest | None:
+        """The set in a folder, if all of it is there."""
+        try:
+            with self._fs.open_input_stream(self._of(name, MANIFEST)) as stream:
+                manifest = Manifest.parsed(stream.read().decode())
+            files = [self._of(name, file) for file, _, _ in manifest.columns.values()]
+            whole = sum(info.size or 0 for info in self._fs.get_file_info(files)) == manifest.size_bytes
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return manifest if whole else None
+
+    def found(self) -> list[Found]:
+        """Everything there is, the longest unused first."""
+        sets = []
+        for name in self.names():
+            infos = self._listed(self._of(name))
+            ages = {info.base_name: max(0.0, time.time() - (info.mtime_ns or 0) / 1e9) for info in infos}
+            busy = any(mark.startswith("used-") and age < BUSY_S for mark, age in ages.items())
+            size = sum(info.size or 0 for info in infos)
+            age = min(ages.values(), default=float("inf"))
+            manifest = self.find(name)
+            being_written = manifest is None and age < 24 * 3600 and bool(infos)
+            sets.append(Found(manifest, name, size, age, busy or being_written))
+        return sorted(sets, key=lambda item: -item.age_s)
+
+    @contextlib.contextmanager
+    def used(self, name: str, refresh_s: float = BUSY_S / 5) -> Iterator[Callable[[], None]]:
+        """Mark a set as in use while the block runs; call what this gives now and then to keep the mark fresh."""
+        mark = self._of(name, f"used-{uuid.uuid4().hex}")
+        last = -refresh_s
+
+        def refresh() -> None:
+            nonlocal last
+            if time.monotonic() - last >= refresh_s:
+                last = time.monotonic()
+                self._put(mark, "")
+
+        refresh()
+        try:
+            yield refresh
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.delete_file(mark)
+                self._put(self._of(name, "last_used"), "")
+
+    def remove(self, name: str) -> bool:
+        """Delete a set unless somebody uses it. Returns whether it is gone."""
+        manifest = self.find(name)
+        if self._busy(name):
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_file(self._of(name, MANIFEST))  # from here on nobody finds it
+        if self._busy(name):  # somebody did just before
+            if manifest is not None:
+                self._put(self._of(name, MANIFEST), manifest.text())
+            return False
+        self._fs.delete_dir(self._of(name))
+        return True
+
+    def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Found]:
+        """Sets that nobody used for long, the longest unused ones while all are too big together, and broken ones.
+
+        Args:
+            max_age_s: since their last use.
+            max_bytes: of all sets together.
+            keep: names that stay; so do those in use.
+        """
+        found = self.found()
+        total = sum(item.size_bytes for item in found)
+        chosen = []
+        for item in found:
+            wanted = item.manifest is not None and item.age_s <= max_age_s and total <= max_bytes
+            if not (item.busy or wanted or item.name in keep):
+                chosen.append(item)
+                total -= item.size_bytes
+        return chosen
+
+    def clean(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Found]:
+        """Delete what is `unwanted`. Returns what was deleted."""
+        unwanted = self.unwanted(max_age_s=max_age_s, max_bytes=max_bytes, keep=keep)
+        return [item for item in unwanted if self.remove(item.name)]
+
+    def columns(self, manifest: Manifest, cache: Path, *, max_bytes: float) -> dict[str, torch.Tensor]:
+        """The columns of a set, {name: (rows, ...)}, mapped into memory and not to be written to.
+
+        Args:
+            manifest: from `find`.
+            cache: folder of this machine for sets that are on an object store.
+            max_bytes: of that folder.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        try:
+            folder = Path(self._of(manifest.name)) if self.local else self._copied(manifest, cache, max_bytes)
+            columns = {}
+            for name, (file, dtype, _) in manifest.columns.items():
+                mapped = np.load(folder / file, mmap_mode="r")
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
+                    columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"the prepared set {manifest.name} in {self.root} cannot be read: {error}") from error
+        return columns
+
+    def _copied(self, manifest: Manifest, cache: Path, max_bytes: float) -> Path:
+        """The folder of a copy on this machine; of several processes one fetches it, the others wait."""
+        folder = cache / manifest.name
+        cache.mkdir(parents=True, exist_ok=True)
+        copies = Store(str(cache))
+        with (cache / f".{manifest.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if copies.find(manifest.name) != manifest:
+                shutil.rmtree(folder, ignore_errors=True)
+                copies.clean(max_age_s=float("inf"), max_bytes=max(0.0, max_bytes - manifest.size_bytes))
+                partial = cache / f".{manifest.name}-{uuid.uuid4().hex}"
+                partial.mkdir()
+                source = self._of(manifest.name)
+                try:
+                    pyarrow.fs.copy_files(source, str(partial), source_filesystem=self._fs)
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+            else:
+                copies._put(copies._of(manifest.name, "last_used"), "")
+        return folder
+
+    def _busy(self, name: str) -> bool:
+        present = time.time()
+        marks = [info for info in self._listed(self._of(name)) if info.base_name.startswith("used-")]
+        return any(present - (info.mtime_ns or 0) / 1e9 < BUSY_S for info in marks)
+
+    def _of(self, *parts: str) -> str:
+        return "/".join([self._path, *parts])
+
+    def _listed(self, path: str) -> list[pyarrow.fs.FileInfo]:
+        selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
+        try:
+            infos: list[pyarrow.fs.FileInfo] = self._fs.get_file_info(selector)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.root}: {first_line(error)}") from error
+        return [info for info in infos if not info.base_name.startswith(".")]
+
+    def _put(self, path: str, text: str) -> None:
+        """Write a small file so that readers see all of it or nothing."""
+        if self.local:
+            write_atomic(Path(path), text)
+        else:
+            with self._fs.open_output_stream(path) as stream:
+                stream.write(text.encode())
+
+
+class Writer:
+    """Writes one set, block after block of rows in order; nothing of it can be found before `commit`.
+
+    Use it as a context manager: left without `commit`, it takes away what it wrote. Two writers of one set do not
+    meet: each has files of its own, and the first to commit wins.
+
+    Args:
+        store, name: where to.
+        rows: in all.
+        like: a batch of any length: names, types and shapes of the columns.
+        dataset, arguments: for the manifest.
+
+    Raises:
+        StorageError: the storage cannot take it.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rows: int, like: Batch, *, dataset: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._store, self._name, self._rows = store, name, rows
+        self._dataset, self._arguments = dataset, dict(arguments)
+        attempt = uuid.uuid4().hex[:6]
+        self._columns = {
+            column: (f"{attempt}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
+            for index, (column, tensor) in enumerate(like.items())
+        }
+        self._streams: dict[str, Any] = {}
+        self._size_bytes = 0
+        with self._storage_errors():
+            store._fs.create_dir(store._of(name), recursive=True)
+            for column, tensor in like.items():
+                stream = store._fs.open_output_stream(store._of(name, self._columns[column][0]))
+                self._streams[column] = stream
+                self._write(column, _header(rows, as_numpy(tensor)))
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def write(self, block: Mapping[str, Any]) -> None:
+        """Append rows.
+
+        Args:
+            block: the bytes of some rows by column, in C order.
+
+        Raises:
+            StorageError: the storage cannot take them.
+        """
+        with self._storage_errors():
+            for column, data in block.items():
+                self._write(column, data)
+
+    def commit(self, created: str) -> Manifest:
+        """Make the set findable; if another writer was faster, take theirs.
+
+        Raises:
+            StorageError: the storage cannot take it.
+        """
+        store = self._store
+        manifest = Manifest(
+            self._name, self._rows, self._size_bytes, self._columns, self._dataset, self._arguments, created
+        )
+        with self._storage_errors():
+            for stream in self._streams.values():
+                stream.close()
+            present = store.find(self._name)
+            if present is None:
+                store._put(store._of(self._name, MANIFEST), manifest.text())
+                self._streams = {}
+        return present or manifest
+
+    def __exit__(self, *_: object) -> None:
+        for column, stream in self._streams.items():  # none after a commit
+            with contextlib.suppress(OSError):
+                stream.close()
+            with contextlib.suppress(OSError):
+                self._store._fs.delete_file(self._store._of(self._name, self._columns[column][0]))
+        with contextlib.suppress(OSError):
+            if not self._store._listed(self._store._of(self._name)):
+                self._store._fs.delete_dir(self._store._of(self._name))
+
+    def _write(self, column: str, data: Any) -> None:
+        self._streams[column].write(data)
+        self._size_bytes += memoryview(data).nbytes
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"cannot write a prepared set to {self._store.root}: {first_line(error)}") from error
+
+
+class ColumnReader:
+    """Reads rows of a prepared set.
+
+    Args:
+        columns: from `Store.columns`.
+        device: where batches go.
+    """
+
+    def __init__(self, columns: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._columns, self._device = dict(columns), device
+        self._row_bytes = sum(column[0].numel() * column.element_size() for column in columns.values())
+
+    def batches(self, rows: torch.Tensor, sizes: Sequence[int]) -> Iterator[Batch]:
+        """One batch after the other, on the device.
+
+        Batches of one chunk share its memory without overlapping; it is freed with the last of them.
+
+        Args:
+            rows: to read, (n,).
+            sizes: rows in each batch; n in all.
+        """
+        names = list(self._columns)
+        per_chunk = max(1, CHUNK_BYTES // max(1, self._row_bytes * max(sizes, default=1)))
+        start = 0
+        for first in range(0, len(sizes), per_chunk):
+            group = list(sizes[first : first + per_chunk])
+            chosen = rows[start : start + sum(group)]
+            start += len(chosen)
+            chunks = [torch.split(self._gathered(column, chosen), group) for column in self._columns.values()]
+            for batch in zip(*chunks, strict=True):
+                yield dict(zip(names, batch, strict=True))
+
+    def _gathered(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return column.index_select(0, rows)
+        pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
+        torch.index_select(column, 0, rows, out=pinned)
+        return pinned.to(self._device, non_blocking=True)
+
+
+def dtype_name(column: torch.Tensor) -> str:
+    """`float32` of a tensor of torch.float32."""
+    return str(column.dtype).removeprefix("torch.")
+
+
+def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """A tensor as it is stored: C order, and types that NumPy lacks as whole numbers of the same size."""
+    column = column.detach().cpu().contiguous()
+    try:
+        return column.numpy()
+    except TypeError:
+        return column.view(_STAND_INS[column.element_size()]).numpy()
+
+
+def _header(rows: int, like: "np.ndarray[Any, Any]") -> bytes:
+    """Of a `.npy` file with so many rows."""
+    header = io.BytesIO()
+    described = {
+        "descr": np.lib.format.dtype_to_descr(like.dtype),
+        "fortran_order": False,
+        "shape": (rows, *like.shape[1:]),
+    }
+    np.lib.format.write_array_header_1_0(header, described)
+    return header.getvalue()

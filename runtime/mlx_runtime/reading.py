@@ -1,0 +1,274 @@
+"""Samples of a torch dataset → batches, in the worker that trains or in processes beside it."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from mlx_runtime.errors import DatasetError
+from mlx_runtime.parallel import random_state, seed_everything, seeded, set_random_state
+from mlx_runtime.sampling import Plan, mixed
+
+Batch = dict[str, torch.Tensor]
+
+
+class Rows(list[int]):
+    """The row numbers of one batch, and the seed of the pass that they belong to."""
+
+    seed = 0
+
+    def seed_reader(self) -> None:
+        """Seed a process that reads nothing else: random samples are then the same whichever process reads them."""
+        seed_everything(mixed(self.seed, self[0]))
+
+
+class Samples(Dataset[Any]):
+    """A dataset that reads one batch of samples at a time, and names itself and the sample when one raises.
+
+    Args:
+        dataset: map-style.
+        name: in `Datasets`, like `train`.
+    """
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset, self.name = dataset, name
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        if isinstance(rows, Rows) and get_worker_info() is not None:
+            rows.seed_reader()
+        samples: list[Any] = []
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                return self.dataset.__getitems__(rows)  # type: ignore[no-any-return]
+            for row in rows:
+                samples.append(self.dataset[row])
+        except Exception as error:
+            note(error, f"while reading sample {rows[len(samples)]} of datasets.{self.name}")
+            raise
+        return samples
+
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])[0]
+
+
+class Stacked:
+    """`ray_map_batches` as a collate function, its result checked.
+
+    Args:
+        dataset: that has it.
+        name: in `Datasets`.
+    """
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.stack, self.name = dataset.ray_map_batches, name
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """{name: tensor (len(samples), ...)}.
+
+        Raises:
+            DatasetError: `ray_map_batches` gave anything else.
+        """
+        try:
+            batch = self.stack({"item": samples})
+        except Exception as error:
+            note(error, f"in ray_map_batches, while stacking {len(samples)} samples of datasets.{self.name}")
+            raise
+        return tensors(batch, len(samples), f"datasets.{self.name}: ray_map_batches gave")
+
+
+def tensors(batch: Any, rows: int, where: str) -> Batch:
+    """A batch as `{name: tensor (rows, ...)}`.
+
+    Raises:
+        DatasetError: it is something else; the message begins with `where`.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise DatasetError(f"{where} {type(batch).__name__}; it must give {{name: tensor}}")
+    made = {}
+    for key, value in batch.items():
+        try:
+            made[key] = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DatasetError(f"{where} {key!r}, which is no tensor: {error}") from error
+        if made[key].shape[:1] != (rows,):
+            raise DatasetError(
+                f"{where} {key!r} of shape {tuple(made[key].shape)} for {rows} samples; "
+                "its first dimension must be their number"
+            )
+    return made
+
+
+class MapReader:
+    """Reads the rows of a map-style dataset through a `DataLoader`.
+
+    Args:
+        dataset, name: the dataset and its name in `Datasets`.
+        processes: that read; none reads in this one.
+        prefetch_batches: that each of them reads ahead.
+        pin_memory: put batches where a GPU fetches them from without waiting.
+    """
+
+    def __init__(self, dataset: Any, name: str, *, processes: int, prefetch_batches: int, pin_memory: bool) -> None:
+        self._sampler = _Sampler()
+        options: dict[str, Any] = {}
+        if processes:
+            ahead = max(1, prefetch_batches)
+            options = {"num_workers": processes, "prefetch_factor": ahead, "persistent_workers": True}
+        self._loader = DataLoader(
+            Samples(dataset, name),
+            batch_sampler=self._sampler,
+            collate_fn=Stacked(dataset, name),
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # else each pass would take a random number from training
+            **options,
+        )
+
+    def batches(self, rows: torch.Tensor, sizes: Sequence[int], seed: int) -> Iterator[Batch]:
+        """One batch after the other.
+
+        Args:
+            rows: to read, (n,).
+            sizes: rows in each batch; n in all.
+            seed: of random samples, where reading processes make them; another one for every batch follows from it.
+        """
+        self._sampler.next_pass = (rows, sizes, seed)
+        return iter(self._loader)
+
+
+class _Sampler:
+    """The batch sampler of a `DataLoader` that is told before each pass what to read."""
+
+    next_pass: tuple[torch.Tensor, Sequence[int], int] = (torch.empty(0), (), 0)
+
+    def __iter__(self) -> Iterator[Rows]:
+        return row_batches(*self.next_pass)
+
+
+def row_batches(rows: torch.Tensor, sizes: Sequence[int], seed: int) -> Iterator[Rows]:
+    """The row numbers of one batch after the other, with the seed of the pass."""
+    start = 0
+    for size in sizes:
+        batch = Rows(rows[start : start + size].tolist())
+        batch.seed = seed
+        start += size
+        yield batch
+
+
+class StreamReader:
+    """Reads an `IterableDataset`: every worker runs through all of it, and stacks the samples that are its own.
+
+    Args:
+        dataset, name: the dataset and its name in `Datasets`.
+        processes: any number but 0 means one: it reads beside this one.
+        prefetch_batches, pin_memory: as for `MapReader`.
+    """
+
+    def __init__(self, dataset: Any, name: str, *, processes: int, prefetch_batches: int, pin_memory: bool) -> None:
+        self._dataset, self._name, self._pin_memory = dataset, name, pin_memory
+        self._options: dict[str, Any] = {}
+        if processes:
+            self._options = {"num_workers": 1, "prefetch_factor": max(1, prefetch_batches)}
+
+    def batches(self, plan: Plan, rank: int, skip: int, epoch: int, seed: int) -> Iterator[Batch]:
+        """One batch after the other.
+
+        Args:
+            plan: who reads what.
+            rank: of this worker.
+            skip: steps of the plan that were taken already.
+            epoch: told to the dataset's `set_epoch`, if it has one.
+            seed: that the dataset runs under; the same on all workers, so that they see the same stream.
+        """
+        own = _OwnSamples(self._dataset, self._name, plan, rank, skip, epoch, seed)
+        stacked = Stacked(self._dataset, self._name)
+        options = self._options | {"pin_memory": self._pin_memory, "generator": torch.Generator()}
+        return iter(DataLoader(own, batch_size=None, collate_fn=stacked, **options))
+
+
+class _OwnSamples(IterableDataset[list[Any]]):
+    """The samples that one worker reads of a stream, as one list per batch."""
+
+    def __init__(self, dataset: Any, name: str, plan: Plan, rank: int, skip: int, epoch: int, seed: int) -> None:
+        self.dataset, self.name = dataset, name
+        self.plan, self.rank, self.skip = plan, rank, skip
+        self.epoch, self.seed = epoch, seed
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        sizes = self.plan.sizes(self.rank)
+        waiting: list[Any] = []
+        batches = iter(sizes)
+        size, number = next(batches, 0), 0
+        for sample in self._own():
+            waiting.append(sample)
+            if len(waiting) == size:
+                if number >= self.skip:
+                    yield waiting
+                waiting, size, number = [], next(batches, 0), number + 1
+
+    def _own(self) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        randomness = _Randomness(self.seed)
+        with randomness.used():
+            samples = iter(self.dataset)
+        place = 0
+        for rank, count in self.plan.deal():
+            with randomness.used():
+                found = self._next(samples, place, count)
+            place += len(found)
+            if len(found) < count:
+                raise DatasetError(
+                    f"datasets.{self.name}: {type(self.dataset).__name__} ended after {place} samples, "
+                    f"and its __len__ says {self.plan.rows}"
+                )
+            if rank == self.rank:
+                yield from found
+
+    def _next(self, samples: Iterator[Any], place: int, count: int) -> list[Any]:
+        found: list[Any] = []
+        try:
+            found.extend(islice(samples, count))
+        except Exception as error:
+            note(error, f"while reading samples {place} to {place + count - 1} of datasets.{self.name}")
+            raise
+        return found
+
+
+class _Randomness:
+    """Random state of its own: what runs inside `used()` neither sees nor changes that of the training loop."""
+
+    def __init__(self, seed: int) -> None:
+        with seeded(seed):
+            self._state = random_state()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        before = random_state()
+        set_random_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = random_state()
+            set_random_state(before)
+
+
+def note(error: BaseException, text: str) -> None:
+    """What `error.add_note(text)` does, which Python 3.10 lacks."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def rows_of(dataset: Any, name: str) -> int:
+    """How many rows a dataset has.
+
+    Raises:
+        DatasetError: it does not say.
+    """
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise DatasetError(
+            f"datasets.{name}: {type(dataset).__name__} does not say how many rows one pass has; give it __len__"
+        ) from error

@@ -1,0 +1,70 @@
+"""The code that decides what a class does, so that a change of it can be noticed."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def code_of(cls: type, project: Path) -> list[str]:
+    """The definitions that a class is made of, without comments and formatting: its own, and all that it refers to.
+
+    Args:
+        cls: of an imported module.
+        project: folder whose modules are followed; libraries are not.
+    """
+    found: dict[tuple[str, str], str] = {}
+    todo = [(cls.__module__, cls.__name__)]
+    while todo:
+        module, name = todo.pop()
+        if (module, name) in found:
+            continue
+        definitions = _definitions(module, project)
+        nodes = definitions.get(name, []) if name else [node for nodes in definitions.values() for node in nodes]
+        found[module, name] = "\n".join(ast.dump(node) for node in nodes)
+        for node in nodes:
+            todo += _references(node, module)
+    return [f"{module}.{name}: {text}" for (module, name), text in sorted(found.items()) if text]
+
+
+def _definitions(module: str, project: Path) -> dict[str, list[ast.stmt]]:
+    """The statements of a module that give a meaning to each of its names; none for a module of a library."""
+    loaded = sys.modules.get(module)
+    file = Path(getattr(loaded, "__file__", None) or "/")
+    in_project = file.suffix == ".py" and file.is_relative_to(project) and "site-packages" not in file.parts
+    if not in_project:
+        return {}
+    definitions: dict[str, list[ast.stmt]] = {}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            definitions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                definitions.setdefault((alias.asname or alias.name).partition(".")[0], []).append(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                for item in ast.walk(target):
+                    if isinstance(item, ast.Name):
+                        definitions.setdefault(item.id, []).append(node)
+    return definitions
+
+
+def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
+    """What a statement refers to: (module, name), an empty name for all of a module."""
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name):
+            yield module, item.id
+        elif isinstance(item, ast.Import):
+            yield from ((alias.name, "") for alias in item.names)
+        elif isinstance(item, ast.ImportFrom):
+            package = sys.modules[module].__package__ or ""
+            source = (
+                importlib.util.resolve_name("." * item.level + (item.module or ""), package)
+                if item.level
+                else (item.module or "")
+            )
+            for alias in item.names:
+                yield (
+                    (f"{source}.{alias.name}", "") if f"{source}.{alias.name}" in sys.modules else (source, alias.name)
+                )
