@@ -9,7 +9,7 @@ ARGS ?=
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has settings of its own
 
-.PHONY: help demo test check format bake docs clean
+.PHONY: help demo test check format bench bake docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -29,6 +29,9 @@ check: $(VENV)/.dev ## lint, formatting and types
 format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; ten minutes
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..
 	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }
@@ -52,6 +55,10 @@ $(VENV)/.complete: runtime/pyproject.toml
 	@echo "installing into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install -q --disable-pip-version-check -e runtime
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.complete benchmarks/requirements.txt
+	@$(BIN)/pip install -q --disable-pip-version-check -r benchmarks/requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.complete

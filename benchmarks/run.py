@@ -22,6 +22,7 @@ CONTENDERS = {
     "torchrun-2": "the same, `num_workers=2`",
     "accelerate": "HF Accelerate",
     "lightning": "Lightning, `barebones`",
+    "loader": "the loader of mlx under torchrun, without Ray",
     "mlx": "**mlx**",
     "mlx-prepared": "**mlx, prepared**",
 }

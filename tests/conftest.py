@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +67,24 @@ def experiment(baked: Path, tmp_path: Path) -> Callable[[str], Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A bucket on an S3 server of this machine, as a URI to put a path into: `s3.format("prepared")`."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    os.environ.update(keys)
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket="bucket")
+    yield f"s3://bucket/{{}}?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
+    for key in keys:
+        del os.environ[key]
+    server.stop()
 
 
 def edit(file: Path, old: str, new: str) -> None:

@@ -3,13 +3,14 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from src.workload import Mlp, cases, make_dataset, timed_pass, train_step, write
+from src.workload import Mlp, cases, make_dataset, measured, over_all_workers, train_step, write
 
 
 def plain(num_workers: int) -> dict[str, float]:
@@ -23,9 +24,12 @@ def plain(num_workers: int) -> dict[str, float]:
             dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0
         )
         step = _trained_by(data) if model == "mlp" else lambda batch: None
-        for epoch in range(2):
+
+        def batches(epoch, sampler=sampler, loader=loader):
             sampler.set_epoch(epoch)
-            rates[f"{data} {model} {batch_size}"] = timed_pass(loader, step)
+            return loader
+
+        rates[f"{data} {model} {batch_size}"] = measured(batches, step)
     return rates
 
 
@@ -33,6 +37,25 @@ def _trained_by(data: str):
     network = DistributedDataParallel(Mlp(data))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     return lambda batch: train_step(network, optimizer, *batch)
+
+
+def loader_of_mlx() -> dict[str, float]:
+    """The loader of mlx alone: no Ray, everything else as in `plain`."""
+    from mlx_runtime.datasets import DatasetShard
+    from mlx_runtime.parallel import Worker
+
+    dist.init_process_group("gloo")
+    worker = Worker(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    rates = {}
+    for data, model, batch_size in cases():
+        shard = DatasetShard("train", SimpleNamespace(train=make_dataset(data)), worker, seed=0)
+        loader = shard.iter_torch_batches(batch_size=batch_size)
+        step = lambda batch: None
+        if model == "mlp":
+            trained = _trained_by(data)
+            step = lambda batch, trained=trained: trained((batch["input"], batch["label"]))
+        rates[f"{data} {model} {batch_size}"] = measured(lambda number, loader=loader: loader, step)
+    return rates
 
 
 def accelerate() -> dict[str, float]:
@@ -52,8 +75,7 @@ def accelerate() -> dict[str, float]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        timed_pass(loader, step)
-        rates[f"{data} {model} {batch_size}"] = timed_pass(loader, step)
+        rates[f"{data} {model} {batch_size}"] = measured(lambda number, loader=loader: loader, step)
     return rates
 
 
@@ -69,7 +91,7 @@ def lightning() -> dict[str, float]:
         def __init__(self, data: str) -> None:
             super().__init__()
             self.network = Mlp(data)
-            self.seconds, self.rows = 0.0, 0
+            self.seconds, self.started, self.rows = 0.0, 0.0, 0
 
         def training_step(self, batch, index):
             self.rows += len(batch[1])
@@ -79,8 +101,9 @@ def lightning() -> dict[str, float]:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
         def on_train_epoch_start(self):
-            dist.barrier()
-            self.rows, self.started = 0, time.perf_counter()
+            if self.current_epoch == 1:  # the first warmed up
+                dist.barrier()
+                self.rows, self.started = 0, time.perf_counter()
 
         def on_train_epoch_end(self):
             self.seconds = time.perf_counter() - self.started
@@ -90,12 +113,11 @@ def lightning() -> dict[str, float]:
         if model == "none":
             continue
         module = Module(data)
-        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, barebones=True)
+        epochs = 1 + max(1, batch_size // 128)
+        trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=epochs, barebones=True)
         trainer.fit(module, DataLoader(make_dataset(data), batch_size, shuffle=True))
-        both, total = torch.tensor([module.seconds]), torch.tensor([module.rows])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        dist.all_reduce(total)
-        rates[f"{data} {model} {batch_size}"] = float(total / both)
+        seconds, rows = over_all_workers(module.seconds, module.rows)
+        rates[f"{data} {model} {batch_size}"] = rows / seconds
     return rates
 
 
@@ -103,6 +125,7 @@ if __name__ == "__main__":
     contenders = {
         "torchrun": lambda: plain(0),
         "torchrun-2": lambda: plain(2),
+        "loader": loader_of_mlx,
         "accelerate": accelerate,
         "lightning": lightning,
     }

@@ -155,7 +155,7 @@ def _implied(settings: Settings) -> list[str]:
 
 def _quoted(override: str) -> str:
     """`cfg.loader=workers=2` with its value in quotes, without which Hydra's grammar has no place for a second `=`."""
-    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([\w./:-]+=[\w./:=-]*)", override)
+    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
     return f"{match[1]}='{match[2]}'" if match else override
 
 

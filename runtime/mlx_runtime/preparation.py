@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,9 @@ def _full_name(candidate: _Candidate, dataset: Any) -> str:
     content: list[Any]
     if candidate.streamed:
         stream = stream_of(dataset, candidate.name)
-        content = [rows_of_stream(dataset, stream), stream.schema(), *sorted(stream.input_files())]
+        content = [rows_of_stream(dataset, stream), stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
+        for row in stream.take(8):
+            content += [numpy.asarray(row[key]).tobytes() for key in sorted(row)]
     else:
         rows = rows_of(dataset, candidate.name)
         if rows == 0:
@@ -203,6 +206,12 @@ def _unlike(candidate: _Candidate, schema: "Schema", rows: str, other: "Schema")
         f"datasets.{candidate.name} cannot be prepared: row 0 is {_shown(schema)}, row {rows} is {_shown(other)}. "
         f"Make them alike in ray_map_batches, or set prepare = False in {candidate.cls.__name__}"
     )
+
+
+def _file_facts(path: str) -> str:
+    """A file's name, and when it was written and how large it is, if it is on this machine or on a shared folder."""
+    facts = Path(path).stat() if Path(path).is_file() else None
+    return f"{path} {facts.st_size} {facts.st_mtime_ns}" if facts else path
 
 
 def _few(rows: int, count: int = 8) -> list[int]:
@@ -317,24 +326,45 @@ def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
         num_cpus=1,
         runtime_env={"env_vars": {"MLX_PREPARES": work.candidate.prefix}},  # processes that train do not inherit it
     )
-    for reference, _ in blocks_of(mapped, work.candidate.name):
+    for reference, start, stop in blocks_of(mapped, work.candidate.name):
         table = ray.get(reference)
-        for row in range(table.num_rows):
+        for row in range(start, stop):
             yield {key: table.column(key)[row].as_buffer() for key in work.schema}
 
 
 def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
     """Map rows in a process of Ray Data, which makes the dataset itself, once."""
-    if work.candidate.prefix not in _readers:
-        torch.set_num_threads(1)
-        dataset = work.candidate.make()
-        _readers[work.candidate.prefix] = Samples(dataset, work.candidate.name), Stacked(dataset, work.candidate.name)
-    made = work.mapped(*_readers[work.candidate.prefix], int(batch["start"][0]))
+    made = work.mapped(*_mapping.readers_of(work.candidate), int(batch["start"][0]))
     return {key: [as_numpy(made[key]).tobytes()] for key in work.schema}
 
 
-_readers: dict[str, tuple[Samples, Stacked]] = {}
-"""Of the dataset that this process maps."""
+class _Mapping:
+    """The dataset that this process maps, forgotten when no more work comes: Ray keeps idle processes for a while.
+
+    The environment of the tasks names the dataset, so a process never gets to see a second one.
+    """
+
+    _readers: tuple[Samples, Stacked] | None = None
+    _timer: threading.Timer | None = None
+
+    def readers_of(self, candidate: _Candidate, idle_s: float = 20) -> tuple[Samples, Stacked]:
+        readers = self._readers
+        if readers is None:
+            torch.set_num_threads(1)
+            dataset = candidate.make()
+            readers = self._readers = Samples(dataset, candidate.name), Stacked(dataset, candidate.name)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(idle_s, self._forget)
+        self._timer.daemon = True
+        self._timer.start()
+        return readers
+
+    def _forget(self) -> None:
+        self._readers = None
+
+
+_mapping = _Mapping()
 
 
 def _write_stream(
@@ -347,10 +377,10 @@ def _write_stream(
     writer, schema, done = None, {}, 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster())
-        for reference, count in blocks_of(stream, candidate.name):
-            if count == 0:
+        for reference, start, stop in blocks_of(stream, candidate.name):
+            if start == stop:
                 continue
-            block = columns_of(ray.get(reference), 0, count, candidate.name)
+            block = columns_of(ray.get(reference), start, stop, candidate.name)
             if writer is None:
                 writer, schema = stack.enter_context(Writer(store, name, rows, block, **about)), _schema(block)
             if _schema(block) != schema:
@@ -358,7 +388,7 @@ def _write_stream(
                     f"datasets.{candidate.name} cannot be prepared: rows are {_shown(schema)}, "
                     f"but later ones are {_shown(_schema(block))}. Make them alike in to_ray()"
                 )
-            done += count
+            done += stop - start
             if done > rows:
                 break
             writer.write({key: pyarrow.py_buffer(as_numpy(column)) for key, column in block.items()})

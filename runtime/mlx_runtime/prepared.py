@@ -241,7 +241,10 @@ class Store:
                     warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
                     columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
         except (OSError, ValueError) as error:
-            raise StorageError(f"the prepared set {manifest.name} in {self.root} cannot be read: {error}") from error
+            raise StorageError(
+                f"the prepared set {manifest.name} in {self.root} cannot be read: {error}. "
+                "Is it visible from every node? --no-prepared reads samples instead"
+            ) from error
         return columns
 
     def _copied(self, manifest: Manifest, cache: Path, max_bytes: float) -> Path:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -39,16 +40,16 @@ class Samples(Dataset[Any]):
     def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         if isinstance(rows, Rows) and get_worker_info() is not None:
             rows.seed_reader()
-        samples: list[Any] = []
+        coming = iter(rows)
         try:
             if hasattr(self.dataset, "__getitems__"):
                 return self.dataset.__getitems__(rows)  # type: ignore[no-any-return]
-            for row in rows:
-                samples.append(self.dataset[row])
+            return list(map(self.dataset.__getitem__, coming))  # the fastest loop that Python has
         except Exception as error:
-            note(error, f"while reading sample {rows[len(samples)]} of datasets.{self.name}")
+            count = len(rows) - length_hint(coming)
+            which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
+            note(error, f"while reading {which} of datasets.{self.name}")
             raise
-        return samples
 
     def __getitem__(self, row: int) -> Any:
         return self.__getitems__([row])[0]
@@ -102,7 +103,7 @@ def tensors(batch: Any, rows: int, where: str) -> Batch:
 
 
 class MapReader:
-    """Reads the rows of a map-style dataset through a `DataLoader`.
+    """Reads the rows of a map-style dataset, in processes beside this one through a `DataLoader`.
 
     Args:
         dataset, name: the dataset and its name in `Datasets`.
@@ -112,19 +113,20 @@ class MapReader:
     """
 
     def __init__(self, dataset: Any, name: str, *, processes: int, prefetch_batches: int, pin_memory: bool) -> None:
+        self._samples, self._stacked, self._pin_memory = Samples(dataset, name), Stacked(dataset, name), pin_memory
         self._sampler = _Sampler()
-        options: dict[str, Any] = {}
+        self._loader: DataLoader[Any] | None = None
         if processes:
-            ahead = max(1, prefetch_batches)
-            options = {"num_workers": processes, "prefetch_factor": ahead, "persistent_workers": True}
-        self._loader = DataLoader(
-            Samples(dataset, name),
-            batch_sampler=self._sampler,
-            collate_fn=Stacked(dataset, name),
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else each pass would take a random number from training
-            **options,
-        )
+            self._loader = DataLoader(
+                self._samples,
+                batch_sampler=self._sampler,
+                collate_fn=self._stacked,
+                num_workers=processes,
+                prefetch_factor=max(1, prefetch_batches),
+                persistent_workers=True,
+                pin_memory=pin_memory,
+                generator=torch.Generator(),  # else each pass would take a random number from training
+            )
 
     def batches(self, rows: torch.Tensor, sizes: Sequence[int], seed: int) -> Iterator[Batch]:
         """One batch after the other.
@@ -134,8 +136,16 @@ class MapReader:
             sizes: rows in each batch; n in all.
             seed: of random samples, where reading processes make them; another one for every batch follows from it.
         """
+        if self._loader is None:
+            return self._here(rows, sizes, seed)
         self._sampler.next_pass = (rows, sizes, seed)
         return iter(self._loader)
+
+    def _here(self, rows: torch.Tensor, sizes: Sequence[int], seed: int) -> Iterator[Batch]:
+        """In this process, without a `DataLoader`: of small batches its own work is a fifth."""
+        for batch in row_batches(rows, sizes, seed):
+            made = self._stacked(self._samples.__getitems__(batch))
+            yield {key: tensor.pin_memory() for key, tensor in made.items()} if self._pin_memory else made
 
 
 class _Sampler:

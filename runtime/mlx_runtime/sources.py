@@ -58,13 +58,12 @@ def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
         elif isinstance(item, ast.Import):
             yield from ((alias.name, "") for alias in item.names)
         elif isinstance(item, ast.ImportFrom):
-            package = sys.modules[module].__package__ or ""
-            source = (
-                importlib.util.resolve_name("." * item.level + (item.module or ""), package)
-                if item.level
-                else (item.module or "")
-            )
+            source = "." * item.level + (item.module or "")
+            if item.level:
+                source = importlib.util.resolve_name(source, sys.modules[module].__package__ or "")
             for alias in item.names:
-                yield (
-                    (f"{source}.{alias.name}", "") if f"{source}.{alias.name}" in sys.modules else (source, alias.name)
-                )
+                submodule = f"{source}.{alias.name}"
+                if submodule in sys.modules:
+                    yield submodule, ""
+                else:
+                    yield source, "" if alias.name == "*" else alias.name

@@ -75,17 +75,17 @@ def rows_of_stream(dataset: Any, stream: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
 
 
-def blocks_of(stream: Any, name: str) -> Iterator[tuple[Any, int]]:
-    """References to the blocks of a stream in order, and how many rows each has.
+def blocks_of(stream: Any, name: str) -> Iterator[tuple[Any, int, int]]:
+    """References to the blocks of a stream in order, each with its first row and the row after its last.
 
     Raises:
         MlxError: reading or mapping failed.
     """
     try:
         for bundle in stream.iter_internal_ref_bundles():
-            assert not any(bundle.slices or ()), "a part of a block"
-            for reference, metadata in zip(bundle.block_refs, bundle.metadata, strict=True):
-                yield reference, metadata.num_rows
+            slices = bundle.slices or [None] * len(bundle.block_refs)
+            for reference, metadata, part in zip(bundle.block_refs, bundle.metadata, slices, strict=True):
+                yield reference, *((part.start_offset, part.end_offset) if part else (0, metadata.num_rows))
     except Exception as error:  # of Ray, or what user code raised
         raise told(error, f"datasets.{name} cannot be read") from error
 
@@ -187,7 +187,7 @@ class _Pass:
         left: ranks that will not come back.
     """
 
-    def __init__(self, blocks: Iterator[tuple[Any, int]], plan: Plan, name: str) -> None:
+    def __init__(self, blocks: Iterator[tuple[Any, int, int]], plan: Plan, name: str) -> None:
         self.left: set[int] = set()
         self._blocks, self._plan, self._name = blocks, plan, name
         self._turns = plan.deal()
@@ -227,7 +227,7 @@ class _Pass:
                         f"datasets.{self._name}: to_ray() gave {self._place} rows, "
                         f"and is said to have {self._plan.rows}"
                     )
-                self._block = (found[0], 0, found[1])
+                self._block = found
                 continue
             taken = min(count, stop - start)
             share.append((reference, start, start + taken))

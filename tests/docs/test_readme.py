@@ -18,8 +18,8 @@ COMMANDS = [
     for line in block.splitlines()
 ]
 
-THIS_SUITE = {"make test"}
-"""The command that runs this test; running it here would never end."""
+NOT_HERE = {"make test", "make bench"}
+"""What is not run here: the command that runs this test would never end, and the other takes too long."""
 
 
 def outline(text: str) -> list[str]:
@@ -52,11 +52,12 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(tmp_path: Path) -
     printed = {}
     folder = tmp_path
     for command in COMMANDS:
-        if command in THIS_SUITE:
+        if command in NOT_HERE:
             continue
         typed = command.replace("<this repository>", str(origin))
-        where = folder / "demo" / "digits" if command.startswith("make run") else folder
-        options = "PYTHON=../../.venv/bin/python" if command.startswith("make run") else ""
+        inside = command.startswith(("make run", "make prepare"))  # of the experiment that the demo made
+        where = folder / "demo" / "digits" if inside else folder
+        options = "PYTHON=../../.venv/bin/python" if inside else ""
         done = subprocess.run(
             ["bash", "-c", f"{typed} {options}"],
             cwd=where,

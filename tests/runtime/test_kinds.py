@@ -226,6 +226,21 @@ def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, envir
         assert files == {file for file, _, _ in item.manifest.columns.values()}
 
 
+def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_them(
+    mlx: Mlx, experiment: Make, s3: str, tmp_path: Path
+) -> None:
+    folder = experiment("kinds")
+    options = (f"cfg.prepared_path={s3.format('run')}", "cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1")
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    settings["MLX_CACHE"] = str(tmp_path / "cache")
+    done = mlx(folder, "train", "run", "--prepare-batches", *options, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "prepared  train, table, val: read from s3://bucket/run" in done.stdout
+    check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)
+    assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "prepared").glob("Rows-*")] == ["Rows"]
+    assert not (folder / "runs" / ".prepared").exists()
+
+
 def test_prepared_sets_are_removed_by_hand(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("kinds")
     options = ("cfg.start_workers=0", "cfg.only=train", "cfg.num_epochs=1")

@@ -8,13 +8,10 @@ Rows-1/
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.prepared import ColumnReader, Manifest, Store, Writer, as_numpy
@@ -35,21 +32,6 @@ EVERY_TYPE = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[str]:
-    """A bucket on an S3 server of this machine, as a URI to put a path into: `s3.format("prepared")`."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    os.environ.update(keys)
-    boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket="bucket")
-    yield f"s3://bucket/{{}}?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
-    for key in keys:
-        del os.environ[key]
-    server.stop()
 
 
 @pytest.fixture(params=["folder", "s3"])

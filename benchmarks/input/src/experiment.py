@@ -8,7 +8,7 @@ from ray.train.torch import prepare_model
 
 import mlx_runtime
 from mlx_runtime import BaseModule
-from src.workload import Images, Mlp, Tensors, cases, timed_pass, train_step, write
+from src.workload import Images, Mlp, Tensors, cases, measured, train_step, write
 
 
 @dataclass
@@ -32,8 +32,7 @@ class Experiment(BaseModule):
         for data, model, batch_size in cases():
             loader = getattr(dataset_shards, data).iter_torch_batches(batch_size=batch_size)
             step = self.trained_by(data) if model == "mlp" else lambda batch: None
-            timed_pass(loader, step)  # the first pass warms up
-            rates[f"{data} {model} {batch_size}"] = timed_pass(loader, step)
+            rates[f"{data} {model} {batch_size}"] = measured(lambda number, loader=loader: loader, step)
         write(self.cfg.out, rates)
 
     @staticmethod

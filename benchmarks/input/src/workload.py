@@ -1,6 +1,7 @@
 """What every contender reads and trains, and how it is timed."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -80,19 +81,36 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch
     optimizer.zero_grad()
 
 
-def timed_pass(batches: Iterable[Any], step: Callable[[Any], None]) -> float:
-    """Rows per second of all workers together in one pass, the slowest deciding."""
+def measured(batches: Callable[[int], Iterable[Any]], step: Callable[[Any], None]) -> float:
+    """Rows per second of all workers together, the slowest deciding, over as many passes as take a second or so.
+
+    Args:
+        batches: called with the number of the pass.
+        step: called with each batch.
+    """
+    seconds, _ = timed(batches, step, range(1))  # warms up, and tells how long a pass takes
+    passes = max(1, min(100, math.ceil(1 / seconds)))
+    seconds, rows = timed(batches, step, range(1, 1 + passes))
+    return rows / seconds
+
+
+def timed(batches: Callable[[int], Iterable[Any]], step: Callable[[Any], None], passes: range) -> tuple[float, int]:
     dist.barrier()
     started = time.perf_counter()
     rows = 0
-    for batch in batches:
-        rows += len(batch["label"] if isinstance(batch, dict) else batch[1])
-        step(batch)
-    both = torch.tensor([time.perf_counter() - started])
-    dist.all_reduce(both, dist.ReduceOp.MAX)
-    total = torch.tensor([rows])
+    for number in passes:
+        for batch in batches(number):
+            rows += len(batch["label"] if isinstance(batch, dict) else batch[1])
+            step(batch)
+    return over_all_workers(time.perf_counter() - started, rows)
+
+
+def over_all_workers(seconds: float, rows: int) -> tuple[float, int]:
+    """The seconds of the slowest, and everybody's rows."""
+    slowest, total = torch.tensor([seconds]), torch.tensor([rows])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    return float(total / both)
+    return float(slowest), int(total)
 
 
 def memory_mb() -> dict[str, float]:
