@@ -199,6 +199,12 @@ def test_an_override_that_is_none_is_told(conf: Path) -> None:
         load_config(Experiment, ["cfg.seed"], conf)
 
 
+@pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])
+def test_a_value_with_an_equals_sign_needs_no_quotes(conf: Path, value: str) -> None:
+    assert load_config(Experiment, [f"cfg.loader={value}"], conf).cfg.loader == value
+    assert load_config(Experiment, [f"cfg.loader='{value}'"], conf).cfg.loader == value
+
+
 def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
     conf.write_text(conf.read_text().replace("seed: 0", "seed: 0x10").replace("monitor: null", "monitor: 2024-01-01"))
     config = load_config(Experiment, ["optimizers.adam.lr=1e-4", "cfg.name=off"], conf)
