@@ -80,7 +80,7 @@ def start_ray(cfg: TrainConfig) -> Iterator[None]:
         # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
-        needed = cfg.start_workers * cfg.cpus_per_worker + 2
+        needed = cfg.start_workers * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
         cpus = max(os.cpu_count() or 1, needed)
         with _address_known_to_children():
             ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.utils.data import IterableDataset
@@ -25,7 +24,7 @@ from mlx_runtime.prepared import ColumnReader, PreparedSet, Store
 from mlx_runtime.reading import Batch, MapReader, StreamReader, row_batches, rows_of
 from mlx_runtime.sampling import Plan, epoch_order, mixed
 from mlx_runtime.settings import Settings
-from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReader
+from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReaders
 
 EVALUATION = ("val", "test", "eval", "dev", "predict")
 """What the names of sets begin with that are read in order and not trained on."""
@@ -78,10 +77,9 @@ class DatasetShard:
         seed: decides the order together with the epoch.
         reading: who reads samples.
         prefetch_batches: `cfg.prefetch_batches`.
-        node: of the dataset in conf.yaml, for processes elsewhere that make it themselves.
-        project: folder of the experiment.
         prepared: to read instead of the dataset.
-        dealer: of a stream of Ray Data.
+        dealt: reads a stream of Ray Data.
+        remote: reads samples on spare CPUs.
     """
 
     name: str
@@ -90,10 +88,9 @@ class DatasetShard:
     seed: int
     reading: Reading = Reading("worker")
     prefetch_batches: int = 2
-    node: Mapping[str, Any] | None = None
-    project: Path = Path()
     prepared: PreparedSet | None = None
-    dealer: Any = None
+    dealt: DealtReader | None = None
+    remote: RemoteReaders | None = None
 
     @property
     def dataset(self) -> Any:
@@ -159,7 +156,7 @@ class Loader:
         self._started = 0.0
         self._batch_size = batch_size
         self._plan: Plan | None = None
-        self._taken = 0
+        self._taken = self._skipped = 0
         self._resumed: Mapping[str, Any] | None = None
 
     @cached_property
@@ -187,8 +184,8 @@ class Loader:
         """
         if self.shard.prepared is not None:
             return self.shard.prepared.manifest.rows
-        if self.shard.dealer is not None:
-            return self._dealt.rows()
+        if self.shard.dealt is not None:
+            return self.shard.dealt.rows()
         return rows_of(self.shard.dataset, self.shard.name)
 
     @property
@@ -198,7 +195,13 @@ class Loader:
     @property
     def rows_read(self) -> int:
         """Rows that all workers have read in this pass, once its last batch is given."""
-        return self._plan.dealt if self._plan else 0
+        before = self._skipped * self.batch_size * self.shard.worker.world_size
+        return self._plan.dealt - before if self._plan else 0
+
+    @property
+    def given(self) -> int:
+        """Batches that this loader has given in this pass; those before an interruption do not count."""
+        return self._taken - self._skipped
 
     @property
     def advice(self) -> str | None:
@@ -207,7 +210,7 @@ class Loader:
         if shard.prepared is not None:
             return None
         ahead = "raise cfg.prefetch_batches"
-        if shard.dealer is not None:
+        if shard.dealt is not None:
             return "prepare it once with --prepare-batches"
         if isinstance(shard.dataset, IterableDataset):
             return "read it beside the worker with cfg.loader=workers=1" if not self._options["processes"] else ahead
@@ -221,7 +224,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         plan, skip, epoch = self._begin()
-        self._plan, self._taken, self.epoch = plan, skip, epoch + 1
+        self._plan, self._taken, self._skipped, self.epoch = plan, skip, skip, epoch + 1
         self.waited_s, self._started = 0.0, time.perf_counter()
         on_cuda = self.shard.worker.device.type == "cuda"
         asked = self._started
@@ -236,6 +239,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, also in the middle of a pass; plain values."""
+        if self._resumed is not None:
+            return dict(self._resumed)
         if self._plan is None or self._taken == self._plan.steps:
             return {"epoch": self.epoch, "steps": 0}
         plan = {name: getattr(self._plan, name) for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
@@ -264,10 +269,12 @@ class Loader:
             )
         fields = {name: state[name] for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
         before = Plan(**fields, read=tuple((start, stop) for start, stop in state["read"]))
+        shuffles_turns = self.shard.prepared is None and self.shard.dealt is not None and self.shard.shuffle
+        seed = mixed(self.shard.seed, self.epoch) if shuffles_turns else None
         same = (plan.world_size, plan.batch_size, plan.drop_last, plan.chunk)
         if (before.world_size, before.batch_size, before.drop_last, before.chunk) == same:
             return before, state["steps"], self.epoch
-        return Plan(plan.rows, *same, read=before.read_after(state["steps"])), 0, self.epoch
+        return Plan(plan.rows, *same, read=before.read_after(state["steps"], seed)), 0, self.epoch
 
     def _whole_pass(self) -> Plan:
         """How a pass is dealt.
@@ -276,9 +283,12 @@ class Loader:
             DatasetError: there are not enough rows for every worker, or for one batch of each.
         """
         shard, size = self.shard, self.batch_size
-        chunk = max(1, WINDOW_ROWS // size) if shard.dealer is not None else 1
+        chunk = max(1, WINDOW_ROWS // size) if shard.dealt is not None else 1
         drop_last = bool(shard.attribute("drop_last", False))
         plan = Plan(self.rows, shard.worker.world_size, size, drop_last, chunk)
+        if plan.rows == 0:
+            raise DatasetError(f"datasets.{shard.name} has no rows")
+        fewer = " or cfg.start_workers" if plan.world_size > 1 else ""
         if plan.rows < plan.world_size:
             raise DatasetError(
                 f"datasets.{shard.name} has {plan.rows} rows for {plan.world_size} workers; "
@@ -287,7 +297,7 @@ class Loader:
         if (shard.training or drop_last) and plan.rows < plan.world_size * (size - 1) + 1:
             raise DatasetError(
                 f"datasets.{shard.name} has batch_size {size}, and {plan.rows} rows for {plan.world_size} workers: "
-                f"no worker has so many. Lower datasets.{shard.name}.batch_size or cfg.start_workers"
+                f"no worker has so many. Lower datasets.{shard.name}.batch_size{fewer}"
             )
         return plan
 
@@ -295,8 +305,8 @@ class Loader:
         """What is left of a pass, from whatever reads it."""
         shard, rank = self.shard, self.shard.worker.rank
         seed = mixed(shard.seed, epoch)
-        if shard.prepared is None and shard.dealer is not None:
-            return self._dealt.batches(plan, rank, skip, seed=seed, shuffle=shard.shuffle)
+        if shard.prepared is None and shard.dealt is not None:
+            return shard.dealt.batches(plan, rank, skip, seed=seed, shuffle=shard.shuffle)
         if shard.prepared is None and isinstance(shard.dataset, IterableDataset):
             return self._stream.batches(plan, rank, skip, epoch, seed)
         order = epoch_order(plan.rows, shard.seed, epoch, shuffle=shard.shuffle)
@@ -304,8 +314,8 @@ class Loader:
         rows = order[plan.places(rank)[sum(sizes[:skip]) :]]
         if shard.prepared is not None:
             return self._columns.batches(rows, sizes[skip:])
-        if shard.reading.by == "ray":
-            return self._remote.batches(row_batches(rows, sizes[skip:], seed))
+        if shard.remote is not None:
+            return shard.remote.batches(shard.name, row_batches(rows, sizes[skip:], seed))
         return self._map.batches(rows, sizes[skip:], seed)
 
     @cached_property
@@ -317,23 +327,12 @@ class Loader:
         return ColumnReader(columns, self.shard.worker.device)
 
     @cached_property
-    def _dealt(self) -> DealtReader:
-        return DealtReader(self.shard.dealer, self.shard.name)
-
-    @cached_property
     def _stream(self) -> StreamReader:
         return StreamReader(self.shard.dataset, self.shard.name, **self._options)
 
     @cached_property
     def _map(self) -> MapReader:
         return MapReader(self.shard.dataset, self.shard.name, **self._options)
-
-    @cached_property
-    def _remote(self) -> RemoteReader:
-        shard = self.shard
-        assert shard.node is not None
-        ahead = {"processes": shard.reading.count, "prefetch_batches": shard.prefetch_batches}
-        return RemoteReader(shard.node, shard.name, shard.seed, shard.project, **ahead)
 
     @property
     def _options(self) -> dict[str, Any]:

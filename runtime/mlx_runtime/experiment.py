@@ -79,6 +79,7 @@ class Stage:
         name: of the dataset: `train`, `val`, …
         training: whether its steps count as global steps.
         step, steps: taken and in all.
+        given: steps taken since the pass began here; fewer than `step` when it was interrupted before.
         loader: that is read; None when the loop reads one of its own.
     """
 
@@ -87,6 +88,7 @@ class Stage:
     steps: int
     loader: Loader | None = None
     step: int = 0
+    given: int = 0
     started: float = field(default_factory=time.monotonic)
     last_event: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
@@ -288,14 +290,14 @@ class BaseModule:
         """A loader is about to give its batch `number` (from 1) of `steps`: keep the counts, and say so at times."""
         run = self._running()
         name = loader.shard.name
-        if number == 1:
+        if loader.given == 1:
             run.stages[name] = Stage(name, loader.shard.training, steps, loader)
             run.send_once("loader", name=name, training=loader.shard.training, **_size(loader))
         stage = run.stages[name]
-        stage.step = number
+        stage.step, stage.given = number, loader.given
         if run.stage is None or (stage is not run.stage and _takes_over(stage, run.stage, logged=run.logged)):
             run.stage = stage
-            if number == 1 and stage.training:
+            if loader.given == 1 and stage.training:
                 self._close_epoch()
                 run.epoch = loader.epoch - 1
         if stage is not run.stage:
@@ -305,7 +307,7 @@ class BaseModule:
         present = time.monotonic()
         if number == stage.steps or present - stage.last_event >= SECONDS_PER_EVENT:
             stage.last_event = present
-            rate = (number - 1) / max(present - stage.started, 1e-9)
+            rate = (stage.given - 1) / max(present - stage.started, 1e-9)
             fields = {"stage": name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
 
@@ -372,8 +374,8 @@ def _takes_over(stage: Stage, current: Stage, *, logged: bool) -> bool:
     if stage.name == current.name or (stage.training and not current.training):
         return True
     if current.step == current.steps:
-        return logged or stage.step == 1
-    return stage.step == 1 and (current.step > 1 or logged)  # side by side, both would be at their first batch
+        return logged or stage.given == 1
+    return stage.given == 1 and (current.given > 1 or logged)  # side by side, both would be at their first batch
 
 
 def _is_updated(metric: Metric | MetricCollection) -> bool:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime import registry
-from mlx_runtime.errors import DatasetError, first_line
-from mlx_runtime.prepared import Manifest, PreparedSet, Store, Writer, as_numpy, dtype_name
-from mlx_runtime.reading import Batch, Samples, Stacked, rows_of
+from mlx_runtime.errors import DatasetError, MlxError, first_line
+from mlx_runtime.prepared import Manifest, PreparedSet, Store, Writer
+from mlx_runtime.reading import Batch, Samples, Stacked, as_numpy, dtype_name, rows_of
 from mlx_runtime.signatures import object_at
 from mlx_runtime.sources import code_of
 from mlx_runtime.streaming import blocks_of, columns_of, keep_order, make_dataset, rows_of_stream, stream_of, told
@@ -78,6 +79,11 @@ class _Candidate:
     def make(self) -> Any:
         return make_dataset(self.node, self.name, self.seed, self.project)
 
+    def made(self, manifest: Manifest) -> bool:
+        """Whether a set is of this class with these arguments, by this or by earlier code."""
+        arguments = json.loads(json.dumps(self.arguments, default=str))
+        return (manifest.dataset, manifest.arguments) == (self.node["_target_"], arguments)
+
     @property
     def streamed(self) -> bool:
         return hasattr(self.cls, "to_ray")
@@ -99,7 +105,15 @@ def find(tree: Mapping[str, Any], root: str, *, seed: int, project: Path, tell: 
     names = store.names()
     found = {}
     for candidate in _candidates(tree, seed, project):
-        if candidate.refusal or not any(store.find(name) for name in names if name.startswith(candidate.prefix)):
+        manifests = [store.find(name) for name in names if name.startswith(f"{candidate.cls.__name__}-")]
+        of_these = [item for item in manifests if item and candidate.made(item)]
+        if candidate.refusal or not of_these:
+            continue
+        if not any(item.name.startswith(candidate.prefix) for item in of_these):
+            tell(
+                f"datasets.{candidate.name}: its prepared set is stale, the code has changed; reading samples. "
+                "Prepare again with --prepare-batches"
+            )
             continue
         try:
             dataset = candidate.make()
@@ -109,7 +123,7 @@ def find(tree: Mapping[str, Any], root: str, *, seed: int, project: Path, tell: 
             continue
         if manifest is None:
             tell(
-                f"datasets.{candidate.name}: its prepared set is stale, the rows have changed; reading them anew. "
+                f"datasets.{candidate.name}: its prepared set is stale, the data has changed; reading samples. "
                 "Prepare again with --prepare-batches"
             )
             continue
@@ -153,16 +167,17 @@ def make(
                 manifest = write(candidate, dataset, store, name, progress, cluster)
                 size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
                 tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
-        except Exception as error:  # of the user's code, or one of ours
+        except MlxError:
+            raise
+        except Exception as error:  # of the user's code
             raise told(error, f"datasets.{candidate.name} cannot be prepared") from error
         made[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
     return made
 
 
-def _candidates(tree: Mapping[str, Any], seed: int, project: Path) -> Iterator[_Candidate]:
-    for name, node in tree.get("datasets", {}).items():
-        if isinstance(node, dict) and "_target_" in node:
-            yield _Candidate(name, node, seed, project)
+def _candidates(tree: Mapping[str, Any], seed: int, project: Path) -> list[_Candidate]:
+    nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
+    return [_Candidate(name, node, seed, project) for name, node in nodes.items() if "_target_" in node]
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
@@ -173,7 +188,7 @@ def _full_name(candidate: _Candidate, dataset: Any) -> str:
     content: list[Any]
     if candidate.streamed:
         stream = stream_of(dataset, candidate.name)
-        content = [rows_of_stream(dataset, stream), stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
+        content = [stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
         for row in stream.take(8):
             content += [numpy.asarray(row[key]).tobytes() for key in sorted(row)]
     else:
@@ -181,7 +196,7 @@ def _full_name(candidate: _Candidate, dataset: Any) -> str:
         if rows == 0:
             raise DatasetError(f"datasets.{candidate.name} has no rows")
         sample = _sample(candidate, dataset, _few(rows))
-        content = [rows]
+        content = [rows, *_files_in(candidate.arguments)]
         for key, column in sample.items():
             content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
     return f"{candidate.prefix}-{_digest(content)}"
@@ -208,10 +223,27 @@ def _unlike(candidate: _Candidate, schema: "Schema", rows: str, other: "Schema")
     )
 
 
-def _file_facts(path: str) -> str:
-    """A file's name, and when it was written and how large it is, if it is on this machine or on a shared folder."""
-    facts = Path(path).stat() if Path(path).is_file() else None
-    return f"{path} {facts.st_size} {facts.st_mtime_ns}" if facts else path
+def _files_in(arguments: Any) -> list[str]:
+    """Facts of every file and folder that arguments name."""
+    if isinstance(arguments, dict | list):
+        items = arguments.values() if isinstance(arguments, dict) else arguments
+        return [facts for item in items for facts in _files_in(item)]
+    return [_file_facts(arguments)] if isinstance(arguments, str) and len(arguments) < 4096 else []
+
+
+def _file_facts(path: str, most: int = 100_000) -> str:
+    """A path, and when what is there was written and how large it is; of a folder, of the files in it."""
+    if Path(path).is_file():
+        facts = Path(path).stat()
+        return f"{path} {facts.st_size} {facts.st_mtime_ns}"
+    if not path or not Path(path).is_dir():
+        return path
+    found = [item.stat() for item in islice(Path(path).rglob("*"), most)]
+    return (
+        f"{path} {len(found)} {sum(item.st_size for item in found)} {max(item.st_mtime_ns for item in found)}"
+        if found
+        else path
+    )
 
 
 def _few(rows: int, count: int = 8) -> list[int]:
@@ -247,7 +279,7 @@ def _write_rows(
         raise DatasetError(_differs(candidate, "a row comes out differently in a batch with others"))
     row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
     per_call = max(1, min(BLOCK_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
-    work = _Work(candidate, _schema(sample), rows, per_call)
+    work = _Work(candidate, _schema(sample), rows, per_call, dict(zip(few, _rows(sample), strict=True)))
     about: dict[str, Any] = {"dataset": candidate.node["_target_"], "arguments": candidate.arguments}
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(Writer(store, name, rows, sample, **about))
@@ -262,13 +294,7 @@ def _write_rows(
             progress(candidate.name, done, rows)
         if done != rows:
             raise DatasetError(f"datasets.{candidate.name}: {done} of {rows} rows were mapped")
-        manifest = writer.commit(registry.now())
-    if store.local:
-        columns = store.columns(manifest, Path(), max_bytes=0)
-        if not _alike(sample, {key: column[few] for key, column in columns.items()}):
-            store.remove(name)
-            raise DatasetError(_differs(candidate, "a row reads differently in another process"))
-    return manifest
+        return writer.commit(registry.now())
 
 
 Schema = dict[str, tuple[str, tuple[int, ...]]]
@@ -284,12 +310,14 @@ class _Work:
         schema: that all rows must have.
         rows: in all.
         per_call: rows that are mapped at once.
+        known: some rows as they were read before, by number; each as a batch of one.
     """
 
     candidate: _Candidate
     schema: Schema
     rows: int
     per_call: int
+    known: dict[int, Batch]
 
     def mapped(self, samples: Samples, stacked: Stacked, start: int) -> Batch:
         """The rows from `start` on that are mapped at once.
@@ -301,6 +329,9 @@ class _Work:
         made = stacked(samples.__getitems__(range(start, stop)))
         if _schema(made) != self.schema:
             raise DatasetError(_unlike(self.candidate, self.schema, f"{start} to {stop - 1}", _schema(made)))
+        for row, known in self.known.items():
+            if start <= row < stop and not _alike(known, _rows(made)[row - start]):
+                raise DatasetError(_differs(self.candidate, "a row reads differently in another process"))
         return made
 
 
@@ -334,7 +365,8 @@ def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
 
 def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
     """Map rows in a process of Ray Data, which makes the dataset itself, once."""
-    made = work.mapped(*_mapping.readers_of(work.candidate), int(batch["start"][0]))
+    with _mapping.readers_of(work.candidate) as readers:
+        made = work.mapped(*readers, int(batch["start"][0]))
     return {key: [as_numpy(made[key]).tobytes()] for key in work.schema}
 
 
@@ -347,18 +379,20 @@ class _Mapping:
     _readers: tuple[Samples, Stacked] | None = None
     _timer: threading.Timer | None = None
 
-    def readers_of(self, candidate: _Candidate, idle_s: float = 20) -> tuple[Samples, Stacked]:
+    @contextlib.contextmanager
+    def readers_of(self, candidate: _Candidate, idle_s: float = 20) -> Iterator[tuple[Samples, Stacked]]:
+        """What reads the dataset; forgotten some time after the block unless it is asked for again."""
+        if self._timer is not None:
+            self._timer.cancel()
         readers = self._readers
         if readers is None:
             torch.set_num_threads(1)
             dataset = candidate.make()
             readers = self._readers = Samples(dataset, candidate.name), Stacked(dataset, candidate.name)
-        if self._timer is not None:
-            self._timer.cancel()
+        yield readers
         self._timer = threading.Timer(idle_s, self._forget)
         self._timer.daemon = True
         self._timer.start()
-        return readers
 
     def _forget(self) -> None:
         self._readers = None
@@ -398,6 +432,12 @@ def _write_stream(
         return writer.commit(registry.now())
 
 
+def _rows(batch: Batch) -> list[Batch]:
+    """Each row as a batch of one."""
+    count = len(next(iter(batch.values())))
+    return [{key: column[row : row + 1] for key, column in batch.items()} for row in range(count)]
+
+
 def _schema(batch: Batch) -> Schema:
     return {key: (dtype_name(column), tuple(column.shape[1:])) for key, column in batch.items()}
 
@@ -409,11 +449,16 @@ def _shown(schema: Schema) -> str:
 def _alike(one: Batch, other: Batch) -> bool:
     """Whether two batches hold the same rows, up to what floating-point numbers do on different machines."""
     return _schema(one) == _schema(other) and all(
-        torch.allclose(column, other[key], rtol=1e-4, atol=1e-6, equal_nan=True)
+        torch.allclose(_wide(column), _wide(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
         if column.is_floating_point() or column.is_complex()
         else torch.equal(column, other[key])
         for key, column in one.items()
     )
+
+
+def _wide(column: torch.Tensor) -> torch.Tensor:
+    """Numbers of a type that can be compared; the narrowest cannot."""
+    return column if column.is_complex() else column.double()
 
 
 def _differs(candidate: _Candidate, how: str) -> str:

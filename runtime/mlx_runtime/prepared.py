@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import io
 import json
+import os
 import shutil
 import time
 import uuid
@@ -29,7 +30,7 @@ import torch
 
 from mlx_runtime.errors import StorageError, first_line
 from mlx_runtime.layout import write_atomic
-from mlx_runtime.reading import Batch
+from mlx_runtime.reading import Batch, as_numpy, dtype_name
 
 MANIFEST = "manifest.json"
 
@@ -38,9 +39,6 @@ BUSY_S = 300
 
 CHUNK_BYTES = 1 << 20
 """Gathered at once: many small batches are then one gather, and a chunk still fits a cache."""
-
-_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes per element: what a type that NumPy lacks is stored as."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +138,27 @@ class Store:
         return sorted(info.base_name for info in self._listed(self._path) if info.type == pyarrow.fs.FileType.Directory)
 
     def find(self, name: str) -> Manifest | None:
-        """The set in a folder, if all of it is there."""
+        """The set in a folder, if all of it is there and can be read."""
+        try:
+            return self._find(name)
+        except StorageError:
+            return None
+
+    def _find(self, name: str) -> Manifest | None:
+        """The same.
+
+        Raises:
+            StorageError: nobody knows, since the storage did not answer, or another version wrote the manifest.
+        """
         try:
             with self._fs.open_input_stream(self._of(name, MANIFEST)) as stream:
                 manifest = Manifest.parsed(stream.read().decode())
             files = [self._of(name, file) for file, _, _ in manifest.columns.values()]
             whole = sum(info.size or 0 for info in self._fs.get_file_info(files)) == manifest.size_bytes
-        except (OSError, ValueError, TypeError, KeyError):
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StorageError(f"cannot read the prepared set {name} in {self.root}: {first_line(error)}") from error
         return manifest if whole else None
 
     def found(self) -> list[Found]:
@@ -159,14 +170,19 @@ class Store:
             busy = any(mark.startswith("used-") and age < BUSY_S for mark, age in ages.items())
             size = sum(info.size or 0 for info in infos)
             age = min(ages.values(), default=float("inf"))
-            manifest = self.find(name)
-            being_written = manifest is None and age < 24 * 3600 and bool(infos)
-            sets.append(Found(manifest, name, size, age, busy or being_written))
+            try:
+                manifest = self._find(name)
+            except StorageError:
+                manifest, busy = None, True  # better kept than lost
+            sets.append(Found(manifest, name, size, age, busy))
         return sorted(sets, key=lambda item: -item.age_s)
 
     @contextlib.contextmanager
     def used(self, name: str, refresh_s: float = BUSY_S / 5) -> Iterator[Callable[[], None]]:
-        """Mark a set as in use while the block runs; call what this gives now and then to keep the mark fresh."""
+        """Mark a set as in use while the block runs; call what this gives now and then to keep the mark fresh.
+
+        On a storage that cannot be written the set is used without a mark.
+        """
         mark = self._of(name, f"used-{uuid.uuid4().hex}")
         last = -refresh_s
 
@@ -176,26 +192,33 @@ class Store:
                 last = time.monotonic()
                 self._put(mark, "")
 
-        refresh()
+        with contextlib.suppress(OSError):
+            refresh()
         try:
             yield refresh
         finally:
             with contextlib.suppress(OSError):
                 self._fs.delete_file(mark)
-                self._put(self._of(name, "last_used"), "")
+            with contextlib.suppress(OSError):
+                if self.find(name):
+                    self._put(self._of(name, "last_used"), "")
 
     def remove(self, name: str) -> bool:
-        """Delete a set unless somebody uses it. Returns whether it is gone."""
-        manifest = self.find(name)
-        if self._busy(name):
+        """Delete a set unless somebody uses it or it may not be deleted. Returns whether it is gone."""
+        try:
+            manifest = self._find(name)
+            if self._busy(name):
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.delete_file(self._of(name, MANIFEST))  # from here on nobody finds it
+            if self._busy(name):  # somebody did just before
+                if manifest is not None:
+                    self._put(self._of(name, MANIFEST), manifest.text())
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.delete_dir(self._of(name))
+        except (OSError, StorageError):
             return False
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.delete_file(self._of(name, MANIFEST))  # from here on nobody finds it
-        if self._busy(name):  # somebody did just before
-            if manifest is not None:
-                self._put(self._of(name, MANIFEST), manifest.text())
-            return False
-        self._fs.delete_dir(self._of(name))
         return True
 
     def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Found]:
@@ -233,22 +256,17 @@ class Store:
             StorageError: a file cannot be read.
         """
         try:
-            folder = Path(self._of(manifest.name)) if self.local else self._copied(manifest, cache, max_bytes)
-            columns = {}
-            for name, (file, dtype, _) in manifest.columns.items():
-                mapped = np.load(folder / file, mmap_mode="r")
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
-                    columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
+            if self.local:
+                return _mapped(Path(self._of(manifest.name)), manifest)
+            return self._copied(manifest, cache, max_bytes)
         except (OSError, ValueError) as error:
             raise StorageError(
                 f"the prepared set {manifest.name} in {self.root} cannot be read: {error}. "
                 "Is it visible from every node? --no-prepared reads samples instead"
             ) from error
-        return columns
 
-    def _copied(self, manifest: Manifest, cache: Path, max_bytes: float) -> Path:
-        """The folder of a copy on this machine; of several processes one fetches it, the others wait."""
+    def _copied(self, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
+        """The columns of a copy on this machine; of several processes one fetches it, the others wait."""
         folder = cache / manifest.name
         cache.mkdir(parents=True, exist_ok=True)
         copies = Store(str(cache))
@@ -257,17 +275,20 @@ class Store:
             if copies.find(manifest.name) != manifest:
                 shutil.rmtree(folder, ignore_errors=True)
                 copies.clean(max_age_s=float("inf"), max_bytes=max(0.0, max_bytes - manifest.size_bytes))
+                for left in cache.glob(f".{manifest.name}-*"):  # by one who was killed: this lock is ours
+                    shutil.rmtree(left, ignore_errors=True)
                 partial = cache / f".{manifest.name}-{uuid.uuid4().hex}"
                 partial.mkdir()
-                source = self._of(manifest.name)
                 try:
-                    pyarrow.fs.copy_files(source, str(partial), source_filesystem=self._fs)
+                    for file in [file for file, _, _ in manifest.columns.values()] + [MANIFEST]:
+                        source = self._of(manifest.name, file)
+                        pyarrow.fs.copy_files(source, str(partial / file), source_filesystem=self._fs)
                     partial.rename(folder)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
             else:
                 copies._put(copies._of(manifest.name, "last_used"), "")
-        return folder
+            return _mapped(folder, manifest)  # what is mapped stays readable, whoever removes the files
 
     def _busy(self, name: str) -> bool:
         present = time.time()
@@ -285,6 +306,23 @@ class Store:
             raise StorageError(f"cannot read {self.root}: {first_line(error)}") from error
         return [info for info in infos if not info.base_name.startswith(".")]
 
+    def _put_new(self, path: str, text: str) -> bool:
+        """Write a small file if there is none. Returns whether it was written; on a folder only one writer can win."""
+        if not self.local:
+            if self._fs.get_file_info(path).type != pyarrow.fs.FileType.NotFound:
+                return False
+            self._put(path, text)
+            return True
+        temporary = Path(f"{path}.{uuid.uuid4().hex}")
+        write_atomic(temporary, text)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
     def _put(self, path: str, text: str) -> None:
         """Write a small file so that readers see all of it or nothing."""
         if self.local:
@@ -292,6 +330,16 @@ class Store:
         else:
             with self._fs.open_output_stream(path) as stream:
                 stream.write(text.encode())
+
+
+def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    columns = {}
+    for name, (file, dtype, _) in manifest.columns.items():
+        mapped = np.load(folder / file, mmap_mode="r")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
+            columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
+    return columns
 
 
 class Writer:
@@ -322,8 +370,10 @@ class Writer:
         }
         self._streams: dict[str, Any] = {}
         self._size_bytes = 0
+        self._mark = contextlib.ExitStack()
         with self._storage_errors():
             store._fs.create_dir(store._of(name), recursive=True)
+            self._refresh = self._mark.enter_context(store.used(name))
             for column, tensor in like.items():
                 stream = store._fs.open_output_stream(store._of(name, self._columns[column][0]))
                 self._streams[column] = stream
@@ -342,6 +392,7 @@ class Writer:
             StorageError: the storage cannot take them.
         """
         with self._storage_errors():
+            self._refresh()
             for column, data in block.items():
                 self._write(column, data)
 
@@ -358,9 +409,13 @@ class Writer:
         with self._storage_errors():
             for stream in self._streams.values():
                 stream.close()
+            path = store._of(self._name, MANIFEST)
+            if store._put_new(path, manifest.text()):
+                self._streams = {}
+                return manifest
             present = store.find(self._name)
-            if present is None:
-                store._put(store._of(self._name, MANIFEST), manifest.text())
+            if present is None:  # the files of an older attempt were damaged
+                store._put(path, manifest.text())
                 self._streams = {}
         return present or manifest
 
@@ -370,6 +425,7 @@ class Writer:
                 stream.close()
             with contextlib.suppress(OSError):
                 self._store._fs.delete_file(self._store._of(self._name, self._columns[column][0]))
+        self._mark.close()
         with contextlib.suppress(OSError):
             if not self._store._listed(self._store._of(self._name)):
                 self._store._fs.delete_dir(self._store._of(self._name))
@@ -424,20 +480,6 @@ class ColumnReader:
         pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
         torch.index_select(column, 0, rows, out=pinned)
         return pinned.to(self._device, non_blocking=True)
-
-
-def dtype_name(column: torch.Tensor) -> str:
-    """`float32` of a tensor of torch.float32."""
-    return str(column.dtype).removeprefix("torch.")
-
-
-def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
-    """A tensor as it is stored: C order, and types that NumPy lacks as whole numbers of the same size."""
-    column = column.detach().cpu().contiguous()
-    try:
-        return column.numpy()
-    except TypeError:
-        return column.view(_STAND_INS[column.element_size()]).numpy()
 
 
 def _header(rows: int, like: "np.ndarray[Any, Any]") -> bytes:

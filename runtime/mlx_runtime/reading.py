@@ -6,6 +6,7 @@ from itertools import islice
 from operator import length_hint
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -14,6 +15,9 @@ from mlx_runtime.parallel import random_state, seed_everything, seeded, set_rand
 from mlx_runtime.sampling import Plan, mixed
 
 Batch = dict[str, torch.Tensor]
+
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes per element: what a type that NumPy lacks is stored as."""
 
 
 class Rows(list[int]):
@@ -87,9 +91,12 @@ def tensors(batch: Any, rows: int, where: str) -> Batch:
         DatasetError: it is something else; the message begins with `where`.
     """
     if not isinstance(batch, Mapping) or not batch:
-        raise DatasetError(f"{where} {type(batch).__name__}; it must give {{name: tensor}}")
+        given = "nothing" if batch in (None, {}) else type(batch).__name__
+        raise DatasetError(f"{where} {given}; it must give {{name: tensor}}")
     made = {}
     for key, value in batch.items():
+        if not isinstance(key, str):
+            raise DatasetError(f"{where} a tensor named {key!r}; names must be text")
         try:
             made[key] = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -139,7 +146,7 @@ class MapReader:
         if self._loader is None:
             return self._here(rows, sizes, seed)
         self._sampler.next_pass = (rows, sizes, seed)
-        return iter(self._loader)
+        return _clearly(iter(self._loader), self._samples.name)
 
     def _here(self, rows: torch.Tensor, sizes: Sequence[int], seed: int) -> Iterator[Batch]:
         """In this process, without a `DataLoader`: of small batches its own work is a fifth."""
@@ -195,7 +202,7 @@ class StreamReader:
         own = _OwnSamples(self._dataset, self._name, plan, rank, skip, epoch, seed)
         stacked = Stacked(self._dataset, self._name)
         options = self._options | {"pin_memory": self._pin_memory, "generator": torch.Generator()}
-        return iter(DataLoader(own, batch_size=None, collate_fn=stacked, **options))
+        return _clearly(iter(DataLoader(own, batch_size=None, collate_fn=stacked, **options)), self._name)
 
 
 class _OwnSamples(IterableDataset[list[Any]]):
@@ -224,26 +231,30 @@ class _OwnSamples(IterableDataset[list[Any]]):
         randomness = _Randomness(self.seed)
         with randomness.used():
             samples = iter(self.dataset)
-        place = 0
+        place = before = 0
         for rank, count in self.plan.deal():
+            if rank != self.rank:
+                before += count
+                continue
             with randomness.used():
-                found = self._next(samples, place, count)
-            place += len(found)
-            if len(found) < count:
-                raise DatasetError(
-                    f"datasets.{self.name}: {type(self.dataset).__name__} ended after {place} samples, "
-                    f"and its __len__ says {self.plan.rows}"
-                )
-            if rank == self.rank:
-                yield from found
+                found = self._next(samples, place, before, count)
+            place, before = place + before + len(found), 0
+            yield from found
 
-    def _next(self, samples: Iterator[Any], place: int, count: int) -> list[Any]:
+    def _next(self, samples: Iterator[Any], place: int, before: int, count: int) -> list[Any]:
+        """The next samples of this worker, after some of others."""
         found: list[Any] = []
         try:
+            others = sum(1 for _ in islice(samples, before))
             found.extend(islice(samples, count))
         except Exception as error:
-            note(error, f"while reading samples {place} to {place + count - 1} of datasets.{self.name}")
+            note(error, f"while reading samples {place} to {place + before + count - 1} of datasets.{self.name}")
             raise
+        if len(found) < count:
+            raise DatasetError(
+                f"datasets.{self.name}: {type(self.dataset).__name__} ended after "
+                f"{place + others + len(found)} samples, and its __len__ says {self.plan.rows}"
+            )
         return found
 
 
@@ -251,11 +262,16 @@ class _Randomness:
     """Random state of its own: what runs inside `used()` neither sees nor changes that of the training loop."""
 
     def __init__(self, seed: int) -> None:
+        if get_worker_info() is not None:
+            seed_everything(seed)
         with seeded(seed):
             self._state = random_state()
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
+        if get_worker_info() is not None:
+            yield  # nothing else is random in a reading process
+            return
         before = random_state()
         set_random_state(self._state)
         try:
@@ -263,6 +279,26 @@ class _Randomness:
         finally:
             self._state = random_state()
             set_random_state(before)
+
+
+def _clearly(batches: Iterator[Batch], name: str) -> Iterator[Batch]:
+    """The same batches; what a reading process raised is told without the traceback that torch makes its message.
+
+    Raises:
+        DatasetError: a reading process raised.
+    """
+    try:
+        yield from batches
+    except Exception as error:
+        text = str(error)
+        if "Original Traceback" not in text:
+            raise
+        lines = text.rstrip().splitlines()
+        frames = [index for index, line in enumerate(lines) if line.startswith("  ")]
+        cause, *notes = lines[frames[-1] + 1 :]
+        at = [line.strip() for line in lines if line.startswith("  File ") and "site-packages" not in line]
+        told = cause + "".join(f" ({line})" for line in notes)
+        raise DatasetError(f"datasets.{name} cannot be read: {told}\n  {at[-1] if at else ''}".rstrip()) from None
 
 
 def note(error: BaseException, text: str) -> None:
@@ -282,3 +318,17 @@ def rows_of(dataset: Any, name: str) -> int:
         raise DatasetError(
             f"datasets.{name}: {type(dataset).__name__} does not say how many rows one pass has; give it __len__"
         ) from error
+
+
+def dtype_name(column: torch.Tensor) -> str:
+    """`float32` of a tensor of torch.float32."""
+    return str(column.dtype).removeprefix("torch.")
+
+
+def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """A tensor as it is stored: C order, and types that NumPy lacks as whole numbers of the same size."""
+    column = column.detach().cpu().contiguous()
+    try:
+        return column.numpy()
+    except TypeError:
+        return column.view(_STAND_INS[column.element_size()]).numpy()

@@ -70,9 +70,9 @@ class Record:
 
         def beat() -> None:
             while not done.wait(HEARTBEAT_S):
-                with contextlib.suppress(StorageError, OSError):  # must not hide the reason a run ends for
+                with contextlib.suppress(StorageError):  # a full disk must not hide the reason a run ends for
                     self.update()
-                    also()
+                also()
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()

@@ -36,6 +36,11 @@ def epoch_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Ten
     return torch.randperm(rows, generator=torch.Generator().manual_seed(mixed(seed, epoch)))
 
 
+def shuffled_turn(count: int, seed: int, rank: int, number: int) -> torch.Tensor:
+    """The order in which a worker reads the rows of one of its turns, (count,) int64."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(seed, rank, number)))
+
+
 @dataclass(frozen=True)
 class Plan:
     """How what is left of a pass is dealt to the workers.
@@ -147,11 +152,28 @@ class Plan:
             total -= sizes[-1]  # what is left for each later step is one row at least
         return sizes
 
-    def read_after(self, steps: int) -> tuple[Range, ...]:
-        """Places that have been read once every worker has taken so many steps of this plan."""
+    def shuffled_places(self, seed: int) -> list[torch.Tensor]:
+        """Like `places`, for all workers, where each of them shuffles what it is dealt in one turn."""
+        found: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+        place = 0
+        for rank, count in self.deal():
+            if rank is not None:
+                found[rank].append(place + shuffled_turn(count, seed, rank, len(found[rank])))
+            place += count
+        return [torch.cat(turns) if turns else torch.arange(0) for turns in found]
+
+    def read_after(self, steps: int, seed: int | None = None) -> tuple[Range, ...]:
+        """Places that have been read once every worker has taken so many steps of this plan.
+
+        Args:
+            steps: taken.
+            seed: with which each worker shuffled its turns, if it did.
+        """
         if steps == 0:
             return self.read
-        places = [self.places(rank)[: sum(self.sizes(rank)[:steps])] for rank in range(self.world_size)]
+        workers = range(self.world_size)
+        orders = [self.places(rank) for rank in workers] if seed is None else self.shuffled_places(seed)
+        places = [orders[rank][: sum(self.sizes(rank)[:steps])] for rank in workers]
         seen = torch.cat([*places, *(torch.arange(start, stop) for start, stop in self.read)]).sort().values
         if not len(seen):
             return ()

@@ -1,8 +1,8 @@
 """The code that decides what a class does, so that a change of it can be noticed."""
 
 import ast
+import contextlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +30,10 @@ def code_of(cls: type, project: Path) -> list[str]:
 
 def _definitions(module: str, project: Path) -> dict[str, list[ast.stmt]]:
     """The statements of a module that give a meaning to each of its names; none for a module of a library."""
-    loaded = sys.modules.get(module)
-    file = Path(getattr(loaded, "__file__", None) or "/")
+    file = Path("/")
+    with contextlib.suppress(ImportError, ValueError, AttributeError):
+        found = importlib.util.find_spec(module)  # loaded or not: a function may import it when it is called
+        file = Path((found.origin if found else None) or "/")
     in_project = file.suffix == ".py" and file.is_relative_to(project) and "site-packages" not in file.parts
     if not in_project:
         return {}
@@ -60,10 +62,13 @@ def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
         elif isinstance(item, ast.ImportFrom):
             source = "." * item.level + (item.module or "")
             if item.level:
-                source = importlib.util.resolve_name(source, sys.modules[module].__package__ or "")
+                source = importlib.util.resolve_name(source, _package(module))
             for alias in item.names:
-                submodule = f"{source}.{alias.name}"
-                if submodule in sys.modules:
-                    yield submodule, ""
-                else:
-                    yield source, "" if alias.name == "*" else alias.name
+                yield source, "" if alias.name == "*" else alias.name
+                yield f"{source}.{alias.name}", ""  # it may be a module
+
+
+def _package(module: str) -> str:
+    """The package that relative imports of a module start from."""
+    found = importlib.util.find_spec(module)
+    return module if found and found.submodule_search_locations is not None else module.rpartition(".")[0]

@@ -25,11 +25,14 @@ import torch
 from mlx_runtime.errors import DatasetError, MlxError, first_line
 from mlx_runtime.loading import build
 from mlx_runtime.parallel import seeded
-from mlx_runtime.reading import Batch, Rows, Samples, Stacked
-from mlx_runtime.sampling import Plan, mixed
+from mlx_runtime.reading import Batch, Rows, Samples, Stacked, as_numpy, dtype_name
+from mlx_runtime.sampling import Plan, shuffled_turn
 
 WINDOW_ROWS = 1024
 """Rows of a stream that a worker is dealt at once, and that are shuffled among each other for training."""
+
+MAX_SEED = 2**31
+"""Ray Data wants seeds of 32 bits and counts on from them."""
 
 Share = list[tuple[Any, int, int]]
 """Rows for one worker: (reference to a block, first row, row after the last)."""
@@ -57,15 +60,17 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
     keep_order()
     takes_seed = "seed" in inspect.signature(dataset.to_ray).parameters
     stream = dataset.to_ray(seed=seed) if takes_seed else dataset.to_ray()
-    if not isinstance(stream, ray.data.Dataset):
+    if isinstance(stream, ray.data.Dataset):
+        keep_order(stream.context)  # one that was made before has settings of its own
+    else:
         given = f"{type(dataset).__name__}.to_ray() gave {type(stream).__name__}"
         raise DatasetError(f"datasets.{name}: {given}; it must give a ray.data.Dataset")
     return stream
 
 
-def keep_order() -> None:
-    """Have what Ray Data does in this process keep the order of its blocks, and raise what user code raised."""
-    context = ray.data.DataContext.get_current()
+def keep_order(context: Any = None) -> None:
+    """Have Ray Data keep the order of blocks and raise what user code raised: in this process, or for one dataset."""
+    context = context or ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.raise_original_map_exception = True
 
@@ -86,6 +91,8 @@ def blocks_of(stream: Any, name: str) -> Iterator[tuple[Any, int, int]]:
             slices = bundle.slices or [None] * len(bundle.block_refs)
             for reference, metadata, part in zip(bundle.block_refs, bundle.metadata, slices, strict=True):
                 yield reference, *((part.start_offset, part.end_offset) if part else (0, metadata.num_rows))
+    except MlxError:
+        raise
     except Exception as error:  # of Ray, or what user code raised
         raise told(error, f"datasets.{name} cannot be read") from error
 
@@ -137,6 +144,7 @@ class Dealer:
         self._name = name
         self._place = (node, name, seed, project)  # made later: an actor whose constructor raises dies noisily
         self._passes: dict[int, _Pass] = {}
+        self._ended = 0
         self._lock = threading.Lock()
 
     @cached_property
@@ -156,6 +164,8 @@ class Dealer:
     def _counted(self) -> int:
         try:
             return rows_of_stream(self._dataset, stream_of(self._dataset, self._name))
+        except MlxError:
+            raise
         except Exception as error:  # of the user's code
             raise told(error, f"datasets.{self._name} cannot be read") from error
 
@@ -169,6 +179,8 @@ class Dealer:
             seed: for `to_ray`.
         """
         with self._lock:
+            if number <= self._ended:
+                return None  # asked ahead for a pass that all have left since
             if number not in self._passes:
                 stream = stream_of(self._dataset, self._name, seed)
                 self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name)
@@ -176,8 +188,16 @@ class Dealer:
                 self._passes[earlier].left.add(rank)
                 if len(self._passes[earlier].left) == plan.world_size:
                     self._passes.pop(earlier).close()
+                    self._ended = max(self._ended, earlier)
             this = self._passes[number]
         return this.take(rank)
+
+    def close(self) -> None:
+        """Stop what still reads the stream, while Ray runs."""
+        with self._lock:
+            for number in list(self._passes):
+                self._passes.pop(number).close()
+                self._ended = max(self._ended, number)
 
 
 class _Pass:
@@ -197,15 +217,27 @@ class _Pass:
         self._block: tuple[Any, int, int] = (None, 0, 0)
         self._place = 0
         self._ended = False
+        self._error: Exception | None = None
         self._lock = threading.Lock()
 
     def take(self, rank: int) -> Share | None:
         with self._lock:
-            while not self._waiting[rank] and not self._ended:
-                self._deal()
+            try:
+                while not self._waiting[rank] and not self._ended and self._error is None:
+                    self._deal()
+            except Exception as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error  # to every worker, for the same reason
             return self._waiting[rank].popleft() if self._waiting[rank] else None
 
     def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        """Stop what reads the stream."""
+        self._ended = True
         close = getattr(self._blocks, "close", None)
         if close is not None:
             close()
@@ -213,8 +245,15 @@ class _Pass:
     def _deal(self) -> None:
         turn = next(self._turns, None)
         if turn is None:
-            self._ended = True
-            self.close()
+            _, start, stop = self._block
+            plan = self._plan
+            to_the_end = plan.left and plan.dealt == plan.left and plan.unread[-1][1] == plan.rows
+            more = to_the_end and (start < stop or next(self._blocks, None) is not None)
+            self._end()
+            if more:
+                raise DatasetError(
+                    f"datasets.{self._name}: to_ray() gives more rows than the {self._plan.rows} that __len__ says"
+                )
             return
         rank, count = turn
         share: Share = []
@@ -247,7 +286,7 @@ def start_dealer(node: Mapping[str, Any], name: str, seed: int, project: Path, w
 
 
 class DealtReader:
-    """Reads what a dealer deals to this worker.
+    """Reads what a dealer deals to this worker. One for all loaders of a set, so that its passes have one count.
 
     Args:
         dealer: a `Dealer`, or an actor that is one.
@@ -266,6 +305,11 @@ class DealtReader:
         except ray.exceptions.RayError as error:
             raise told(error, f"datasets.{self._name} cannot be read") from error
 
+    def close(self) -> None:
+        """Let go of a dealer in this process; one that is an actor ends with the workers."""
+        if isinstance(self._dealer, Dealer):
+            self._dealer.close()
+
     def batches(self, plan: Plan, rank: int, skip: int, *, seed: int, shuffle: bool) -> Iterator[Batch]:
         """One batch after the other.
 
@@ -280,11 +324,10 @@ class DealtReader:
         sizes = iter(plan.sizes(rank))
         number, waiting = 0, _Buffer()
         size = next(sizes, None)
-        for share_number, share in enumerate(self._shares(plan, rank, seed if shuffle else None)):
+        for turn, share in enumerate(self._shares(plan, rank, seed % MAX_SEED if shuffle else None)):
             columns = _joined([columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share])
             if shuffle:
-                generator = torch.Generator().manual_seed(mixed(seed, rank, share_number))
-                order = torch.randperm(len(next(iter(columns.values()))), generator=generator)
+                order = shuffled_turn(len(next(iter(columns.values()))), seed, rank, turn)
                 columns = {key: column[order] for key, column in columns.items()}
             waiting.add(columns)
             while size is not None and waiting.rows >= size:
@@ -292,6 +335,11 @@ class DealtReader:
                 if number >= skip:
                     yield batch
                 size, number = next(sizes, None), number + 1
+        if number < plan.steps:
+            raise DatasetError(
+                f"datasets.{self._name} was begun again before this pass was over; "
+                "read a stream of Ray Data with one loader at a time"
+            )
 
     def _shares(self, plan: Plan, rank: int, seed: int | None) -> Iterator[Share]:
         """The shares of this worker; the next is asked for while one is read."""
@@ -337,56 +385,69 @@ def _joined(parts: Sequence[Batch]) -> Batch:
 
 
 class SampleActor:
-    """Reads samples of a dataset in a process of its own."""
-
-    def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path) -> None:
-        self._place = (node, name, seed, project)  # made later: an actor whose constructor raises dies noisily
-
-    @cached_property
-    def _reader(self) -> tuple[Samples, Stacked]:
-        dataset, name = make_dataset(*self._place), self._place[1]
-        return Samples(dataset, name), Stacked(dataset, name)
-
-    def read(self, rows: Rows) -> dict[str, Any]:
-        """One batch, as arrays: other processes of this machine then read them without a copy."""
-        samples, stacked = self._reader
-        rows.seed_reader()
-        return {key: column.numpy() for key, column in stacked(samples.__getitems__(rows)).items()}
-
-
-class RemoteReader:
-    """Reads a map-style dataset in actors on spare CPUs of the cluster.
+    """Reads samples of any of an experiment's datasets in a process of its own.
 
     Args:
-        node, name: of the dataset in conf.yaml.
+        nodes: of the datasets in conf.yaml, by name.
         seed: `cfg.seed`.
         project: folder of the experiment.
-        processes: actors of this worker.
+    """
+
+    def __init__(self, nodes: Mapping[str, Any], seed: int, project: Path) -> None:
+        self._nodes, self._seed, self._project = nodes, seed, project
+        self._readers: dict[str, tuple[Samples, Stacked]] = {}
+
+    def read(self, name: str, rows: Rows) -> dict[str, tuple[str, Any]]:
+        """One batch as (type, array) by name: other processes of this machine read arrays without a copy."""
+        if name not in self._readers:
+            dataset = make_dataset(self._nodes[name], name, self._seed, self._project)
+            self._readers[name] = Samples(dataset, name), Stacked(dataset, name)
+        samples, stacked = self._readers[name]
+        rows.seed_reader()
+        made = stacked(samples.__getitems__(rows))
+        return {key: (dtype_name(column), as_numpy(column)) for key, column in made.items()}
+
+
+class RemoteReaders:
+    """Actors on spare CPUs of the cluster that read map-style datasets for one worker, all of its sets.
+
+    Args:
+        nodes: of the datasets in conf.yaml, by name.
+        seed: `cfg.seed`.
+        project: folder of the experiment.
+        processes: actors of this worker; they start when the first batch is asked for.
         prefetch_batches: that each of them reads ahead.
     """
 
     def __init__(
-        self, node: Mapping[str, Any], name: str, seed: int, project: Path, *, processes: int, prefetch_batches: int
+        self, nodes: Mapping[str, Any], seed: int, project: Path, *, processes: int, prefetch_batches: int
     ) -> None:
-        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1, "max_task_retries": -1}
-        actor = ray.remote(SampleActor).options(**options)
-        self._actors = [actor.remote(node, name, seed, project) for _ in range(processes)]
-        self._ahead = processes * max(1, prefetch_batches)
-        self._name = name
+        self._arguments = (nodes, seed, project)
+        self._processes, self._ahead = processes, processes * max(1, prefetch_batches)
 
-    def batches(self, batches: Iterator[Rows]) -> Iterator[Batch]:
-        """One batch after the other, for the rows of each."""
+    @cached_property
+    def _actors(self) -> list[Any]:
+        # A process that was lost is replaced, but not for ever: a sample may be what kills it.
+        options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": 3, "max_task_retries": 3}
+        actor = ray.remote(SampleActor).options(**options)
+        return [actor.remote(*self._arguments) for _ in range(self._processes)]
+
+    def batches(self, name: str, batches: Iterator[Rows]) -> Iterator[Batch]:
+        """One batch of a dataset after the other, for the rows of each."""
         coming: collections.deque[Any] = collections.deque()
         for number, rows in enumerate(batches):
-            coming.append(self._actors[number % len(self._actors)].read.remote(rows))
+            coming.append(self._actors[number % self._processes].read.remote(name, rows))
             if len(coming) > self._ahead:
-                yield self._received(coming.popleft())
+                yield self._received(name, coming.popleft())
         while coming:
-            yield self._received(coming.popleft())
+            yield self._received(name, coming.popleft())
 
-    def _received(self, reference: Any) -> Batch:
+    @staticmethod
+    def _received(name: str, reference: Any) -> Batch:
         try:
             arrays = ray.get(reference)
         except ray.exceptions.RayError as error:
-            raise told(error, f"datasets.{self._name} cannot be read") from error
-        return {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
+            raise told(error, f"datasets.{name} cannot be read") from error
+        return {
+            key: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)) for key, (dtype, array) in arrays.items()
+        }

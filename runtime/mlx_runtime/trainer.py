@@ -23,7 +23,7 @@ import torch
 from mlx_runtime import checkpoints, datasets, preparation, registry
 from mlx_runtime.cluster import Cluster, start_ray
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
-from mlx_runtime.declarations import declaring, made_when_read
+from mlx_runtime.declarations import Declaration, declaring, made_when_read
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError, first_line
 from mlx_runtime.experiment import BaseModule, WorkerRun
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_folder, write_atomic
@@ -33,7 +33,7 @@ from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import Direct, Display, Event, Receiver, Remote, Sink
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
-from mlx_runtime.streaming import Dealer, start_dealer
+from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
 from mlx_runtime.tracking import Tracker
 
 
@@ -90,7 +90,7 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
     folder = claim_run(storage_folder(cfg.storage_path), cfg.name)
     progress = _Progress(registry.Record(folder), Display(sys.stdout), config)
     in_use = _InUse()
-    with _recorded_end(progress), _sigterm_as_interrupt(), progress.record.alive(in_use.refresh), in_use:
+    with _recorded_end(progress), _sigterm_as_interrupt(), in_use, progress.record.alive(in_use.refresh):
         write_atomic(folder.conf, config.yaml())
         facts = registry.provenance(config.overrides)
         progress.record.update(
@@ -125,7 +125,10 @@ def prepare(config: Config) -> None:
         if _streams(config.tree):
             stack.enter_context(start_ray(config.cfg))
         sets = _prepared(config, display)
-    display.print(f"{len(sets)} prepared in {_root(config.cfg)}; runs use them by themselves")
+    if sets:
+        display.print(f"{len(sets)} prepared in {_root(config.cfg)}; runs use them by themselves")
+    else:
+        display.print("nothing was prepared")
 
 
 def _root(cfg: Any) -> str:
@@ -139,11 +142,17 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
     options: dict[str, Any] = {"seed": cfg.seed, "project": Path.cwd(), "tell": display.print}
     if cfg.prepared == "never":
         return {}
+    tree = dict(config.tree)
+    if "datasets" in tree:
+        kept = _kept_as_given(tree["datasets"])
+        for name in [name for name in tree["datasets"] if name not in kept and cfg.prepared == "make"]:
+            display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
+        tree["datasets"] = {name: node for name, node in tree["datasets"].items() if name in kept}
     if cfg.prepared == "auto":
-        found = preparation.find(config.tree, root, **options)
+        found = preparation.find(tree, root, **options)
     else:
         ways: dict[str, Any] = {"progress": display.preparing, "cluster": lambda: start_ray(cfg)}
-        found = preparation.make(config.tree, root, **options, **ways)
+        found = preparation.make(tree, root, **options, **ways)
         keep = [item.manifest.name for item in found.values()]
         limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
         for removed in Store(root).clean(**limits, keep=keep):
@@ -151,6 +160,20 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
                 f"removed the prepared set {removed.name}, {removed.size_bytes / 1e6:,.1f} MB: not used lately"
             )
     return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in found.items()}
+
+
+def _kept_as_given(node: Mapping[str, Any]) -> list[str]:
+    """The datasets that `Datasets` holds as conf.yaml describes them; its constructor may put others in their place."""
+    names = [name for name in node if not name.startswith("_")]
+    try:
+        with declaring():
+            group = build(node, "datasets")
+    except (ConfigError, TypeError):
+        return []  # it reads them itself
+    held = {name: getattr(group, name, None) for name in names}
+    classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
+    wanted = {name: node[name].get("_target_") for name in names if isinstance(node[name], dict)}
+    return [name for name in wanted if path_of(classes[name]) == wanted[name]]
 
 
 class _InUse(contextlib.ExitStack):
@@ -172,7 +195,8 @@ class _InUse(contextlib.ExitStack):
 
     def refresh(self) -> None:
         for mark in self._marks:
-            mark()
+            with contextlib.suppress(OSError):
+                mark()
 
 
 @contextlib.contextmanager
@@ -212,7 +236,8 @@ def _reading(config: Config, cluster: Cluster) -> Reading:
     if cfg.start_workers == 0:
         reading = Reading.parsed(cfg.loader, 1)
         return reading if reading.by == "processes" else Reading("worker")
-    spare = cluster.cpus / cfg.start_workers - cfg.cpus_per_worker
+    held = 1 if _streams(config.tree) else 0  # Ray Data needs a CPU as well
+    spare = (cluster.cpus - held) / cfg.start_workers - cfg.cpus_per_worker
     reading = Reading.parsed(cfg.loader, spare)
     if reading.by == "ray" and not 1 <= reading.count <= spare:
         raise ConfigError(
@@ -346,7 +371,12 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
             sink.send(_facts(groups, worker))
         seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
         with _user_errors(worker.rank, job.project):
-            experiment.worker_loop(_shards(groups, job, worker))
+            shards = _shards(groups, job, worker)
+            for shard in shards:
+                if shard.dealt is not None:
+                    stack.callback(shard.dealt.close)
+            experiment.worker_loop(shards)
+            shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
         return experiment._end()
 
 
@@ -392,6 +422,9 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
         place = (cfg.seed, job.project, worker.world_size)
         first = worker.rank == 0
         dealers = shared({name: start_dealer(nodes[name], name, *place) for name in streams} if first else None)
+    dealt = {name: DealtReader(dealer, name) for name, dealer in dealers.items()}
+    ahead = {"processes": job.reading.count, "prefetch_batches": cfg.prefetch_batches}
+    remote = RemoteReaders(nodes, cfg.seed, job.project, **ahead) if job.reading.by == "ray" else None
     return DatasetShards(
         {
             name: DatasetShard(
@@ -401,12 +434,11 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
                 cfg.seed,
                 reading=job.reading,
                 prefetch_batches=cfg.prefetch_batches,
-                node=node,
-                project=job.project,
                 prepared=job.prepared.get(name),
-                dealer=dealers.get(name),
+                dealt=dealt.get(name),
+                remote=remote,
             )
-            for name, node in nodes.items()
+            for name in nodes
         }
     )
 

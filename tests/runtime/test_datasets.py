@@ -209,6 +209,12 @@ class Nothing(Rows):
         return batch["item"]
 
 
+class Numbered(Rows):
+    @staticmethod
+    def ray_map_batches(batch):
+        return {1: torch.stack(batch["item"])}
+
+
 class Words(Rows):
     @staticmethod
     def ray_map_batches(batch):
@@ -232,7 +238,7 @@ def test_a_class_that_cannot_be_batched_is_refused(cls: type, message: str) -> N
     [
         (Rows(batch_size=None), 1, "datasets.train has batch_size None; set self.batch_size"),
         (Rows(batch_size=0), 1, "datasets.train has batch_size 0"),
-        (Rows(rows=0), 1, "datasets.train has 0 rows for 1 workers"),
+        (Rows(rows=0), 1, "datasets.train has no rows"),
         (Rows(rows=2), 3, "datasets.train has 2 rows for 3 workers; every worker needs one"),
         (
             Rows(rows=10, batch_size=6),
@@ -251,6 +257,7 @@ def test_a_dataset_that_cannot_be_split_is_refused(dataset: Dataset, world_size:
     [
         (Scalar(), r"ray_map_batches gave 'x' of shape \(\) for 3 samples"),
         (Nothing(), "ray_map_batches gave list; it must give"),
+        (Numbered(), "ray_map_batches gave a tensor named 1; names must be text"),
         (Words(), "ray_map_batches gave 'x', which is no tensor"),
     ],
 )
@@ -272,6 +279,15 @@ def test_samples_that_cannot_be_stacked_are_told_with_their_dataset() -> None:
 
 def test_a_short_set_that_is_not_trained_on_gives_a_short_batch() -> None:
     assert read(shard(Rows(rows=2), name="val").iter_torch_batches()) == [[0, 1]]
+
+
+def test_a_sample_that_raises_in_a_reading_process_is_one_line_and_its_place() -> None:
+    with pytest.raises(DatasetError) as caught:
+        list(shard(Rows(rows=1001), name="val", reading=Reading("processes", 1)).iter_torch_batches())
+    first, place = str(caught.value).splitlines()
+    assert first == "datasets.val cannot be read: OSError: bad sector (while reading sample 1000 of datasets.val)"
+    assert place.startswith('  File "')
+    assert "test_datasets.py" in place
 
 
 def test_a_sample_that_raises_is_named() -> None:

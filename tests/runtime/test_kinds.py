@@ -18,7 +18,7 @@ from mlx_runtime.prepared import Store
 
 Make = Callable[[str], Path]
 
-ROWS = {"train": 53, "numbers": 37, "table": 1001, "val": 130}
+ROWS = {"train": 53, "numbers": 37, "table": 1001, "val": 130, "test": 31}
 
 Seen = list[dict[str, list[list[list[float]]]]]
 
@@ -59,7 +59,7 @@ def folder(baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def direct(mlx: Mlx, folder: Path) -> tuple[str, Seen]:
     """One run of two workers over all kinds, nothing prepared: what it printed and what the ranks read."""
-    done = mlx(folder, "train", "run", "datasets.train.slow_s=0.03")
+    done = mlx(folder, "train", "run", "datasets.train.slow_s=0.05")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout, seen(folder)
@@ -73,6 +73,7 @@ class TestDirect:
         self, direct: tuple[str, Seen]
     ) -> None:
         for rank in direct[1]:
+            assert rank["test"][0] == rank["test"][1]
             for name in ("train", "numbers", "table"):
                 assert rank[name][0] != rank[name][1]
             assert rank["val"][0] == rank["val"][1] == [sorted(batch) for batch in rank["val"][0]]
@@ -89,7 +90,7 @@ class TestDirect:
         assert len(rates) == 2 * 3  # per epoch of each training set
         slow = rates[0]
         assert slow["time/data_wait_pct"] > 50
-        assert 20 < slow["samples_per_s"] < 2 / 0.03  # two workers, each of which waits 0.03 s per row
+        assert 20 < slow["samples_per_s"] < 2 / 0.05  # two workers, each of which waits 0.05 s per row
         events = EventAccumulator(str(folder / "runs" / "kinds" / "run_001")).Reload()
         assert {"samples_per_s", "time/data_wait_pct"} <= set(events.Tags()["scalars"])
         told = [line for line in direct[0].splitlines() if "holds up training" in line]
@@ -117,11 +118,11 @@ class TestPrepared:
             "datasets.numbers is not prepared: Numbers is a stream",
             "datasets.table is prepared: 1,001 rows",
             "datasets.val is prepared: 130 rows",
-            "prepared  train, table, val: read from ",
+            "prepared  train, table, val, test: read from ",
         ):
             assert line in prepared[0]
         assert "prepare train | " in prepared[0]  # progress
-        assert set(record(folder, "run_002")["prepared"]) == {"train", "table", "val"}
+        assert set(record(folder, "run_002")["prepared"]) == {"train", "table", "val", "test"}
 
     def test_every_row_once_in_equal_steps(self, prepared: tuple[str, Seen]) -> None:
         check_every_row_once_in_equal_steps(prepared[1], list(ROWS))
@@ -136,9 +137,9 @@ class TestPrepared:
         options = ("cfg.start_workers=0", "cfg.num_epochs=1", "datasets.train.slow_s=0.1")
         done = mlx(folder, "train", "run", *options)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "prepared  train, table, val: read from " in done.stdout
+        assert "prepared  train, table, val, test: read from " in done.stdout
         check_every_row_once_in_equal_steps(seen(folder, 1), ["train", "table"], epochs=1)
-        assert [item.busy for item in Store(str(folder / "runs" / ".prepared")).found()] == [False] * 3
+        assert [item.busy for item in Store(str(folder / "runs" / ".prepared")).found()] == [False] * 4
         done = mlx(folder, "train", "run", "--no-prepared", *options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "prepared " not in done.stdout
@@ -149,11 +150,11 @@ def test_samples_read_on_spare_cpus_come_in_the_same_order(
     direct: tuple[str, Seen], experiment: Make, mlx: Mlx
 ) -> None:
     folder = experiment("kinds")
-    options = ("cfg.loader=ray", "cfg.only=train", "datasets.train.slow_s=0.03")
-    done = mlx(folder, "train", "run", *options)
+    done = mlx(folder, "train", "run", "cfg.loader=ray=1", "datasets.train.slow_s=0.05")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert [rank["train"] for rank in seen(folder)] == [rank["train"] for rank in direct[1]]
+    for name in ("train", "test"):  # two sets share the processes of a worker
+        assert [rank[name] for rank in seen(folder)] == [rank[name] for rank in direct[1]]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +163,7 @@ def test_samples_read_on_spare_cpus_come_in_the_same_order(
         (["datasets.train.broken=7"], "OSError: bad sector (while reading sample 7 of datasets.train)"),
         (["datasets.table.broken=true"], "error: datasets.table cannot be read: ValueError: no such column"),
         (["datasets.train.batch_size=40"], "error: datasets.train has batch_size 40, and 53 rows for 2 workers"),
-        (["cfg.loader=ray=9"], "error: cfg.loader=ray=9 reads on CPUs that no worker holds: the cluster has 4, for 2"),
+        (["cfg.loader=ray=9"], "error: cfg.loader=ray=9 reads on CPUs that no worker holds: the cluster has 6, for 2"),
     ],
 )
 def test_what_goes_wrong_is_one_clear_error(experiment: Make, mlx: Mlx, overrides: list[str], message: str) -> None:
@@ -204,7 +205,7 @@ def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "prepared " not in done.stdout
     done = mlx(folder, "train", "run", "--prepare-batches", *options)
-    assert "prepared  train" in done.stdout
+    assert "prepared  train, table, val, test: read" in done.stdout
     check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)
 
 
@@ -217,9 +218,9 @@ def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, envir
     for one in both:
         out, _ = one.communicate(timeout=280)
         assert one.returncode == 0, out
-        assert "3 prepared in" in out
+        assert "4 prepared in" in out
     found = Store(str(folder / "runs" / ".prepared")).found()
-    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows", "Table", "Table"]
+    assert sorted(item.name.partition("-")[0] for item in found) == ["Rows", "Rows", "Table", "Table"]
     for item in found:
         assert item.manifest is not None
         files = {path.name for path in (folder / "runs" / ".prepared" / item.name).glob("*.npy")}
@@ -235,7 +236,7 @@ def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_t
     settings["MLX_CACHE"] = str(tmp_path / "cache")
     done = mlx(folder, "train", "run", "--prepare-batches", *options, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "prepared  train, table, val: read from s3://bucket/run" in done.stdout
+    assert "prepared  train, table, val, test: read from s3://bucket/run" in done.stdout
     check_every_row_once_in_equal_steps(seen(folder, 1), ["train"], epochs=1)
     assert [path.name.partition("-")[0] for path in (tmp_path / "cache" / "prepared").glob("Rows-*")] == ["Rows"]
     assert not (folder / "runs" / ".prepared").exists()
@@ -249,6 +250,6 @@ def test_prepared_sets_are_removed_by_hand(mlx: Mlx, experiment: Make) -> None:
     assert "nothing to remove" in done.stdout
     done = mlx(folder, "data", "rm", "--prepared", "--yes")
     assert done.returncode == 0
-    assert "removed 3" in done.stdout
+    assert "removed 4" in done.stdout
     assert os.listdir(folder / "runs" / ".prepared") == []
     assert mlx(folder, "data", "rm").returncode == 2

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -120,6 +120,7 @@ def test_other_code_is_another_set(project: SimpleNamespace, module: str, old: s
     assert old in text
     project.edit(module, text.replace(old, new))
     assert project.find() is None
+    assert project.told[-1].startswith("datasets.train: its prepared set is stale, the code has changed")
 
 
 @pytest.mark.parametrize(("old", "new"), [("# a comment", "# another"), ("return 1", "return 2")])
@@ -136,12 +137,12 @@ def test_other_arguments_are_another_set(project: SimpleNamespace) -> None:
     assert project.find() == [3 * value for value in range(20)]
 
 
-@pytest.mark.parametrize("lines", [range(21), range(1, 21)])
-def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: range) -> None:
+@pytest.mark.parametrize("lines", [range(21), range(1, 21), [*range(10), 99, *range(11, 20)]])
+def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequence[int]) -> None:
     project.prepare()
     project.data.write_text("\n".join(map(str, lines)))
     assert project.find() is None
-    assert project.told[-1].startswith("datasets.train: its prepared set is stale")
+    assert project.told[-1].startswith("datasets.train: its prepared set is stale, the data has changed")
     assert project.prepare() == project.find() == [3 * value for value in lines]
 
 
@@ -150,6 +151,15 @@ def test_a_dataset_that_cannot_be_made_here_is_left_to_the_workers(project: Simp
     project.data.unlink()
     assert project.find() is None
     assert project.told[-1].startswith("datasets.train: its prepared set is not used: ")
+
+
+def test_code_that_a_function_imports_when_it_is_called_counts(project: SimpleNamespace) -> None:
+    text = ORIGINAL.replace("    from rowsource import scale\n", "")
+    line = "            return torch.tensor(scale"
+    project.edit("rows", text.replace(line, f"            from rowsource import scale\n{line}"))
+    project.prepare()
+    project.edit("rowsource", HELPER.replace("STEP = 3", "STEP = 4"))
+    assert project.find() is None
 
 
 class Fixed(Dataset):

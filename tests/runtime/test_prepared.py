@@ -103,7 +103,7 @@ def test_of_two_writers_the_first_wins_and_the_other_leaves_nothing(store: Store
         fast = written(store)
         assert slow.commit("later") == fast
     files = {file for file, _, _ in fast.columns.values()}
-    assert {info.base_name for info in store._listed(store._of("Rows-1"))} == {*files, "manifest.json"}
+    assert {info.base_name for info in store._listed(store._of("Rows-1"))} == {*files, "manifest.json", "last_used"}
     assert len(read(store, fast, tmp_path)["x"]) == 12
 
 
@@ -152,7 +152,7 @@ def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     with Writer(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}):
         assert store.clean(max_age_s=-1, max_bytes=0) == []
-        age(tmp_path, "Rows-1", 2)  # somebody was killed two days ago
+        age(tmp_path, "Rows-1", 0.1)  # somebody was killed two hours ago
         assert [item.name for item in store.clean(max_age_s=1e9, max_bytes=1e9)] == ["Rows-1"]
 
 

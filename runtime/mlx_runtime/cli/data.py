@@ -13,8 +13,15 @@ def group() -> None:
 
 @group.command()
 @click.option("--prepared", is_flag=True, help="Prepared sets, except those that a run is reading.")
-@click.option("--older-than", metavar="DAYS", type=float, help="Only those that were not used for so long.")
-@click.option("--larger-than", metavar="GB", type=float, help="Only the longest unused, until the rest is smaller.")
+@click.option(
+    "--older-than", metavar="DAYS", type=click.FloatRange(min=0), help="Only those that were not used for so long."
+)
+@click.option(
+    "--larger-than",
+    metavar="GB",
+    type=click.FloatRange(min=0),
+    help="Only the longest unused, until the rest is smaller.",
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def rm(prepared: bool, older_than: float | None, larger_than: float | None, yes: bool) -> None:
     """Remove prepared sets. Later runs read the datasets themselves, or prepare them again."""

@@ -83,6 +83,7 @@ class Datasets:
     numbers: Numbers = Numbers()
     table: Table = Table()
     val: Table = Table(rows=130, batch_size=16)
+    test: Rows = Rows(rows=31)
 
 
 @dataclass
