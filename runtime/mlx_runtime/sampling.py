@@ -94,9 +94,7 @@ class Plan:
 
     @property
     def _rounds(self) -> int:
-        """Full rounds; the last one is broken up when the rows after it are too few for every worker."""
-        rounds, surplus = divmod(self.dealt, self._group)
-        return rounds - (0 < surplus < self.world_size)
+        return self.dealt // self._group
 
     def _tail(self, rank: int) -> Range:
         """Of the rows after all full rounds, counted from the first of them, the share of one worker."""

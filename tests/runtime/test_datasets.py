@@ -82,8 +82,10 @@ def read(loader: Loader) -> list[list[int]]:
 
 def test_reading_processes_give_the_same_batches_in_every_pass() -> None:
     alone, helped = (shard(Rows(), reading=Reading.parsed(text)).iter_torch_batches() for text in ("auto", "workers=2"))
+    before = torch.get_rng_state()
     for _ in range(2):
         assert read(alone) == read(helped)
+    assert torch.equal(torch.get_rng_state(), before)  # nor do they take random numbers from training
 
 
 def test_random_samples_do_not_depend_on_how_many_processes_read() -> None:

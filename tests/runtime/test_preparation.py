@@ -153,6 +153,26 @@ def test_a_dataset_that_cannot_be_made_here_is_left_to_the_workers(project: Simp
     assert project.told[-1].startswith("datasets.train: its prepared set is not used: ")
 
 
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [("from package import inner", "inner.scale"), ("import package.inner", "package.inner.scale")],
+)
+def test_code_in_a_module_that_is_imported_whole_counts(project: SimpleNamespace, statement: str, name: str) -> None:
+    package = project.data.parent / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text(dedent(HELPER))
+    project.edit(
+        "rows", ORIGINAL.replace("from rowsource import scale", statement).replace("scale(self", f"{name}(self")
+    )
+    project.prepare()
+    assert project.find() is not None
+    (package / "inner.py").write_text(dedent(HELPER.replace("STEP = 3", "STEP = 4")))
+    assert project.find() is None
+    for module in ("package", "package.inner"):
+        sys.modules.pop(module, None)
+
+
 def test_code_that_a_function_imports_when_it_is_called_counts(project: SimpleNamespace) -> None:
     text = ORIGINAL.replace("    from rowsource import scale\n", "")
     line = "            return torch.tensor(scale"

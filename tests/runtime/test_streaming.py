@@ -15,6 +15,7 @@ from mlx_runtime.config import TrainConfig
 from mlx_runtime.datasets import DatasetShard, Loader
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.parallel import Worker
+from mlx_runtime.sampling import Plan
 from mlx_runtime.streaming import Dealer, DealtReader
 
 ROWS = 3000
@@ -131,6 +132,13 @@ def test_a_pass_that_is_broken_off_leaves_the_next_one_whole() -> None:
             next(iter(loader))
     seen = together(ranks)
     assert sorted(row for batches in seen for batch in batches for row in batch) == list(range(ROWS))
+
+
+def test_who_asks_ahead_in_a_pass_that_all_have_left_gets_nothing() -> None:
+    dealer, plan = deal(), Plan(ROWS, 2, 50)
+    assert all(dealer.take(number, plan, rank, None) for number in (1, 2) for rank in range(2))
+    assert dealer.take(1, plan, 0, None) is None
+    assert dealer.take(2, plan, 0, None)
 
 
 @pytest.mark.parametrize(
