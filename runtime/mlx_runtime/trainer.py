@@ -144,10 +144,11 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
         return {}
     tree = dict(config.tree)
     if "datasets" in tree:
-        kept = _kept_as_given(tree["datasets"])
-        for name in [name for name in tree["datasets"] if name not in kept and cfg.prepared == "make"]:
+        nodes = _described(tree)
+        kept = _kept_as_given(tree["datasets"], nodes)
+        for name in [name for name in nodes if name not in kept and cfg.prepared == "make"]:
             display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
-        tree["datasets"] = {name: node for name, node in tree["datasets"].items() if name in kept}
+        tree["datasets"] = {name: nodes[name] for name in kept}
     if cfg.prepared == "auto":
         found = preparation.find(tree, root, **options)
     else:
@@ -162,18 +163,22 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
     return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in found.items()}
 
 
-def _kept_as_given(node: Mapping[str, Any]) -> list[str]:
+def _described(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The nodes of the datasets that conf.yaml describes, by name."""
+    nodes = tree.get("datasets", {}).items()
+    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
+
+
+def _kept_as_given(group_node: Any, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The datasets that `Datasets` holds as conf.yaml describes them; its constructor may put others in their place."""
-    names = [name for name in node if not name.startswith("_")]
     try:
         with declaring():
-            group = build(node, "datasets")
+            group = build(group_node, "datasets")
     except (ConfigError, TypeError):
         return []  # it reads them itself
-    held = {name: getattr(group, name, None) for name in names}
+    held = {name: getattr(group, name, None) for name in nodes}
     classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
-    wanted = {name: node[name].get("_target_") for name in names if isinstance(node[name], dict)}
-    return [name for name in wanted if path_of(classes[name]) == wanted[name]]
+    return [name for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]]
 
 
 class _InUse(contextlib.ExitStack):
@@ -249,8 +254,7 @@ def _reading(config: Config, cluster: Cluster) -> Reading:
 
 def _streams(tree: Mapping[str, Any]) -> list[str]:
     """Names of the datasets that are streams of Ray Data."""
-    nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
-    return [name for name, node in nodes.items() if hasattr(object_at(node["_target_"]), "to_ray")]
+    return [name for name, node in _described(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
 
 
 def _fit_here(job: Job, progress: "_Progress") -> dict[str, float]:
@@ -376,7 +380,9 @@ def _work(job: Job, sink: Sink | None) -> dict[str, float]:
                 if shard.dealt is not None:
                     stack.callback(shard.dealt.close)
             experiment.worker_loop(shards)
-            shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
+        if any(shard.dealt for shard in shards):
+            with contextlib.suppress(RuntimeError):  # another worker failed, and tells why
+                shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
         return experiment._end()
 
 

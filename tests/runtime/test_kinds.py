@@ -122,6 +122,7 @@ class TestPrepared:
         ):
             assert line in prepared[0]
         assert "prepare train | " in prepared[0]  # progress
+        assert prepared[0].count("is not prepared") == 1
         assert set(record(folder, "run_002")["prepared"]) == {"train", "table", "val", "test"}
 
     def test_every_row_once_in_equal_steps(self, prepared: tuple[str, Seen]) -> None:
