@@ -86,6 +86,7 @@ def main() -> None:
     rounds: dict[str, list[dict]] = {contender: [] for contender in chosen}
     with tempfile.TemporaryDirectory(prefix="bench-") as place:
         folder = Path(shutil.copytree(ROOT / "benchmarks" / "input", Path(place) / "input"))
+        shutil.copy(ROOT / "<<cookiecutter.experiment_name>>" / "main.py", folder)
         for verb in ("bind", "prepare"):
             subprocess.run([BIN / "mlx", "train", verb], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         for number in range(options.rounds):
