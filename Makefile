@@ -9,7 +9,7 @@ ARGS ?=
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has settings of its own
 
-.PHONY: help demo test check format bench bake docs clean
+.PHONY: help demo test check format bench chaos bake docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -32,6 +32,9 @@ format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 
 bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; ten minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+chaos: $(VENV)/.dev ## kill workers, nodes and drivers of a run 100 times and compare its weights; half an hour
+	$(BIN)/python tests/faults.py $(ARGS)
 
 bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..
 	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }

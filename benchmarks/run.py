@@ -6,6 +6,7 @@ Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for peo
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -77,48 +78,89 @@ def table(rounds: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
+def reading(rounds: int, only: list[str] | None) -> str:
+    """The section on reading data."""
+    chosen = ["torchrun", *(name for name in only or CONTENDERS if name != "torchrun")]
+    measured: dict[str, list[dict]] = {contender: [] for contender in chosen}
+    with tempfile.TemporaryDirectory(prefix="bench-") as place:
+        folder = workplace(Path(place), "input")
+        subprocess.run([BIN / "mlx", "train", "prepare"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        for number in range(rounds):
+            for contender in chosen:
+                started = time.monotonic()
+                measured[contender].append(measure(contender, folder))
+                took = time.monotonic() - started
+                print(f"round {number + 1}/{rounds}  {contender:<14}{took:.0f} s", flush=True)
+    return f"""Samples per second of both workers, per batch size. 50,000 rows of 32 float32, and 20,000 images of
+3 x 32 x 32 bytes, from memory; the model is an MLP with one hidden layer of 64. All read the same datasets, in a new
+order each epoch. Medians of {rounds} alternating rounds; differences under 1.3x with a model are noise.
+
+{table(measured)}
+"""
+
+
+def checkpoints() -> str:
+    """The section on what a checkpoint per epoch costs: epochs with and without one, in turns in the same run."""
+    lines = ["| parameters | state, MB | epoch, s | with a checkpoint | of it the loop waits |", "|---" * 5 + "|"]
+    with tempfile.TemporaryDirectory(prefix="bench-") as place:
+        folder = workplace(Path(place), "checkpoints")
+        for layers in (1, 8):
+            out = folder / "measured.json"
+            command = [BIN / "mlx", "train", "run", f"models.net.layers={layers}", f"cfg.out={out}"]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            found = json.loads(out.read_text())
+            without, with_one, blocked = (statistics.median(found[name]) for name in ("without", "with", "blocked"))
+            size = found["parameters"] * 12 / 1e6  # float32: the weights, and two moments of Adam
+            cells = [f"{found['parameters'] / 1e6:.1f} M", f"{size:.0f}", f"{without:.1f}"]
+            cells += [f"{with_one / without:.3f}x", f"{1000 * blocked:.0f} ms"]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    rows = "\n".join(lines)
+    return f"""One checkpoint per epoch of a model with Adam, two workers that keep all cores busy: what is written in
+the background is taken from them. Medians of four epochs each.
+
+{rows}
+"""
+
+
+def workplace(place: Path, name: str) -> Path:
+    """An experiment of this folder, bound."""
+    folder = Path(shutil.copytree(ROOT / "benchmarks" / name, place / name))
+    shutil.copy(ROOT / "<<cookiecutter.experiment_name>>" / "main.py", folder)
+    subprocess.run([BIN / "mlx", "train", "bind"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="with torchrun, the contenders to run")
+    parser.add_argument("--part", choices=("reading", "checkpoints"), help="measure, and write, only this section")
     options = parser.parse_args()
-    chosen = ["torchrun", *(name for name in options.only or CONTENDERS if name != "torchrun")]
-    rounds: dict[str, list[dict]] = {contender: [] for contender in chosen}
-    with tempfile.TemporaryDirectory(prefix="bench-") as place:
-        folder = Path(shutil.copytree(ROOT / "benchmarks" / "input", Path(place) / "input"))
-        shutil.copy(ROOT / "<<cookiecutter.experiment_name>>" / "main.py", folder)
-        for verb in ("bind", "prepare"):
-            subprocess.run([BIN / "mlx", "train", verb], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        for number in range(options.rounds):
-            for contender in chosen:
-                started = time.monotonic()
-                rounds[contender].append(measure(contender, folder))
-                took = time.monotonic() - started
-                print(f"round {number + 1}/{options.rounds}  {contender:<14}{took:.0f} s", flush=True)
-    text = table(rounds)
-    print(text)
-    if not options.only:
-        write(text, options.rounds)
+    if options.part != "checkpoints":
+        text = reading(options.rounds, options.only)
+        print(text)
+        if not options.only:
+            write("Reading data", text)
+    if options.part != "reading" and not options.only:
+        write("Checkpoints", checkpoints())
 
 
-def write(text: str, rounds: int) -> None:
-    """docs/benchmarks.md."""
+def write(title: str, text: str) -> None:
+    """A section of docs/benchmarks.md; the others stay."""
+    page = ROOT / "docs" / "benchmarks.md"
+    sections = re.split(r"^## (.*)\n", page.read_text() if page.exists() else "", flags=re.MULTILINE)[1:]
+    found = dict(zip(sections[::2], sections[1::2], strict=True)) | {title: f"\n{text}\n"}
     versions = subprocess.run([BIN / "pip", "freeze"], capture_output=True, text=True, check=True).stdout.splitlines()
     named = [line for line in versions if line.split("==")[0] in ("torch", "ray", "accelerate", "lightning")]
-    page = f"""# Benchmarks
+    head = f"""# Benchmarks
 
-Written by `make bench`: ratios against peers in one run, medians of {rounds} alternating rounds, on {os.cpu_count()}
-cores without a GPU ({", ".join(named)}). Two DDP workers over gloo, one thread each.
+Written by `make bench`: ratios against peers in one run, on {os.cpu_count()} cores without a GPU ({", ".join(named)}).
+Two DDP workers over gloo, one thread each.
 
-## Reading data
-
-Samples per second of both workers, per batch size. 50,000 rows of 32 float32, and 20,000 images of 3 x 32 x 32 bytes,
-from memory; the model is an MLP with one hidden layer of 64. All read the same datasets, in a new order each epoch.
-Differences under 1.3x with a model are noise.
-
-{text}
 """
-    (ROOT / "docs" / "benchmarks.md").write_text(page)
+    body = "".join(f"## {name}\n{content}" for name, content in found.items())
+    page.write_text(head + body.rstrip() + "\n")
 
 
 if __name__ == "__main__":

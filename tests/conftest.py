@@ -12,17 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
 
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A user's environment: this Python first on the PATH, no settings of ours, a home of its own."""
+    """A user's environment: this Python first on the PATH, no settings of ours, a home of its own, keys for S3."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_", "RAY_", "MAKE"))}
     kept.pop("MFLAGS", None)
     home = tmp_path_factory.mktemp("home")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return kept | {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    return kept | KEYS | {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @pytest.fixture(scope="session")
@@ -78,11 +80,10 @@ def s3() -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    os.environ.update(keys)
+    os.environ.update(KEYS)
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket="bucket")
     yield f"s3://bucket/{{}}?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
-    for key in keys:
+    for key in KEYS:
         del os.environ[key]
     server.stop()
 

@@ -15,11 +15,22 @@ if TYPE_CHECKING:
     from mlx_runtime.experiment import BaseModule
     from mlx_runtime.loading import load_config
     from mlx_runtime.nodes import DUMMY_PARAMS
+    from mlx_runtime.runs import open_run
     from mlx_runtime.trainer import fit
 
 __version__ = "0.1.0"
 
-__all__ = ["DUMMY_PARAMS", "BaseModule", "MlxError", "TrainConfig", "clean_exit", "connect", "fit", "load_config"]
+__all__ = [
+    "DUMMY_PARAMS",
+    "BaseModule",
+    "MlxError",
+    "TrainConfig",
+    "clean_exit",
+    "connect",
+    "fit",
+    "load_config",
+    "open_run",
+]
 
 prepare_ray()  # before anyone's `import ray`
 
@@ -32,6 +43,7 @@ _HOMES = {
     "connect": "cluster",
     "fit": "trainer",
     "load_config": "loading",
+    "open_run": "runs",
 }
 
 

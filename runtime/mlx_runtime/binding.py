@@ -15,10 +15,10 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from mlx_runtime.errors import BindError
-from mlx_runtime.layout import write_atomic
 from mlx_runtime.nodes import Description, Node
 from mlx_runtime.schema import former_defaults, schema_of
 from mlx_runtime.signatures import object_at, parameters
+from mlx_runtime.storage import write_atomic
 from mlx_runtime.verification import verify
 
 SCHEMA = "conf.schema.json"

@@ -50,15 +50,16 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
 
         total = ray.cluster_resources()
         cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
-        wanted = cfg.start_workers * cfg.cpus_per_worker
+        name, least = ("min_workers", cfg.min_workers) if cfg.min_workers else ("start_workers", cfg.start_workers)
+        wanted = least * cfg.cpus_per_worker
         if wanted > cpus:
             raise ConfigError(
-                f"cfg.start_workers={cfg.start_workers} needs {wanted} CPUs; the cluster has {cpus:g}. "
+                f"cfg.{name}={least} needs {wanted} CPUs; the cluster has {cpus:g}. "
                 "Lower cfg.start_workers or cfg.cpus_per_worker"
             )
-        if cfg.use_gpu and cfg.start_workers > gpus:
+        if cfg.use_gpu and least > gpus:
             raise ConfigError(
-                f"cfg.use_gpu=true needs a GPU for each of {cfg.start_workers} workers; the cluster has {gpus:g}. "
+                f"cfg.use_gpu=true needs a GPU for each of {least} workers; the cluster has {gpus:g}. "
                 "Lower cfg.start_workers, or leave cfg.use_gpu at null to use what there is"
             )
         title = f"embedded Ray on {os.cpu_count()} cores" if embedded else f"Ray cluster with {cpus:g} CPUs"
@@ -80,7 +81,8 @@ def start_ray(cfg: TrainConfig) -> Iterator[None]:
         # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
-        needed = cfg.start_workers * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
+        most = cfg.max_workers or cfg.start_workers
+        needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
         cpus = max(os.cpu_count() or 1, needed)
         with _address_known_to_children():
             ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)

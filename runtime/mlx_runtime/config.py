@@ -10,10 +10,21 @@ class TrainConfig:
 
     Attributes:
         name: experiment name, the folder of its runs in the storage.
-        restore_checkpoint_path: checkpoint folder to continue from, or None to start fresh.
+        resume: `auto` goes on with the latest run of this name unless it has succeeded, and starts a new one when there
+            is none; `latest`, `run_003`, `name/run_003`, a path or a URI goes on with that run; None starts a new one.
+        restore_checkpoint_path: checkpoint folder or URI that a new run goes on from, or None to start fresh.
+        restore_strict: everything must fit that checkpoint; `false` takes over the weights that fit, names the others,
+            and begins all else anew.
         start_epoch: first epoch; the runtime sets it when a checkpoint is restored.
         num_epochs: epochs in all, so a run restored at epoch 3 of 10 trains 7 more.
         start_workers: DDP workers; 0 trains inside this process, where a debugger works.
+        min_workers: with so many workers the run still goes on when nodes are lost; None means `start_workers`.
+        max_workers: up to so many workers join when the cluster has room; None means `start_workers`.
+        keep_global_batch: with fewer workers than `start_workers`, gradients of several steps are accumulated, so that
+            each update sees as many rows as before.
+        max_failures: how often lost workers are replaced before the run fails; -1 means always.
+        hang_timeout_s: seconds without a step after which workers that wait for each other are told about, and the run
+            fails.
         prefetch_batches: batches that each reading process of a loader prepares ahead.
         loader: how samples of datasets that are not prepared are read: `auto` in the worker itself, `workers=N` by N
             processes beside each worker, `ray` by processes on spare CPUs of the whole cluster (`ray=N`: N per worker).
@@ -22,21 +33,31 @@ class TrainConfig:
         prepared_path: folder or URI of prepared sets; None means `.prepared` in the storage.
         prepared_max_days: days after which an unused prepared set is removed, whenever others are made.
         prepared_max_gb: size of all prepared sets above which those unused longest are removed then.
+        deterministic: torch uses algorithms that give the same numbers each time, or refuses; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder for runs, relative to the experiment; `MLX_STORAGE` overrides it.
         log_every_steps: training steps between two reductions of the metrics over the workers.
         monitor: metric that decides which checkpoint is best, like `val/accuracy`; None keeps the newest.
         mode: whether a `max` or a `min` of `monitor` is best.
+        checkpoint_every_steps: training steps between two checkpoints in the middle of an epoch, or None for only
+            those that the loop saves.
         keep_checkpoints: checkpoints kept per run: the best by `monitor`, and always the latest.
         cpus_per_worker: CPU cores and torch threads of each worker.
         use_gpu: one GPU per worker; None means when this machine or cluster has one.
     """
 
     name: str = "experiment"
+    resume: str | None = None
     restore_checkpoint_path: str | None = None
+    restore_strict: bool = True
     start_epoch: int = 0
     num_epochs: int = 10
     start_workers: int = 2
+    min_workers: int | None = None
+    max_workers: int | None = None
+    keep_global_batch: bool = False
+    max_failures: int = 3
+    hang_timeout_s: float = 600
     prefetch_batches: int = 2
     loader: str = "auto"
     prepared: Literal["auto", "make", "never"] = "auto"
@@ -44,10 +65,12 @@ class TrainConfig:
     prepared_max_days: float = 30
     prepared_max_gb: float = 200
     seed: int = 0
+    deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = 10
     monitor: str | None = None
     mode: Literal["max", "min"] = "min"
+    checkpoint_every_steps: int | None = None
     keep_checkpoints: int = 3
     cpus_per_worker: int = 1
     use_gpu: bool | None = None

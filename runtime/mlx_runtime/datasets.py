@@ -22,7 +22,7 @@ from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
 from mlx_runtime.prepared import ColumnReader, PreparedSet, Store
 from mlx_runtime.reading import Batch, MapReader, StreamReader, row_batches, rows_of
-from mlx_runtime.sampling import Plan, epoch_order, mixed
+from mlx_runtime.sampling import Plan, epoch_order, micro_batches, mixed
 from mlx_runtime.settings import Settings
 from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReaders
 
@@ -80,6 +80,8 @@ class DatasetShard:
         prepared: to read instead of the dataset.
         dealt: reads a stream of Ray Data.
         remote: reads samples on spare CPUs.
+        wanted_workers: of whom this group, when it is smaller or larger, keeps the global batch; None keeps that of
+            each worker.
     """
 
     name: str
@@ -91,6 +93,7 @@ class DatasetShard:
     prepared: PreparedSet | None = None
     dealt: DealtReader | None = None
     remote: RemoteReaders | None = None
+    wanted_workers: int | None = None
 
     @property
     def dataset(self) -> Any:
@@ -143,7 +146,9 @@ class Loader:
     Attributes:
         shard: what it reads.
         epoch: number of the next pass, which decides the order; a restart sets it.
+        on_start: called with the loader when a pass begins, before its first batch is read.
         on_batch: called before each batch with (loader, number of the batch in this pass from 1, batches in it).
+        on_step: called with the loader when the loop has finished with a batch and asks for the next.
         waited_s: seconds that this pass has waited for data.
         seconds: that this pass takes so far.
     """
@@ -151,7 +156,9 @@ class Loader:
     def __init__(self, shard: DatasetShard, batch_size: int | None = None) -> None:
         self.shard = shard
         self.epoch = 0
+        self.on_start: Callable[[Loader], None] = lambda loader: None
         self.on_batch: Callable[[Loader, int, int], None] = lambda loader, number, steps: None
+        self.on_step: Callable[[Loader], None] = lambda loader: None
         self.waited_s = 0.0
         self._started = 0.0
         self._batch_size = batch_size
@@ -159,13 +166,22 @@ class Loader:
         self._taken = self._skipped = 0
         self._resumed: Mapping[str, Any] | None = None
 
-    @cached_property
+    @property
     def batch_size(self) -> int:
         """Rows per worker and step.
 
         Raises:
             DatasetError: neither the call nor the dataset gives one.
         """
+        return self._micro[0]
+
+    @property
+    def accumulate(self) -> int:
+        """Steps whose gradients make one update; more than 1 only in a group that is smaller than it should be."""
+        return self._micro[1]
+
+    @cached_property
+    def _micro(self) -> tuple[int, int]:
         size = self._batch_size if self._batch_size is not None else self.shard.attribute("batch_size")
         if type(size) is not int or size < 1:
             cls = "its class" if self.shard.prepared else type(self.shard.dataset).__name__
@@ -173,7 +189,10 @@ class Loader:
                 f"datasets.{self.shard.name} has batch_size {size!r}; "
                 f"set self.batch_size to a number of rows from 1 in {cls}"
             )
-        return size
+        wanted, workers = self.shard.wanted_workers, self.shard.worker.world_size
+        if wanted is None or wanted == workers or not self.shard.training:
+            return size, 1
+        return micro_batches(size, wanted, workers)
 
     @cached_property
     def rows(self) -> int:
@@ -204,6 +223,11 @@ class Loader:
         return self._taken - self._skipped
 
     @property
+    def steps_left(self) -> int:
+        """Of the pass under way; 0 between two passes."""
+        return self._plan.steps - self._taken if self._plan else 0
+
+    @property
     def advice(self) -> str | None:
         """How rows could be read faster, or None when there is no better way."""
         shard = self.shard
@@ -226,16 +250,22 @@ class Loader:
         plan, skip, epoch = self._begin()
         self._plan, self._taken, self._skipped, self.epoch = plan, skip, skip, epoch + 1
         self.waited_s, self._started = 0.0, time.perf_counter()
+        self.on_start(self)
         on_cuda = self.shard.worker.device.type == "cuda"
-        asked = self._started
-        for batch in self._batches(plan, skip, epoch):
-            if on_cuda:
-                batch = {name: tensor.to(self.shard.worker.device, non_blocking=True) for name, tensor in batch.items()}
-            self._taken += 1
-            self.waited_s += time.perf_counter() - asked
-            self.on_batch(self, self._taken, plan.steps)
-            yield batch
-            asked = time.perf_counter()
+        asked = time.perf_counter()
+        try:
+            for batch in self._batches(plan, skip, epoch):
+                if on_cuda:
+                    device = self.shard.worker.device
+                    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+                self._taken += 1
+                self.waited_s += time.perf_counter() - asked
+                self.on_batch(self, self._taken, plan.steps)
+                yield batch
+                self.on_step(self)
+                asked = time.perf_counter()
+        except GeneratorExit:  # the loop was left with `break`: this pass is over
+            self._taken = plan.steps
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, also in the middle of a pass; plain values."""

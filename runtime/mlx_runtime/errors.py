@@ -7,6 +7,9 @@
     ├── DatasetError                  a dataset that cannot be batched
     ├── StorageError                  the run folder cannot be written
     ├── WorkerLoopError               the user's own code raised on a worker
+    ├── WorkerLostError               a worker, its node, or its connection to the others is gone
+    ├── HangError                     workers wait for each other
+    ├── RunFinished          exit 0   the run to go on with has succeeded already
     └── RunStopped           exit 130 Ctrl-C, 143 SIGTERM
 
 Messages are written for the person at the terminal: what happened with the value, what was expected,
@@ -25,6 +28,8 @@ class MlxError(Exception):
     """Base of every error that this library raises for its users."""
 
     exit_code = 1
+    cure = ""
+    """What to type next, when only the caller knows it."""
 
 
 class UsageError(MlxError):
@@ -66,6 +71,20 @@ class WorkerLoopError(MlxError):
         return f"{self.summary} (raised on rank {self.rank})\n{self.trace}".rstrip()
 
 
+class WorkerLostError(MlxError):
+    """A worker is gone, or another one noticed; a new group may go on."""
+
+
+class HangError(MlxError):
+    """Workers wait for each other, and nothing happens any more."""
+
+
+class RunFinished(MlxError):  # noqa: N818 - not a failure
+    """There is nothing left to do."""
+
+    exit_code = 0
+
+
 class RunStopped(MlxError):  # noqa: N818 - not a failure
     """The user stopped the run (130), or the system did (143)."""
 
@@ -105,7 +124,9 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
     except MlxError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
+        if error.cure:
+            print(error.cure, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:

@@ -1,10 +1,11 @@
 """`BaseModule`: what an experiment inherits, and everything that user code calls while it trains."""
 
-import math
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import checkpoints, parallel
+from mlx_runtime.accumulation import Accumulation
+from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
 from mlx_runtime.datasets import DatasetShards, Loader
 from mlx_runtime.errors import MlxError
 from mlx_runtime.layout import RunFolder
-from mlx_runtime.parallel import Worker, agree
+from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
+from mlx_runtime.sampling import mixed
 from mlx_runtime.tracking import Tracker
 
 BOUND_BY_INPUT_PCT = 20
@@ -24,6 +28,21 @@ BOUND_BY_INPUT_PCT = 20
 
 SECONDS_PER_EVENT = 0.1
 """The shortest time between two progress events of a worker."""
+
+GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
+
+VOTES_PER_NOTICE = 4
+"""Votes on stopping between two questions whether a node goes away, which cost all workers a few milliseconds."""
+
+SAVED = ("models", "optimizers", "tools", "own")
+"""What checkpoints hold once, of rank 0; `own` is what `worker_loop` has put on the experiment itself."""
+
+PER_RANK = ("metrics", "losses")
+"""What they hold of every rank."""
+
+
+class LoopStopped(BaseException):
+    """Leaves `worker_loop` once a checkpoint was saved because someone asked the run to stop."""
 
 
 @dataclass
@@ -33,25 +52,43 @@ class WorkerRun:
     Attributes:
         folder: of the run.
         worker: place in the group.
-        local: training runs in the driver's process.
         tree: conf.yaml of the run.
         sink: takes progress events; None except on rank 0.
         tracker: writes numbers; None except on rank 0.
+        allowed: raises when this run was taken over by another driver.
+        stop_asked: whether this worker was asked to end the run.
+        preemptible: whether the cluster may give notice that a node goes away.
+        beat: called at each step.
     """
 
     folder: RunFolder
     worker: Worker
-    local: bool
     tree: Mapping[str, Any]
     sink: Sink | None = None
     tracker: Tracker | None = None
+    allowed: Callable[[], None] = lambda: None
+    stop_asked: Callable[[], bool] = lambda: False
+    preemptible: bool = False
+    beat: Callable[[], None] = lambda: None
+    vote: Vote | None = None
+    votes: int = 0
+    preempted: bool = False
+    saver: Saver | None = None
+    restored: State | None = None
+    present: dict[str, set[str]] = field(default_factory=dict)
     global_step: int = 0
+    updates: int = 0
+    updates_before: int = 0
+    due: bool = False
+    interrupted: bool = False
+    stopping: bool = False
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    counted: Loader | None = None
     stage: "Stage | None" = None
     stages: "dict[str, Stage]" = field(default_factory=dict)
     logged: bool = False
-    scores: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, Loader] = field(default_factory=dict)
-    passes: dict[str, int] = field(default_factory=dict)
+    places: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
     epoch_started: float = field(default_factory=time.monotonic)
     unreported: dict[str, float] = field(default_factory=dict)
@@ -123,7 +160,7 @@ class BaseModule:
     tools: Any
 
     def __init__(self, **groups: Any) -> None:
-        for name in ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools"):
+        for name in GROUPS:
             setattr(self, name, groups.pop(name, None))
         if groups:
             raise TypeError(f"BaseModule has no group {', '.join(map(repr, groups))}")
@@ -180,45 +217,36 @@ class BaseModule:
                     metric.reset()
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Save everything that changes: models, optimizers, tools. Every worker must call this, once per epoch.
+        """Save everything that changes while it trains. Every worker must call this, as the last thing in an epoch.
+
+        It is stored in the background. Called in the middle of a pass, it saves that place in it. Of tools, rank 0's
+        are saved for all.
 
         Args:
             epoch: that has just ended; a restart begins with the next.
             metrics: numbers to judge the checkpoint by, beside the latest of all recorded ones.
 
         Raises:
-            StorageError: the run folder cannot be written.
+            StorageError: the checkpoint before this one could not be written.
         """
         run = self._running()
+        run.beat()
         numbers = run.latest | {name: float(value) for name, value in (metrics or {}).items()}
         if self.cfg.monitor is not None and self.cfg.monitor not in numbers:
             text = f"cfg.monitor is {self.cfg.monitor!r}, which was not recorded; the newest checkpoints are kept"
             run.send_once("notice", text=f"{text}.{_choices(numbers)}")
-        tools, left_out = checkpoints.state_of(self.tools)
-        for name in left_out:
-            run.send_once("notice", text=f"tools.{name} is not part of checkpoints: only numbers, text and tensors are")
-        state = {
-            "epoch": epoch,
-            "global_step": run.global_step,
-            "passes": {name: loader.epoch for name, loader in run.loaders.items()},
-            "models": checkpoints.state_of(self.models)[0],
-            "optimizers": checkpoints.state_of(self.optimizers)[0],
-            "tools": tools,
-            "config": dict(run.tree),
-        }
-        folder = run.folder.checkpoint(epoch)
-        checkpoints.save(state, numbers, folder, writes=run.worker.writes, local=run.local)
-        if run.local:
-            run.scores[folder.name] = numbers.get(self.cfg.monitor, -math.inf) * (1 if self.cfg.mode == "max" else -1)
-            checkpoints.prune(folder.parent, self.cfg.keep_checkpoints, run.scores)
-        self._close_epoch()
-        run.send("checkpoint", epoch=epoch, path=str(folder), metrics=numbers)
+        finished = not self._in_a_pass()
+        if finished:
+            self._close_epoch()
+        self._store(epoch, numbers, finished=finished)
+        if run.vote is not None and run.vote.ask(run.stop_asked()):
+            self._stop()
 
     def restore_checkpoint(self) -> int | None:
         """Load the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
-        The runtime has done so before `worker_loop` begins; call it again after making further tools there. Every
-        worker must call it.
+        The runtime has done so before `worker_loop` begins, and does so for what `worker_loop` makes (a scheduler, a
+        tool) when the first pass begins. Every worker must call it.
 
         Returns:
             The epoch of the checkpoint, or None when there is none to restore.
@@ -227,22 +255,21 @@ class BaseModule:
             ConfigError: the checkpoint is damaged or does not fit the config.
         """
         run = self._running()
-        chosen = Path(self.cfg.restore_checkpoint_path) if self.cfg.restore_checkpoint_path else None
-        folder = checkpoints.newest() or chosen
-        if folder is None:
+        state = self._found_state()
+        if state is None:
             return None
-        state = checkpoints.read(folder)
-        step = state["global_step"]
-        run.send_once("notice", text=f"restored  {folder} (epoch {state['epoch'] + 1}, step {step})")
-        for name in ("models", "optimizers", "tools"):
-            then, now = (config.get(name) or {} for config in (state["config"], run.tree))
-            for text in checkpoints.load_into(getattr(self, name), state[name], name, then=then, now=now):
-                run.send_once("notice", text=text)
-        run.global_step = step
-        run.passes = dict(state["passes"])
+        run.restored = state
+        for name in SAVED:
+            self._load(name, state)
+        run.present = {name: set(checkpoints.members(self._group(name))) for name in SAVED}
+        self._load_rank(state)
+        run.global_step = state["global_step"]
+        run.latest, run.unreported = dict(state["numbers"]["latest"]), dict(state["numbers"]["unreported"])
+        run.places = dict(state["loaders"])
         for name, loader in run.loaders.items():
-            loader.epoch = run.passes.get(name, 0)
-        self.cfg.start_epoch = state["epoch"] + 1
+            if name in run.places:
+                loader.load_state_dict(run.places[name])
+        self.cfg.start_epoch = run.epoch = state["epoch"] + state["finished"]
         if self.cfg.start_epoch >= self.cfg.num_epochs:
             text = f"already at epoch {self.cfg.start_epoch} of {self.cfg.num_epochs}; raise cfg.num_epochs to train on"
             run.send_once("notice", text=text)
@@ -263,13 +290,38 @@ class BaseModule:
             for member in checkpoints.members(group).values():
                 if isinstance(member, nn.Module):  # metrics are modules too
                     member.to(run.worker.device)
+        run.vote = Vote(run.worker)
+        if run.worker.writes:
+            saved = Checkpoints(run.folder.checkpoints)
+            saved.clean()
+            run.saver = Saver(saved, self._stored, run.allowed)
+        parallel.seed_everything(self.cfg.seed + run.worker.rank)  # models began alike; dropout must differ by rank
         self.restore_checkpoint()
 
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
         run = self._running()
-        self._close_epoch()
+        if not self._in_a_pass():
+            self._close_epoch()
+        self._wait_for_checkpoint()
         return run.latest
+
+    def _settle(self) -> None:
+        """Let a checkpoint under way be stored when the loop has failed; its own failure is not the news."""
+        if self._run is not None and self._run.saver is not None:
+            with contextlib.suppress(MlxError):
+                self._run.saver.wait()
+
+    def _in_a_pass(self) -> bool:
+        """Whether a training pass is under way."""
+        run = self._running()
+        return run.counted is not None and run.counted.steps_left > 0
+
+    def _wait_for_checkpoint(self) -> None:
+        """Until the last checkpoint is stored, on rank 0."""
+        run = self._running()
+        if run.saver is not None:
+            run.saver.wait()
 
     # -- inside --
 
@@ -281,14 +333,39 @@ class BaseModule:
     def _watched(self, loader: Loader) -> Loader:
         run = self._running()
         name = loader.shard.name
-        loader.epoch = run.passes.get(name, 0)
-        loader.on_batch = self._reading
+        if name in run.places:
+            loader.load_state_dict(run.places[name])
+        loader.on_start, loader.on_batch, loader.on_step = self._starting, self._reading, self._between
         run.loaders[name] = loader
         return loader
+
+    def _starting(self, loader: Loader) -> None:
+        """A pass begins. After a restart, the one that was interrupted goes on as if nothing had happened since.
+
+        What `worker_loop` did until now, like making a scheduler, took random numbers and perhaps changed learning
+        rates; resetting the metrics is right before a whole pass, and undone before the rest of one.
+        """
+        run = self._running()
+        run.accumulation.begin()
+        state = run.restored
+        if state is None or not (state["finished"] or state["loaders"].get(loader.shard.name, {}).get("steps")):
+            return  # an evaluation before the pass that was interrupted
+        run.restored = None
+        late = {name: set(checkpoints.members(self._group(name))) - run.present[name] for name in ("tools", "own")}
+        for name, names in late.items():
+            self._load(name, state, only=names & set(state[name]))
+        if any(late.values()):
+            self._load("optimizers", state)
+        for name in ("tools", "own"):
+            for missing in sorted(set(state[name]) - set(checkpoints.members(self._group(name)))):
+                run.send_once("notice", text=f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
+        self._load_rank(state, metrics=not state["finished"])
+        run.interrupted = not state["finished"]
 
     def _reading(self, loader: Loader, number: int, steps: int) -> None:
         """A loader is about to give its batch `number` (from 1) of `steps`: keep the counts, and say so at times."""
         run = self._running()
+        run.beat()
         name = loader.shard.name
         if loader.given == 1:
             run.stages[name] = Stage(name, loader.shard.training, steps, loader)
@@ -297,13 +374,22 @@ class BaseModule:
         stage.step, stage.given = number, loader.given
         if run.stage is None or (stage is not run.stage and _takes_over(stage, run.stage, logged=run.logged)):
             run.stage = stage
-            if loader.given == 1 and stage.training:
+            if loader.given == 1 and stage.training and not run.interrupted:
                 self._close_epoch()
                 run.epoch = loader.epoch - 1
+            run.interrupted = run.interrupted and not stage.training
         if stage is not run.stage:
             return  # read beside another
         run.logged = False
-        run.global_step += stage.training
+        if stage.training:
+            if loader.accumulate > 1:
+                run.accumulation.over(number, steps, loader.accumulate)
+                groups = (self.optimizers, self.tools, self._group("own"))
+                run.accumulation.patch([item for group in groups for item in checkpoints.members(group).values()])
+            run.global_step += run.accumulation.first
+            run.counted = loader
+            every = self.cfg.checkpoint_every_steps
+            run.due = run.due or (every is not None and run.accumulation.last and run.global_step % every == 0)
         present = time.monotonic()
         if number == stage.steps or present - stage.last_event >= SECONDS_PER_EVENT:
             stage.last_event = present
@@ -311,13 +397,166 @@ class BaseModule:
             fields = {"stage": name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
 
+    def _updated(self) -> None:
+        """An optimizer has made a step."""
+        if self._run is not None:
+            self._run.updates += 1
+            self._run.beat()
+
+    def _between(self, loader: Loader) -> None:
+        """The loop is done with a step: the place for a checkpoint in the middle of a pass, and for stopping."""
+        run = self._running()
+        run.beat()
+        if loader is not run.counted or not loader.steps_left:
+            return  # after the last step evaluation follows, and then the checkpoint of the epoch
+        updated, run.updates_before = run.updates != run.updates_before, run.updates
+        run.stopping = run.stopping or self._stop_voted()
+        if not updated and run.updates:
+            return  # between two parts of an accumulated gradient, which a restart would not have
+        if run.due or run.stopping:
+            self._store(run.epoch, run.latest, finished=False)
+        if run.stopping:
+            self._stop()
+
+    def _stop_voted(self) -> bool:
+        """Whether the run shall end here: somebody asked for it, or a node goes away that nobody replaces."""
+        run = self._running()
+        if run.vote is None or not run.vote.due():
+            return False
+        stop = bool(run.vote.ask(run.stop_asked()))
+        run.votes += 1
+        if run.preemptible and not run.preempted and run.votes % VOTES_PER_NOTICE == 0:
+            run.preempted = parallel.preempted()
+            if run.preempted:
+                goes_on = self.cfg.min_workers is not None and self.cfg.min_workers < run.worker.world_size
+                then = "the others go on from a checkpoint" if goes_on else "stopping with a checkpoint"
+                run.send("notice", text=f"a node of this run is being drained; {then}")
+                run.due = run.due or goes_on
+                stop = stop or not goes_on
+        return stop
+
+    def _stop(self) -> None:
+        self._wait_for_checkpoint()
+        raise LoopStopped
+
+    def _store(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
+        """Gather what every rank has and hand it to the saver. Every worker must call this."""
+        run = self._running()
+        run.due = False
+        device = run.worker.device
+        parts: dict[str, Any] = {"random": parallel.rank_random_state(device)}
+        for name in PER_RANK:
+            parts[name] = checkpoints.state_of(getattr(self, name))[0]
+        ranks = parallel.gathered(checkpoints.copied(parts))  # copies on the CPU: rank 0 may not have their GPU
+        if run.saver is None or ranks is None:
+            return
+        state: State = {"epoch": epoch, "finished": finished, "global_step": run.global_step, "ranks": ranks}
+        state |= {"seed": self.cfg.seed, "world_size": run.worker.world_size, "config": dict(run.tree)}
+        for name in SAVED:
+            state[name], left_out = checkpoints.state_of(self._group(name))
+            if left_out and name in ("models", "optimizers"):
+                raise MlxError(
+                    f"{name}.{left_out[0]} cannot be part of a checkpoint: only numbers, text and tensors can"
+                )
+            for item in left_out:
+                where = f"{name}.{item}".removeprefix("own.")
+                run.send_once("notice", text=f"{where} is not part of checkpoints: only numbers, text and tensors are")
+        state["on_device"] = checkpoints.on_device(self.tools)
+        state["loaders"] = run.places | {name: loader.state_dict() for name, loader in run.loaders.items()}
+        state["numbers"] = {"latest": dict(run.latest), "unreported": dict(run.unreported)}
+        state["logs"] = run.tracker.sizes() if run.tracker is not None else {}
+        run.saver.save(state, Checkpoint(epoch, finished, run.global_step, dict(numbers)))
+
+    def _stored(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint is complete; called in the background."""
+        run = self._running()
+        saved = Checkpoints(run.folder.checkpoints)
+        saved.prune(self.cfg.keep_checkpoints, self.cfg.monitor, self.cfg.mode)
+        fields = {"epoch": checkpoint.epoch, "finished": checkpoint.finished, "step": checkpoint.global_step}
+        run.send("checkpoint", **fields, path=saved.path(checkpoint), metrics=checkpoint.metrics)
+
+    def _found_state(self) -> State | None:
+        """The state to go on from: of this run's latest checkpoint, else of `cfg.restore_checkpoint_path`."""
+        run = self._running()
+        saved = Checkpoints(run.folder.checkpoints)
+        tell = partial(run.send_once, "notice")
+        found = parallel.shared(saved.newest(lambda text: tell(text=text)) if run.worker.writes else None)
+        chosen = self.cfg.restore_checkpoint_path
+        if found is None and run.tracker is not None:
+            run.tracker.rewind({}, 0)  # of workers that were lost before their first checkpoint
+        if found is None and not chosen:
+            return None
+        state = saved.load(found) if found else checkpoints.read(chosen)
+        where = saved.path(found) if found else chosen
+        if not found and not self.cfg.restore_strict:
+            for line in checkpoints.load_what_fits(self.models, state["models"]):
+                tell(text=f"          {line}")
+            tell(text=f"weights   of {where} (epoch {state['epoch'] + 1}); all else begins anew")
+            return None
+        if found and run.tracker is not None:
+            run.tracker.rewind(state["logs"], state["global_step"])
+        at = f"epoch {state['epoch'] + 1}, step {state['global_step']}"
+        tell(text=f"restored  {where} ({at})")
+        return state
+
+    def _group(self, name: str) -> Any:
+        """A group of the experiment; `own` stands for what was put on the experiment itself and has a state."""
+        if name != "own":
+            return getattr(self, name)
+        grouped = [id(item) for group in GROUPS for item in checkpoints.members(getattr(self, group)).values()]
+        grouped += [id(parallel.unwrapped(item)) for item in checkpoints.members(self.models).values()]
+        return SimpleNamespace(
+            **{
+                name: item
+                for name, item in vars(self).items()
+                if name not in GROUPS
+                and not isinstance(item, Loader | type)
+                and hasattr(item, "state_dict")
+                and hasattr(item, "load_state_dict")
+                and id(item) not in grouped
+            }
+        )
+
+    def _load(self, name: str, state: State, only: set[str] | None = None) -> None:
+        """Restore the members of a group."""
+        run = self._running()
+        then, now = (config.get(name) or {} for config in (state["config"], run.tree))
+        moved = dict.fromkeys(state["on_device"], run.worker.device) if name == "tools" else {}
+        group = self._group(name)
+        for text in checkpoints.load_into(group, state[name], name, then=then, now=now, only=only, moved=moved):
+            run.send_once("notice", text=text)
+
+    def _load_rank(self, state: State, *, metrics: bool = True) -> None:
+        """Restore what every rank has of its own; of a group of another size what can be merged."""
+        run = self._running()
+        worker, ranks = run.worker, state["ranks"]
+        if worker.world_size == state["world_size"]:
+            parallel.set_rank_random_state(ranks[worker.rank]["random"], worker.device)
+        else:
+            parallel.seed_everything(mixed(state["seed"], worker.rank, state["global_step"]))
+        for name in PER_RANK if metrics else ():
+            group, parts = getattr(self, name), [part[name] for part in ranks]
+            mine = parts[worker.rank :: worker.world_size]
+            if not mine:
+                continue  # a worker more than there were
+            saved = mine[0]
+            if worker.world_size < state["world_size"]:
+                saved = checkpoints.merged(mine, group)[0]
+                for item in checkpoints.merged(parts, group)[1]:  # on all workers, or its value would be of some only
+                    saved.pop(item, None)
+                    text = f"{name}.{item} begins anew: its states of several workers cannot merge"
+                    run.send_once("notice", text=text)
+            checkpoints.load_into(group, saved, name, then={}, now={}, only=set(saved))
+
     def _save(self, batch_idx: int, epoch: int, *groups: Any) -> None:
         run = self._running()
+        run.beat()
         run.epoch = epoch
         run.logged = True
         stage = run.stage or Stage("train", training=True, steps=0)  # a loader of the user's own
-        step = batch_idx + 1
-        if step != stage.steps and not (stage.training and step % self.cfg.log_every_steps == 0):
+        step = stage.step if stage.loader is not None else batch_idx + 1  # the loop counts from 0 after a restart, too
+        every = self.cfg.log_every_steps * (stage.loader.accumulate if stage.loader is not None else 1)
+        if step != stage.steps and not (stage.training and step % every == 0):
             return
         found = {name: item for group in groups for name, item in checkpoints.members(group).items()}
         metrics = {name: item for name, item in found.items() if isinstance(item, Metric | MetricCollection)}
@@ -395,7 +634,7 @@ def _size(loader: Loader) -> dict[str, int]:
     return {
         "rows": loader.rows,
         "steps": len(loader),
-        "global_batch": loader.batch_size * loader.shard.worker.world_size,
+        "global_batch": loader.batch_size * loader.accumulate * loader.shard.worker.world_size,
     }
 
 

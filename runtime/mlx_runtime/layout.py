@@ -5,20 +5,31 @@
     conf.yaml             the resolved config
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
-    checkpoints/epoch_0001/state.pt
+    checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
+    .attempt-001          one folder per driver that has taken on the run
 """
 
+import contextlib
+import fnmatch
+import hashlib
 import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_runtime.errors import StorageError, UsageError, near
+from mlx_runtime.errors import StorageError, UsageError, first_line, near
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import Storage, is_uri, joined
 
 CONF = Path("src/conf.yaml")
 """The experiment's config, relative to the experiment folder."""
+
+STOP_NOTE = ".stop"
+"""Name of the file that asks a run to end."""
+
+ATTEMPT = ".attempt-"
+"""What the folders begin with by which drivers claim a run."""
 
 EXPERIMENT = Path("src/experiment.py")
 """The file that makes a folder an experiment."""
@@ -26,9 +37,15 @@ EXPERIMENT = Path("src/experiment.py")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run. Knows paths, touches nothing."""
+    """The folder of one run.
+
+    Attributes:
+        path: folder on this machine; with a URI, the working copy of what is there.
+        uri: of the run on an object store, or None.
+    """
 
     path: Path
+    uri: str | None = None
 
     @property
     def experiment(self) -> str:
@@ -37,6 +54,22 @@ class RunFolder:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def place(self) -> str:
+        """Where the run is for everyone: its URI, else its folder."""
+        return self.uri or str(self.path)
+
+    @property
+    def root(self) -> str:
+        """Of the storage that the run is in."""
+        base, mark, options = self.place.partition("?")
+        return base.removesuffix(f"/{self.experiment}/{self.name}") + mark + options
+
+    @property
+    def title(self) -> str:
+        """`digits/run_003`, which every command takes."""
+        return f"{self.experiment}/{self.name}"
 
     @property
     def record(self) -> Path:
@@ -51,17 +84,116 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def checkpoints(self) -> str:
+        """Folder or URI."""
+        return joined(self.place, "checkpoints")
 
     @property
     def reserve(self) -> Path:
         """Space held while the run lasts, so that its end can be recorded on a disk that has filled up."""
         return self.path / ".reserve"
 
-    def checkpoint(self, epoch: int) -> Path:
-        """Of an epoch as code counts, from 0; folders count from 1, as a person does and as is printed."""
-        return self.checkpoints / f"epoch_{epoch + 1:04d}"
+    def push(self, *files: Path, must: bool = False) -> None:
+        """Copy files of this machine to the object store, where the run is on one.
+
+        Args:
+            files: of the run folder.
+            must: a failure is an error; else it is passed over, for files that are pushed again and again.
+
+        Raises:
+            StorageError: with `must`, the storage does not take them.
+        """
+        if self.uri is None:
+            return
+        try:
+            for file in files:
+                Storage(self.uri).upload(file, file.name)
+        except (OSError, StorageError) as error:
+            if must:
+                raise StorageError(f"cannot write {self.uri}: {first_line(error)}") from error
+
+    def forget(self, *files: Path) -> None:
+        """Remove files from the object store, too."""
+        if self.uri is not None:
+            with contextlib.suppress(OSError, StorageError):
+                for file in files:
+                    Storage(self.uri).remove_file(file.name)
+
+    def pull(self, *patterns: str) -> None:
+        """Bring files of a run on an object store to this machine.
+
+        Args:
+            patterns: of their names.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        if self.uri is None:
+            return
+        storage = Storage(self.uri)
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            for old in [file for pattern in patterns for file in self.path.glob(pattern)]:
+                old.unlink()
+            for info in storage.listed():
+                if any(fnmatch.fnmatch(info.base_name, pattern) for pattern in patterns):
+                    storage.download(self.path / info.base_name, info.base_name)
+        except OSError as error:
+            raise StorageError(f"cannot read {self.uri}: {first_line(error)}") from error
+
+    def ask_to_stop(self) -> None:
+        """Leave a note that the run's driver finds, wherever it is.
+
+        Raises:
+            StorageError: the storage cannot be written.
+        """
+        try:
+            Storage(self.place).write(b"", STOP_NOTE)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.place}: {first_line(error)}") from error
+
+    def asked_to_stop(self) -> bool:
+        with contextlib.suppress(OSError, StorageError):
+            return Storage(self.place).size_bytes(STOP_NOTE) is not None
+        return False
+
+    def withdraw_stop(self) -> None:
+        with contextlib.suppress(OSError, StorageError):
+            Storage(self.place).remove_file(STOP_NOTE)
+
+    def begun(self) -> bool:
+        """Whether there is enough of the run to go on with it."""
+        with contextlib.suppress(OSError):
+            return Storage(self.place).size_bytes(self.conf.name) is not None
+        return True
+
+    def hold_reserve(self) -> None:
+        """Take the space for recording the end."""
+        with contextlib.suppress(OSError):
+            _reserve(self.reserve)
+
+    def attempts(self) -> int:
+        """How many drivers have taken on this run so far, one after the other.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        try:
+            names = Storage(self.place).names()
+        except OSError as error:
+            raise StorageError(f"cannot read {self.place}: {first_line(error)}") from error
+        return max((int(name.removeprefix(ATTEMPT)) for name in names if name.startswith(ATTEMPT)), default=0)
+
+    def claim_attempt(self, number: int) -> bool:
+        """Become the driver of a run; of several at the same instant one at most.
+
+        Raises:
+            StorageError: the storage cannot be written.
+        """
+        try:
+            return Storage(self.place).claim(f"{ATTEMPT}{number:03d}")
+        except OSError as error:
+            raise StorageError(f"cannot write {self.place}: {first_line(error)}") from error
 
 
 def experiment_folder(start: Path | None = None) -> Path:
@@ -79,27 +211,30 @@ def experiment_folder(start: Path | None = None) -> Path:
     return folder
 
 
-def storage_folder(storage_path: str) -> Path:
-    """The absolute folder that `cfg.storage_path` names.
-
-    Raises:
-        StorageError: it is a URI, which this version cannot write to.
-    """
-    if "://" in storage_path:
-        raise StorageError(
-            f"cfg.storage_path is {storage_path!r}; runs are stored in folders. "
-            "Give a local or shared folder, like cfg.storage_path=/mnt/runs"
-        )
-    return Path(storage_path).expanduser().resolve()
+def storage_root(storage_path: str) -> str:
+    """The absolute folder that `cfg.storage_path` names, or its URI."""
+    return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
 
 
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:
     """Where prepared sets are: the folder or URI that `cfg.prepared_path` names, else a folder in the storage."""
-    return prepared_path or str(storage_folder(storage_path) / ".prepared")
+    return prepared_path or joined(storage_root(storage_path), ".prepared")
 
 
-def claim_run(storage: Path, experiment: str) -> RunFolder:
+def run_folder(root: str, experiment: str, run: str) -> RunFolder:
+    """The folder of a run in a storage; knows paths, touches nothing."""
+    if not is_uri(root):
+        return RunFolder(Path(root, experiment, run))
+    copies = Settings.read().cache / "runs" / hashlib.sha256(root.encode()).hexdigest()[:12]
+    return RunFolder(copies / experiment / run, joined(root, experiment, run))
+
+
+def claim_run(root: str, experiment: str) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
+
+    Args:
+        root: of the storage.
+        experiment: whose run it is.
 
     Raises:
         UsageError: the experiment's name cannot be a folder.
@@ -107,56 +242,64 @@ def claim_run(storage: Path, experiment: str) -> RunFolder:
     """
     if not experiment or "/" in experiment or experiment.startswith("."):
         raise UsageError(f"cfg.name is {experiment!r}, which cannot name a folder; leave out / and a leading dot")
-    parent = storage / experiment
+    storage = Storage(root)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        number = max((_number(name) for name in os.listdir(parent)), default=0)
+        if storage.local:
+            Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
+        number = max((_number(name) for name in storage.names(experiment)), default=0)
         while True:
             number += 1
-            folder = RunFolder(parent / f"run_{number:03d}")
-            try:
-                folder.path.mkdir()  # the file system decides who was first
+            folder = run_folder(root, experiment, f"run_{number:03d}")
+            if storage.claim(experiment, folder.name):
                 break
-            except FileExistsError:
-                continue
         try:
-            folder.checkpoints.mkdir()
+            if folder.uri is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)  # of a storage that was emptied
+                folder.path.mkdir(parents=True)
+            else:
+                (folder.path / "checkpoints").mkdir()
             _reserve(folder.reserve)
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
     except OSError as error:
         raise StorageError(
-            f"cannot write runs to {storage}: {error.strerror or error}. "
+            f"cannot write runs to {root}: {error.strerror or first_line(error)}. "
             "Free or unlock it, or choose another with cfg.storage_path=FOLDER"
         ) from error
     return folder
 
 
-def list_runs(storage: Path, experiment: str | None = None) -> list[RunFolder]:
-    """All runs, or those of one experiment, oldest first per experiment."""
-    if experiment is None:
-        names = sorted(path.name for path in storage.iterdir()) if storage.is_dir() else []
-    else:
-        names = [experiment]
-    runs = []
-    for name in names:
-        parent = storage / name
-        found = [path for path in parent.iterdir() if _number(path.name)] if parent.is_dir() else []
-        runs += [RunFolder(path) for path in sorted(found, key=lambda path: _number(path.name))]
-    return runs
+def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
+    """All runs, or those of one experiment, oldest first per experiment.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    storage = Storage(root)
+    try:
+        names = storage.names() if experiment is None else [experiment]
+        # On an object store a number that two claimed at once stays behind as an empty folder.
+        found = {
+            name: [run for run in storage.names(name) if _number(run) and (storage.local or storage.names(name, run))]
+            for name in names
+            if _is_folder(storage, name)
+        }
+    except OSError as error:
+        raise StorageError(f"cannot read {root}: {first_line(error)}") from error
+    return [run_folder(root, name, run) for name, runs in found.items() for run in sorted(runs, key=_number)]
 
 
-def find_run(storage: Path, experiment: str, run: str = "latest") -> RunFolder:
+def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     """One run by name (`run_003`), number (`3`) or `latest`.
 
     Raises:
         UsageError: no such experiment or run; lists what there is.
     """
-    runs = list_runs(storage, experiment)
+    runs = list_runs(root, experiment)
     if not runs:
-        known = {folder.experiment for folder in list_runs(storage)}
-        raise UsageError(f"no runs of {experiment!r} in {storage}.{near(experiment, known)}")
+        known = {folder.experiment for folder in list_runs(root)}
+        raise UsageError(f"no runs of {experiment!r} in {root}.{near(experiment, known)}")
     if run == "latest":
         return runs[-1]
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
@@ -166,23 +309,28 @@ def find_run(storage: Path, experiment: str, run: str = "latest") -> RunFolder:
     raise UsageError(f"{experiment} has no run {run!r}.{near(wanted, (folder.name for folder in runs))}")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace a file's content so that a reader sees the old or the new text, never a part.
+def named_run(text: str, root: str, experiment: str) -> RunFolder:
+    """One run as a person names it: `run_003`, `3`, `latest`, `digits/run_003`, or the path or URI of its folder.
+
+    Args:
+        text: what was typed.
+        root: of the storage.
+        experiment: whose run it is when the text does not say.
 
     Raises:
-        OSError: the folder cannot be written.
+        UsageError: there is no such run.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp makes it private; colleagues share a storage
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    base, mark, options = text.rstrip("/").partition("?")
+    if is_uri(text) or Path(text, "run.json").is_file():
+        parts = base if is_uri(text) else str(Path(base).resolve())
+        above, name, run = parts.rsplit("/", 2)
+        return find_run(above + mark + options, name, run)
+    name, _, run = text.rpartition("/")
+    return find_run(root, name or experiment, run)
+
+
+def _is_folder(storage: Storage, name: str) -> bool:
+    return not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
 
 
 def _number(name: str) -> int:

@@ -9,9 +9,10 @@ import contextlib
 import functools
 import inspect
 import re
+import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,25 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from mlx_runtime import registry
 from mlx_runtime.config import TrainConfig
-from mlx_runtime.errors import ConfigError, first_line, near
-from mlx_runtime.layout import CONF
+from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, near
+from mlx_runtime.layout import CONF, RunFolder, list_runs, named_run, storage_root
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
+from mlx_runtime.storage import Storage, is_uri
 
 Tree = dict[str, Any]
 
 LEAST = {
+    "checkpoint_every_steps": 1,
     "cpus_per_worker": 1,
+    "hang_timeout_s": 1,
     "keep_checkpoints": 1,
     "log_every_steps": 1,
+    "max_failures": -1,
+    "max_workers": 1,
+    "min_workers": 1,
     "num_epochs": 0,
     "prefetch_batches": 0,
     "seed": 0,
@@ -51,11 +59,15 @@ class Config:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
         cfg: the `cfg` group as the object that user code sees.
         overrides: as typed.
+        run: to go on with, or None for a new one.
+        origin: `name/run_001` of the run whose conf.yaml this is instead of the experiment's, or None.
     """
 
     tree: Tree
     cfg: TrainConfig
     overrides: tuple[str, ...] = ()
+    run: RunFolder | None = None
+    origin: str | None = None
 
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
@@ -64,9 +76,26 @@ class Config:
 def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF) -> Config:
     """Read conf.yaml, apply Hydra overrides and check the result against the constructors.
 
+    Args:
+        experiment: its class.
+        overrides: of Hydra; among them `--resume=RUN` goes on with a run, the same as `cfg.resume=RUN`, and
+            `--from=RUN` starts a new run. Both take the conf.yaml of that run, then the overrides.
+        path: of conf.yaml.
+
     Raises:
         ConfigError: with one line per problem.
+        UsageError: there is no such run.
+        RunFinished: the run to go on with has succeeded, and no more epochs are asked for.
     """
+    run, origin, typed, forced = _chosen_run(path, overrides)
+    with _conf_of(run or origin) as conf:
+        config = _load(experiment, [*typed, *forced], conf or path)
+        if run is not None:
+            _refuse_finished(run, conf or path, config.cfg)
+    return replace(config, overrides=tuple(typed), run=run, origin=origin.title if origin else None)
+
+
+def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
     tree, problems = _read(path, overrides)
     wanted = groups(experiment)
     told = {problem.partition(":")[0] for problem in problems}
@@ -78,7 +107,87 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     problems = [*_ranges(cfg), *_mapping_problems(tree, wanted)]
     if problems:
         raise ConfigError(_listed(problems, path))
-    return Config(tree, cfg, tuple(overrides))
+    return Config(tree, cfg)
+
+
+def _chosen_run(
+    path: Path, overrides: Sequence[str]
+) -> tuple[RunFolder | None, RunFolder | None, list[str], list[str]]:
+    """The run to go on with, the run to start from, the overrides that are left, and what they imply."""
+    options = {"--resume": "", "--from": ""}
+    typed: list[str] = []
+    waiting = ""  # for the run of an option, when it is a word of its own
+    for item in overrides:
+        name, _, value = item.partition("=")
+        if name in options:
+            options[name], waiting = value or "latest", "" if value else name
+        elif waiting and not _is_override(item):
+            options[waiting], waiting = item, ""
+        else:
+            typed.append(item)
+            waiting = ""
+    cfg = _read(path, typed)[0].get("cfg") or {}
+    root, experiment = storage_root(str(cfg.get("storage_path", "runs"))), str(cfg.get("name", "experiment"))
+    resume = options["--resume"] or cfg.get("resume")
+    if options["--from"]:
+        if options["--resume"]:
+            raise UsageError("--resume goes on with a run and --from starts a new one; give one of them")
+        origin = named_run(options["--from"], root, experiment)
+        return None, origin, typed, ["cfg.resume=null", f"cfg.storage_path={_text(cfg.get('storage_path', 'runs'))}"]
+    if resume in ("auto", "latest"):  # not one that was killed before it had begun
+        begun = [folder for folder in list_runs(root, experiment) if folder.begun()]
+        if resume == "auto" and not begun:
+            return None, None, typed, []
+        resume = begun[-1].name if begun else resume
+    if not resume:
+        return None, None, typed, []
+    run = named_run(str(resume), root, experiment)
+    return run, None, typed, [f"cfg.storage_path={_text(run.root)}"]
+
+
+def _is_override(text: str) -> bool:
+    """Whether a word is an override and not the name of a run."""
+    return bool(re.match(r"~|[+]{0,2}[A-Za-z_][\w.@/]*=", text)) and not is_uri(text)
+
+
+@contextlib.contextmanager
+def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
+    """The conf.yaml of a run as a file of this machine.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    if folder is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        conf = Path(temporary, "conf.yaml")
+        try:
+            conf.write_bytes(Storage(folder.place).read(folder.conf.name))
+        except OSError as error:
+            raise StorageError(f"cannot read {folder.place}/conf.yaml: {first_line(error)}") from error
+        yield conf
+
+
+def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
+    """A run that has succeeded is not run again, unless it shall train for longer.
+
+    Raises:
+        UsageError: somebody trains it at present.
+        RunFinished: nothing is left to do.
+    """
+    record = registry.refuse_living(run)
+    before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
+    if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:
+        raise RunFinished(
+            f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train on, raise it; "
+            "for a new run, leave out --resume and cfg.resume"
+        )
+
+
+def _text(value: Any) -> str:
+    """A string as an override wants it, whatever is in it."""
+    return "'" + str(value).replace("'", r"\'") + "'"
 
 
 def parsed(text: str) -> Tree:
@@ -149,8 +258,7 @@ def _implied(settings: Settings) -> list[str]:
     """Overrides that the environment stands for."""
     if settings.storage is None:
         return []
-    quoted = settings.storage.replace("'", r"\'")
-    return [f"cfg.storage_path='{quoted}'"]
+    return [f"cfg.storage_path={_text(settings.storage)}"]
 
 
 def _quoted(override: str) -> str:
@@ -242,8 +350,15 @@ def _ranges(cfg: TrainConfig) -> list[str]:
     return [
         f"cfg.{name} is {value!r}; the least is {least}"
         for name, least in LEAST.items()
-        if (value := getattr(cfg, name, least)) < least
-    ]
+        if (value := getattr(cfg, name, least)) is not None and value < least
+    ] + _worker_range(cfg)
+
+
+def _worker_range(cfg: TrainConfig) -> list[str]:
+    least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+    if least <= cfg.start_workers <= most or cfg.start_workers == 0:
+        return []
+    return [f"cfg.start_workers is {cfg.start_workers}, not between cfg.min_workers={least} and cfg.max_workers={most}"]
 
 
 def _mapping_problems(tree: Tree, wanted: dict[str, type]) -> list[str]:

@@ -3,17 +3,30 @@
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray.exceptions
 import ray.train
 import ray.train.torch
 import ray.train.v2._internal.execution.context
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+SECONDS_PER_VOTE = 0.5
+"""How long a request to stop waits at the most, beside the step under way."""
+
+MOST_STEPS_PER_VOTE = 1000
+
+_RAY_LOST = (
+    ray.exceptions.RayActorError,  # a reader or dealer of data, or what owned it
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,29 @@ def set_random_state(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(state[2])
 
 
+def rank_random_state(device: torch.device) -> dict[str, Any]:
+    """The state of all random numbers that this worker draws, as plain values and tensors for a checkpoint."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *place = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *place],
+        "torch": torch.get_rng_state(),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def set_rank_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go back to a state from `rank_random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    name, keys, *place = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *place))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Everything seeded while the block runs, and afterwards as random as before."""
@@ -100,6 +136,56 @@ def shared(value: Any) -> Any:
     return values[0]
 
 
+def gathered(value: Any) -> list[Any] | None:
+    """The values of all workers by rank, on rank 0; None elsewhere. A collective."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    values: list[Any] | None = [None] * world if rank == 0 else None
+    torch.distributed.gather_object(value, values, dst=0)
+    return values
+
+
+class Vote:
+    """Agrees now and then, between two steps, on what any worker has asked for. Every worker must take part.
+
+    A vote is one small collective on the CPU; how many steps pass until the next one is part of its result, so that
+    all workers wait equally long, about `SECONDS_PER_VOTE`.
+
+    Args:
+        worker: this one.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
+        self._left = 1
+        self._asked_at = time.monotonic()
+        self._interval = 1
+
+    def due(self) -> bool:
+        """Whether the vote is now; counts a step."""
+        self._left -= 1
+        return self._left <= 0
+
+    def ask(self, wish: int) -> int:
+        """The greatest wish of all workers.
+
+        Args:
+            wish: of this one, 0 for none.
+        """
+        present = time.monotonic()
+        per_step = (present - self._asked_at) / self._interval
+        self._asked_at = present
+        wait = int(min(MOST_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
+        if self._group is not None:
+            votes = torch.tensor([wish, wait if self._worker.rank == 0 else 0])
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self._group)
+            wish, wait = votes.tolist()
+        self._left = self._interval = wait
+        return wish
+
+
 def largest(value: float, device: torch.device) -> float:
     """The largest of all workers' values; a collective."""
     if not torch.distributed.is_initialized():
@@ -109,6 +195,19 @@ def largest(value: float, device: torch.device) -> float:
     return float(tensor)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def preempted() -> bool:
+    """Whether a node of this run has notice that it goes away; all workers must ask, about 5 ms."""
+    return ray.train.get_preemption_info() is not None
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another worker is gone."""
+    if isinstance(error, (torch.distributed.DistError, *_RAY_LOST)):
+        return True
+    gone = ("connection closed by peer", "connection reset by peer", "connection refused", "gloo/transport")
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in gone)
+
+
+def unwrapped(model: Any) -> Any:
     """The model inside `prepare_model`'s DDP wrapper, so that state names carry no `module.` prefix."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pyarrow.fs
 import torch
 
 from mlx_runtime.errors import StorageError, first_line
-from mlx_runtime.layout import write_atomic
 from mlx_runtime.reading import Batch, as_numpy, dtype_name
+from mlx_runtime.storage import Storage, write_atomic
 
 MANIFEST = "manifest.json"
 
@@ -121,17 +120,8 @@ class Store:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        try:
-            if "://" in root:
-                self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
-            else:
-                self._fs, path = pyarrow.fs.LocalFileSystem(), str(Path(root).expanduser().resolve())
-        except (pyarrow.ArrowException, ValueError, OSError) as error:
-            raise StorageError(f"cannot reach {root}: {first_line(error)}") from error
-        self._path = path.rstrip("/")
-        if not self._path:
-            raise StorageError(f"cannot reach {root}: it names no folder")
-        self.local = isinstance(self._fs, pyarrow.fs.LocalFileSystem)
+        storage = Storage(root)
+        self._fs, self._path, self.local = storage.fs, storage.path, storage.local
 
     def names(self) -> list[str]:
         """Folders of sets, whole or not."""

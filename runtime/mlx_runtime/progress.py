@@ -1,12 +1,16 @@
-"""What a person sees while a run trains: rank 0 sends events, the driver draws them.
+"""What a person sees while a run trains: workers send events, the driver draws them, and can ask workers to stop.
 
 The driver draws, because Ray streams workers' output late and line by line: a bar would be unreadable and the last
-lines could come after the end. An event is a JSON object with a `kind`:
+lines could come after the end. An event is a JSON object with a `kind` and, from another process, the `rank` of
+its sender:
 
     step        stage, epoch, step, steps, rate (steps per second), values (latest, may be empty)
     epoch       epoch, epochs, values, seconds, samples_per_s and data_wait_pct where a training set was read
-    checkpoint  epoch, path, metrics
+    checkpoint  epoch, finished, step, path, metrics
     notice      text
+    hello       a worker is connected
+    hang        no step for long: epoch, stage, step, at, waits_in, seconds
+    where       the same, when asked
 """
 
 import contextlib
@@ -32,40 +36,96 @@ SECONDS_PER_LINE = 2.0
 """In a pipe, the shortest time between two lines of one stage, so that short epochs print only their summary."""
 
 
+NOWHERE: dict[str, Any] = {
+    "epoch": 0,
+    "stage": None,
+    "step": 0,
+    "at": "",
+    "waits_in": None,
+    "seconds": 0.0,
+    "gpu": False,
+}
+"""Where a worker stands that is not ready yet."""
+
+STOP, WHERE = b"stop", b"where"
+"""What the driver says to workers: save a checkpoint and end; tell where you stand."""
+
+
 class Sink(Protocol):
-    """Where rank 0 sends its events."""
+    """Where a worker sends its events, and whether the driver wants it to stop."""
 
     def send(self, event: Event) -> None: ...
 
+    def stop_asked(self) -> bool: ...
+
 
 class Direct:
-    """A sink in the driver's own process."""
+    """A sink in the driver's own process.
 
-    def __init__(self, handle: Callable[[Event], None]) -> None:
-        self.send = handle
+    Args:
+        handle: takes events.
+        stop_asked: whether the run shall end.
+    """
+
+    def __init__(self, handle: Callable[[Event], None], stop_asked: Callable[[], bool] = lambda: False) -> None:
+        self.send, self.stop_asked = handle, stop_asked
 
 
 class Remote:
-    """A sink over TCP to the driver. When the driver cannot be reached, events are drawn on this worker's stdout."""
+    """A sink over TCP to the driver. When it cannot be reached, what rank 0 says is drawn on this worker's stdout.
 
-    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+    Attributes:
+        where: asked by the driver, gives what it wants to know about where this worker stands.
+
+    Args:
+        address, key: of the driver's `Receiver`.
+        rank: of this worker.
+    """
+
+    def __init__(self, address: tuple[str, int], key: bytes, rank: int) -> None:
+        self.where: Callable[[], Event] = lambda: NOWHERE
+        self._rank = rank
         self._connection: Connection[Any, Any] | None = None
         self._display = Display(sys.stdout)
+        self._stop = threading.Event()
+        self._sending = threading.Lock()  # checkpoints are told about from a thread of their own
         with contextlib.suppress(OSError, EOFError):
             self._connection = Client(address, authkey=key)
+            threading.Thread(target=self._listen, args=(self._connection,), name="driver", daemon=True).start()
+        self.send({"kind": "hello"})
 
     def send(self, event: Event) -> None:
-        if self._connection is not None:
-            try:
-                self._connection.send_bytes(json.dumps(event).encode())
-                return
-            except OSError:
-                self._connection = None  # the driver is gone; Ray ends this worker soon
-        self._display.handle(event)
+        with self._sending:
+            if self._connection is not None:
+                try:
+                    self._connection.send_bytes(json.dumps(event | {"rank": self._rank}).encode())
+                    return
+                except OSError:
+                    self._connection = None  # the driver is gone; Ray ends this worker soon
+        if self._rank == 0:
+            self._display.handle(event)
+
+    def stop_asked(self) -> bool:
+        return self._stop.is_set()
+
+    def close(self) -> None:
+        with self._sending:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _listen(self, connection: "Connection[Any, Any]") -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                question = connection.recv_bytes()
+                if question == STOP:
+                    self._stop.set()
+                elif question == WHERE:
+                    self.send({"kind": "where", **self.where()})
 
 
 class Receiver:
-    """The driver's end: collects the events of rank 0, of its replacements too.
+    """The driver's end: collects the events of the workers, of their replacements too.
 
     Attributes:
         address: (host, port) that workers connect to.
@@ -74,10 +134,11 @@ class Receiver:
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(16)
-        self._listener = Listener((host, 0), authkey=self.key)
+        self._listener = Listener((host, 0), backlog=128, authkey=self.key)
         self.address: tuple[str, int] = (host, self._listener.address[1])
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open: list[threading.Thread] = []
+        self._workers: list[Connection[Any, Any]] = []
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
     def events(self, timeout_s: float) -> Iterator[Event]:
@@ -92,6 +153,12 @@ class Receiver:
         for thread in list(self._open):
             thread.join(timeout_s)
         yield from self.events(timeout_s=0.01)
+
+    def tell(self, order: bytes) -> None:
+        """Say something to every worker that listens."""
+        for connection in list(self._workers):
+            with contextlib.suppress(OSError):
+                connection.send_bytes(order)
 
     def close(self) -> None:
         self._listener.close()
@@ -109,9 +176,11 @@ class Receiver:
             thread.start()
 
     def _read(self, connection: "Connection[Any, Any]") -> None:
+        self._workers.append(connection)
         with contextlib.suppress(EOFError, OSError), connection:
             while True:
                 self._events.put(json.loads(connection.recv_bytes()))
+        self._workers.remove(connection)
 
 
 class Display:
@@ -200,7 +269,7 @@ class Display:
 def _rate_and_values(event: Event) -> list[str]:
     """`33.1 it/s`, `loss 0.1234`; the stage is said already."""
     numbers = [_number(name.partition("/")[2], value) for name, value in event["values"].items()]
-    return [f"{event['rate']:.1f} it/s", *numbers]
+    return ([f"{event['rate']:.1f} it/s"] if event["rate"] else []) + numbers
 
 
 def _number(name: str, value: float) -> str:

@@ -15,14 +15,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError
-from mlx_runtime.layout import RunFolder, write_atomic
+from mlx_runtime.errors import StorageError, UsageError, first_line
+from mlx_runtime.layout import RunFolder
+from mlx_runtime.storage import Storage, write_atomic
 
 HEARTBEAT_S = 10
-"""How often a living driver refreshes its record; a RUNNING run that is silent for much longer is STALE."""
+"""How often a living driver refreshes its record."""
+
+CLAIM_S = 10
+"""How long a driver that has claimed a run has to write its record."""
+
+STALE_S = 60
+"""A RUNNING run that is silent for so long has lost its driver."""
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 
@@ -32,14 +41,20 @@ class Record:
 
     Args:
         folder: where the run lives.
+        before: the record of a run that goes on.
         fields: what is known at the start.
     """
 
-    def __init__(self, folder: RunFolder, **fields: Any) -> None:
+    def __init__(self, folder: RunFolder, before: Mapping[str, Any] | None = None, **fields: Any) -> None:
         self.folder = folder
         self._lock = threading.Lock()
+        self._ours = True
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
+        self._fields |= before or {}
         self.update(**fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields.get(name)
 
     def update(self, **fields: Any) -> None:
         """Change fields and store the record.
@@ -49,10 +64,25 @@ class Record:
         """
         with self._lock:
             self._fields |= fields | {"heartbeat": now()}
+            if not self._ours or self._taken_over():
+                return
             try:
                 write_atomic(self.folder.record, json.dumps(_finite(self._fields), indent=2) + "\n")
             except OSError as error:
                 raise StorageError(f"cannot write {self.folder.record}: {error.strerror or error}") from error
+            self.folder.push(self.folder.record)
+
+    def _taken_over(self) -> bool:
+        """Whether another driver has claimed the run since."""
+        attempt = self._fields.get("attempt")
+        with contextlib.suppress(StorageError):
+            self._ours = attempt is None or self.folder.attempts() <= attempt
+        return not self._ours
+
+    def disown(self) -> None:
+        """Write no more: the run has another driver."""
+        with self._lock:
+            self._ours = False
 
     def finish(self, status: str, **fields: Any) -> None:
         """Write down how the run ended, giving back the space that was held for it.
@@ -83,6 +113,97 @@ class Record:
             thread.join()
 
 
+def recorded(folder: RunFolder) -> dict[str, Any]:
+    """What the record of a run says at present.
+
+    Raises:
+        StorageError: there is none, or it cannot be read.
+    """
+    try:
+        found: dict[str, Any] = json.loads(Storage(folder.place).read(folder.record.name))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {folder.place}/run.json: {first_line(error)}") from error
+    return found
+
+
+def status_of(record: Mapping[str, Any]) -> str:
+    """PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE for a run whose driver is gone without a word."""
+    status = str(record.get("status"))
+    return "STALE" if status in ("PENDING", "RUNNING") and not _lives(record) else status
+
+
+def _lives(record: Mapping[str, Any]) -> bool:
+    """Whether the driver that wrote a record is alive: its process when it ran on this machine, else its heartbeat."""
+    boot = _boot()
+    if boot is not None and record.get("boot") == boot:
+        return _started(record.get("pid", 0)) == record.get("pid_started")
+    return age_s(record) < STALE_S
+
+
+def age_s(record: Mapping[str, Any]) -> float:
+    """Seconds since the last heartbeat."""
+    then = datetime.datetime.fromisoformat(record["heartbeat"])
+    return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+
+
+def refuse_living(folder: RunFolder) -> dict[str, Any]:
+    """The record of a run that nobody trains at present.
+
+    Raises:
+        UsageError: its driver lives.
+    """
+    record = recorded(folder)
+    name = f"{folder.experiment} {folder.name}"
+    if status_of(record) in ("PENDING", "RUNNING"):
+        raise UsageError(
+            f"{name} is being trained by process {record.get('pid')} on {record.get('host')}, last heard of "
+            f"{max(0, age_s(record)):.0f} s ago. Wait for it, or end it with: mlx xp stop {name}"
+        )
+    return record
+
+
+def take_over(folder: RunFolder) -> int:
+    """Become the driver of a run whose driver is gone. Returns the number of this attempt.
+
+    Raises:
+        UsageError: its driver lives, or another one has just taken over.
+    """
+    record = refuse_living(folder)
+    newest, until = folder.attempts(), time.monotonic() + CLAIM_S
+    while record.get("attempt", newest) < newest and time.monotonic() < until:
+        time.sleep(0.2)  # somebody has claimed it and is about to say so, unless they died over it
+        record = refuse_living(folder)
+    number = newest + 1
+    if not folder.claim_attempt(number):
+        raise UsageError(
+            f"another driver has taken over {folder.title} at this very moment; wait for it, or for its end"
+        )
+    return number
+
+
+def this_driver() -> dict[str, Any]:
+    """What tells this process from any other, on any machine."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": _started(pid)}
+
+
+def _boot() -> str | None:
+    """Tells one run of a machine's kernel from another, and one container's processes from another's."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """When a process of this machine started, in ticks since boot; None when there is none (or no /proc to ask)."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]
+
+
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """What is needed to run this again: command, code, versions, machine."""
     return {
@@ -91,9 +212,7 @@ def provenance(overrides: Sequence[str]) -> dict[str, Any]:
         "git": _git(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+    } | this_driver()
 
 
 def now() -> str:

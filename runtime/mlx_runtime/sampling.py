@@ -41,6 +41,26 @@ def shuffled_turn(count: int, seed: int, rank: int, number: int) -> torch.Tensor
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed(seed, rank, number)))
 
 
+def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]:
+    """How another number of workers comes to the same global batch.
+
+    Args:
+        batch_size: rows per worker and step of the wanted group.
+        wanted, workers: numbers of workers, as it should be and as it is.
+
+    Returns:
+        Rows per worker and step, at most `batch_size`, and how many steps make one update. Where the rows cannot be
+        shared out equally, their number is as near as it can be.
+    """
+    total = batch_size * wanted
+    least = math.ceil(wanted / workers)
+    ways = [
+        (min(batch_size, max(1, round(total / (workers * steps)))), steps)
+        for steps in range(max(1, least - 1), 2 * least + 1)
+    ]
+    return min(ways, key=lambda way: (abs(way[0] * way[1] * workers - total), way[1]))
+
+
 @dataclass(frozen=True)
 class Plan:
     """How what is left of a pass is dealt to the workers.

@@ -22,9 +22,9 @@ import ray.data
 import ray.data.block
 import torch
 
-from mlx_runtime.errors import DatasetError, MlxError, first_line
+from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, first_line
 from mlx_runtime.loading import build
-from mlx_runtime.parallel import seeded
+from mlx_runtime.parallel import lost_peer, seeded
 from mlx_runtime.reading import Batch, Rows, Samples, Stacked, as_numpy, dtype_name
 from mlx_runtime.sampling import Plan, shuffled_turn
 
@@ -98,7 +98,9 @@ def blocks_of(stream: Any, name: str) -> Iterator[tuple[Any, int, int]]:
 
 
 def told(error: BaseException, what: str) -> MlxError:
-    """What user code raised in another process, as an error of ours."""
+    """What user code raised in another process, or that this process is gone, as an error of ours."""
+    if lost_peer(error):
+        return WorkerLostError(f"{what}: {first_line(error)}")
     cause = error
     while not isinstance(cause, MlxError):
         inner = getattr(cause, "cause", None) or cause.__cause__

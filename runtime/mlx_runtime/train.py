@@ -147,7 +147,7 @@ def prepare(overrides: Sequence[str]) -> None:
 
 
 def _refuse_options(overrides: Sequence[str], verb: str) -> None:
-    options = [item for item in overrides if item.startswith("-")]
+    options = [item for item in overrides if item.startswith("-") and not item.startswith(("--resume", "--from="))]
     if options:
         raise UsageError(f"there is no option {options[0]}; see: mlx train {verb} --help")
 

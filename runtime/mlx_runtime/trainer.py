@@ -6,11 +6,11 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
+import tempfile
 import threading
 import time
-import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,23 +18,33 @@ from typing import Any
 
 import ray.train
 import ray.train.torch
-import torch
 
 from mlx_runtime import checkpoints, datasets, preparation, registry
 from mlx_runtime.cluster import Cluster, start_ray
-from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
-from mlx_runtime.declarations import Declaration, declaring, made_when_read
-from mlx_runtime.errors import ConfigError, MlxError, RunStopped, StorageError, WorkerLoopError, first_line
-from mlx_runtime.experiment import BaseModule, WorkerRun
-from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_folder, write_atomic
-from mlx_runtime.loading import Config, build, build_optimizers
-from mlx_runtime.parallel import Worker, quiet_ray_train, seed_everything, seeded, shared
+from mlx_runtime.control import Control, Terminated
+from mlx_runtime.datasets import Reading
+from mlx_runtime.declarations import Declaration, declaring
+from mlx_runtime.errors import (
+    ConfigError,
+    HangError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    WorkerLoopError,
+    WorkerLostError,
+    first_line,
+)
+from mlx_runtime.experiment import BaseModule
+from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
+from mlx_runtime.loading import Config, build
+from mlx_runtime.parallel import quiet_ray_train
 from mlx_runtime.prepared import PreparedSet, Store
-from mlx_runtime.progress import Direct, Display, Event, Receiver, Remote, Sink
+from mlx_runtime.progress import STOP, WHERE, Direct, Display, Event, Receiver, Remote
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
-from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
-from mlx_runtime.tracking import Tracker
+from mlx_runtime.storage import is_uri, write_atomic
+from mlx_runtime.training import Ending, Job, described, streams_of, train, work
+from mlx_runtime.watching import ANSWER_S, verdict
 
 
 @dataclass
@@ -52,24 +62,8 @@ class Result:
     best: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a worker needs to take part in a run; travels to it pickled, so everything in it is plain."""
-
-    experiment: str
-    tree: dict[str, Any]
-    run: Path
-    project: Path
-    local: bool
-    verbose: bool
-    reading: Reading
-    prepared: dict[str, PreparedSet]
-    address: tuple[str, int] | None = None
-    key: bytes = b""
-
-
 def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Result:
-    """Train an experiment as a new run.
+    """Train an experiment, as a new run or going on with the one that the config names.
 
     Args:
         experiment: its class, importable by name.
@@ -78,37 +72,77 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
 
     Raises:
         DatasetError: a dataset that cannot be batched; nothing was started.
+        UsageError: another driver trains the run.
         StorageError: the run folder cannot be written.
         WorkerLoopError: user code raised.
+        WorkerLostError: workers were lost more often than `cfg.max_failures`.
+        HangError: workers waited for each other for `cfg.hang_timeout_s`.
         RunStopped: Ctrl-C or SIGTERM; the run is marked STOPPED.
     """
     _check_datasets(config)
     cfg = config.cfg
-    if cfg.restore_checkpoint_path:
-        checkpoints.read(Path(cfg.restore_checkpoint_path))
+    if cfg.restore_checkpoint_path and config.run is None:
+        checkpoints.read(cfg.restore_checkpoint_path)
     reading = _reading(config, cluster)
-    folder = claim_run(storage_folder(cfg.storage_path), cfg.name)
-    progress = _Progress(registry.Record(folder), Display(sys.stdout), config)
+    record, attempt = _claimed(config)
+    folder = record.folder
+    progress = _Progress(record, Display(sys.stdout), config)
+    control = Control(folder, attempt)
     in_use = _InUse()
-    with _recorded_end(progress), _sigterm_as_interrupt(), in_use, progress.record.alive(in_use.refresh):
+    with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
         write_atomic(folder.conf, config.yaml())
-        facts = registry.provenance(config.overrides)
-        progress.record.update(
-            status="RUNNING", **facts, seed=cfg.seed, start=registry.now(), workers=cfg.start_workers
-        )
+        folder.push(folder.conf, must=True)
         progress.start_lines(cluster)
         local = cfg.start_workers == 0
-        if local and _streams(config.tree):
+        if local and streams_of(config.tree):
             in_use.enter_context(start_ray(cfg))
         sets = in_use.marked(_prepared(config, progress.display))
         progress.prepared_line(sets)
-        place = (folder.path, Path.cwd(), local, Settings.read().verbose)
-        job = Job(path_of(experiment), config.tree, *place, reading, sets)
-        metrics = _fit_here(job, progress) if job.local else _fit_on_workers(job, config, cluster, progress)
-    result = Result(folder, metrics, progress.best)
-    progress.record.finish("SUCCEEDED", metrics=metrics)
+        place = (folder.root, folder.experiment, folder.name, attempt, Path.cwd())
+        how = (local, not local and not cluster.embedded, Settings.read().verbose)
+        job = Job(path_of(experiment), config.tree, *place, *how, reading, sets)
+        ending = (
+            _fit_here(job, progress, control) if local else _fit_on_workers(job, config, cluster, progress, control)
+        )
+        if ending.stopped:
+            raise Terminated
+    result = Result(folder, ending.metrics, progress.best)
+    record.finish("SUCCEEDED", metrics=ending.metrics)
     progress.end_lines(result)
     return result
+
+
+def _claimed(config: Config) -> tuple[registry.Record, int]:
+    """The record of the run, new or taken over, and the number of this attempt at it.
+
+    Raises:
+        UsageError: another driver trains it.
+    """
+    cfg = config.cfg
+    facts = registry.provenance(config.overrides)
+    facts |= {"status": "RUNNING", "seed": cfg.seed, "start": registry.now(), "workers": cfg.start_workers}
+    if config.run is None:
+        folder, before, attempt = claim_run(storage_root(cfg.storage_path), cfg.name), {}, 1
+        folder.claim_attempt(attempt)
+        if config.origin:
+            facts["from"] = config.origin
+    else:
+        folder, attempt = config.run, registry.take_over(config.run)
+        before = registry.recorded(folder)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.withdraw_stop()
+        folder.hold_reserve()
+        earlier = {name: before.get(name) for name in ("start", "end", "status", "command", "overrides", "host", "pid")}
+        facts["attempts"] = [*before.get("attempts", []), earlier]
+    before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    return registry.Record(folder, before, **facts, attempt=attempt), attempt
+
+
+RESIZE_S = 10.0
+"""How often an elastic group looks for room for more workers."""
+
+GROUP_START_S = 20
+"""How long an elastic group waits for workers that do not start, before it does with fewer."""
 
 
 def prepare(config: Config) -> None:
@@ -122,7 +156,7 @@ def prepare(config: Config) -> None:
     display = Display(sys.stdout)
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
-        if _streams(config.tree):
+        if streams_of(config.tree):
             stack.enter_context(start_ray(config.cfg))
         sets = _prepared(config, display)
     if sets:
@@ -144,7 +178,7 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
         return {}
     tree = dict(config.tree)
     if "datasets" in tree:
-        nodes = _described(tree)
+        nodes = described(tree)
         kept = _kept_as_given(tree["datasets"], nodes)
         for name in [name for name in nodes if name not in kept and cfg.prepared == "make"]:
             display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
@@ -161,12 +195,6 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
                 f"removed the prepared set {removed.name}, {removed.size_bytes / 1e6:,.1f} MB: not used lately"
             )
     return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in found.items()}
-
-
-def _described(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The nodes of the datasets that conf.yaml describes, by name."""
-    nodes = tree.get("datasets", {}).items()
-    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
 
 
 def _kept_as_given(group_node: Any, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -205,22 +233,34 @@ class _InUse(contextlib.ExitStack):
 
 
 @contextlib.contextmanager
-def _recorded_end(progress: "_Progress") -> Iterator[None]:
+def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
     """Whatever ends a run early is written into its record."""
     record = progress.record
+    run = f"{record.folder.experiment} {record.folder.name}"
     try:
         yield
     except KeyboardInterrupt as interrupt:
+        if control.lost:
+            record.disown()
+            raise MlxError(f"{run} was taken over by another driver; this one has ended") from None
         record.finish("STOPPED")
-        run = f"{record.folder.experiment} {record.folder.name}"
-        message = f"stopped; {run} is marked STOPPED, its checkpoints are kept"
-        raise RunStopped(message, 143 if isinstance(interrupt, _Terminated) else 130) from None
+        message = f"stopped; {run} is marked STOPPED, its checkpoints are kept. Go on: {_resume_command(progress)}"
+        raise RunStopped(message, 143 if isinstance(interrupt, Terminated) else 130) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
             record.finish("FAILED", error=str(error))
+        if isinstance(error, WorkerLoopError | WorkerLostError | HangError):
+            error.cure = f"Again from the last checkpoint: {_resume_command(progress)}"
         raise
     finally:
         progress.display.close()
+
+
+def _resume_command(progress: "_Progress") -> str:
+    folder, config = progress.record.folder, progress.config
+    short = not Settings.read().storage and not any(item.startswith("cfg.storage_path") for item in config.overrides)
+    short = short and folder.experiment == config.tree["cfg"].get("name")
+    return shlex.join(["mlx", "train", "run", f"--resume={folder.name if short else folder.place}"])
 
 
 def _check_datasets(config: Config) -> None:
@@ -241,7 +281,7 @@ def _reading(config: Config, cluster: Cluster) -> Reading:
     if cfg.start_workers == 0:
         reading = Reading.parsed(cfg.loader, 1)
         return reading if reading.by == "processes" else Reading("worker")
-    held = 1 if _streams(config.tree) else 0  # Ray Data needs a CPU as well
+    held = 1 if streams_of(config.tree) else 0  # Ray Data needs a CPU as well
     spare = (cluster.cpus - held) / cfg.start_workers - cfg.cpus_per_worker
     reading = Reading.parsed(cfg.loader, spare)
     if reading.by == "ray" and not 1 <= reading.count <= spare:
@@ -252,59 +292,80 @@ def _reading(config: Config, cluster: Cluster) -> Reading:
     return reading
 
 
-def _streams(tree: Mapping[str, Any]) -> list[str]:
-    """Names of the datasets that are streams of Ray Data."""
-    return [name for name, node in _described(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
-
-
-def _fit_here(job: Job, progress: "_Progress") -> dict[str, float]:
+def _fit_here(job: Job, progress: "_Progress", control: Control) -> Ending:
     """Train inside this process."""
     if not job.verbose:
         quiet_ray_train()
     if progress.config.cfg.use_gpu is False:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray's local mode takes what torch sees
+    endings: list[Ending] = []
+    control.gentle()
     trainer = ray.train.torch.TorchTrainer(
-        lambda: progress.finish(_work(job, Direct(progress.handle))),
+        lambda: endings.append(work(job, Direct(progress.handle, control.stop_asked))),
         scaling_config=ray.train.ScalingConfig(num_workers=0),
     )
     trainer.fit()
-    return progress.metrics
+    return endings[0]
 
 
-def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Progress") -> dict[str, float]:
-    """Train on Ray workers, drawing what rank 0 sends until they are done."""
-    cfg = config.cfg
+def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Progress", control: Control) -> Ending:
+    """Train on Ray workers, drawing what they say until they are done."""
     receiver = Receiver(cluster.host)
-    use_gpu = cluster.gpus >= cfg.start_workers if cfg.use_gpu is None else cfg.use_gpu
-    resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
-    scored = {"checkpoint_score_attribute": cfg.monitor, "checkpoint_score_order": cfg.mode} if cfg.monitor else {}
-    trainer = ray.train.torch.TorchTrainer(
-        _train,
-        train_loop_config={"job": Job(**{**vars(job), "address": receiver.address, "key": receiver.key})},
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=cfg.start_workers, use_gpu=use_gpu, resources_per_worker=resources
-        ),
-        run_config=ray.train.RunConfig(
-            name="checkpoints",
-            storage_path=str(job.run),
-            logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "ERROR"),
-            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=cfg.keep_checkpoints, **scored),
-        ),
-    )
+    job = dataclasses.replace(job, address=receiver.address, key=receiver.key)
+    hangs = _Hangs(receiver)
+    scratch = tempfile.mkdtemp(prefix="mlx-ray-")
+    trainer = _trainer(job, config.cfg, cluster, scratch)
     outcome = _Outcome()
     thread = threading.Thread(target=outcome.of, args=(trainer,), name="fit", daemon=True)
     thread.start()  # not the main thread: there Ray would take over Ctrl-C
+    control.gentle()
+    told = False
     try:
         while thread.is_alive():
             for event in receiver.events(timeout_s=0.1):
                 progress.handle(event)
+                hangs.handle(event)
+                told = told and event["kind"] != "hello"  # a new worker has not heard it yet
+            control.check()
+            if control.stop_asked() and not told:
+                receiver.tell(STOP)
+                told = True
+            hangs.judge(progress.world_size, min(ANSWER_S, config.cfg.hang_timeout_s / 2))
         for event in receiver.drain():
             progress.handle(event)
     finally:
         receiver.close()
+        shutil.rmtree(scratch, ignore_errors=True)
     if outcome.error is not None:
-        raise _told(outcome.error) from outcome.error
-    return progress.metrics
+        raise _told(outcome.error, config.cfg.max_failures) from outcome.error
+    return Ending(progress.metrics, progress.stopped)
+
+
+def _trainer(job: Job, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.torch.TorchTrainer:
+    """Ray Train's trainer of this run. Checkpoints are ours: it has only to start workers, and to replace lost ones."""
+    least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+    if least != most:  # a smaller group starts only once Ray has given up on the larger one
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_S))
+    use_gpu = cluster.gpus >= least if cfg.use_gpu is None else cfg.use_gpu
+    resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
+    return ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"job": job},
+        torch_config=ray.train.torch.TorchConfig(timeout_s=max(1800, int(2 * cfg.hang_timeout_s))),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=cfg.start_workers if least == most else (least, most),
+            use_gpu=use_gpu,
+            resources_per_worker=resources,
+            **({} if least == most else {"elastic_resize_monitor_interval_s": RESIZE_S}),
+        ),
+        run_config=ray.train.RunConfig(
+            name=uuid.uuid4().hex,  # under a name it knows it would look for checkpoints of its own
+            storage_path=scratch,
+            logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
+            failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
+            callbacks=[_Failures(job)],
+        ),
+    )
 
 
 class _Outcome:
@@ -319,181 +380,97 @@ class _Outcome:
             self.error = error
 
 
-def _told(error: BaseException) -> MlxError:
+class _Failures(ray.train.UserCallback):  # type: ignore[misc]
+    """Lets Ray Train replace lost workers, and nothing else: what user code raises it would raise again.
+
+    It works in the process that controls the workers.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        causes = {rank: _cause(error) for rank, error in sorted(worker_exceptions.items())}
+        for cause in causes.values():
+            if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
+                raise cause  # an error in a callback ends the run
+        lost = [rank for rank, cause in causes.items() if not isinstance(cause, WorkerLostError)] or list(causes)
+        assert self._job.address is not None
+        sink = Remote(self._job.address, self._job.key, rank=-1)
+        sink.send({"kind": "lost", "ranks": lost, "why": first_line(causes[lost[0]])})
+        sink.close()
+
+
+class _Hangs:
+    """Asks all workers where they stand when one has taken no step for long, and judges by their answers."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._answers: dict[int, Event] = {}
+        self._until = math.inf
+        self._seconds = 0.0
+
+    def handle(self, event: Event) -> None:
+        if event["kind"] == "hang" and self._until == math.inf:
+            self._answers = {}
+            self._until = time.monotonic() + ANSWER_S
+            self._seconds = event["seconds"]
+            self._receiver.tell(WHERE)
+        elif event["kind"] == "where":
+            self._answers[event["rank"]] = event
+
+    def judge(self, world_size: int, least_s: float) -> None:
+        """Once all have answered, or had the time for it.
+
+        Args:
+            world_size: of the present group.
+            least_s: a worker that took a step so recently is at work.
+
+        Raises:
+            HangError: they wait for each other.
+        """
+        if self._until == math.inf or (len(self._answers) < world_size and time.monotonic() < self._until):
+            return
+        self._until = math.inf
+        text = verdict(self._answers, world_size, least_s)
+        if text is not None:
+            raise HangError(
+                f"the workers have taken no step for {self._seconds:.0f} s:\n  {text}\n"
+                "If they need so long, raise cfg.hang_timeout_s"
+            )
+
+
+def _told(error: BaseException, max_failures: int) -> MlxError:
     """The first thing that went wrong on a worker, as an error of ours."""
     failures = getattr(error, "worker_failures", {})
-    causes = [_cause(failure) for _, failure in sorted(failures.items())]
+    causes = [_cause(failure) for _, failure in sorted(failures.items())] or [_cause(error)]
     for cause in causes:
-        if isinstance(cause, MlxError):
+        if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
             return cause
-        if isinstance(cause, OSError):  # Ray Train copies checkpoints to the storage by itself
-            return StorageError(f"cannot write a checkpoint of the run: {cause}")
-    if causes:
-        return MlxError(f"a worker was lost: {first_line(causes[0])}")
-    return MlxError(f"Ray Train failed: {first_line(error)}")
+    if failures:
+        used = f"; {max_failures} replacements (cfg.max_failures) are used up" if max_failures > 0 else ""
+        lost = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
+        return WorkerLostError(f"a worker was lost: {first_line(lost[0])}{used}")
+    return MlxError(f"Ray Train failed: {first_line(causes[0])}")
 
 
 def _cause(failure: Any) -> BaseException:
     """What user code raised, inside Ray's wrappers."""
-    for name in ("_base_exc", "cause", "__cause__"):
+    for name in ("_base_exc", "controller_failure", "cause", "__cause__"):
         inner = getattr(failure, name, None)
         if isinstance(inner, BaseException):
             return _cause(inner)
     return failure  # type: ignore[no-any-return]
 
 
-def _train(config: Mapping[str, Any]) -> None:
-    """The training function: what Ray Train runs on every worker."""
-    job: Job = config["job"]
-    sink: Sink | None = None
-    if ray.train.get_context().get_world_rank() == 0:
-        assert job.address is not None
-        sink = Remote(job.address, job.key)
-    metrics = _work(job, sink)
-    if sink is not None:
-        sink.send({"kind": "end", "metrics": metrics})
-
-
-def _work(job: Job, sink: Sink | None) -> dict[str, float]:
-    """Build the experiment on this worker and run its loop. Returns the latest value of every number."""
-    if str(job.project) not in sys.path and job.project.is_dir():
-        sys.path.insert(0, str(job.project))
-    if not job.verbose:
-        quiet_ray_train()
-    worker = Worker.current()
-    with _user_errors(worker.rank, job.project):
-        cls = object_at(job.experiment)
-        groups = _build_groups(job.tree, worker)
-        experiment: BaseModule = cls(**groups)
-    cfg = groups["cfg"]
-    torch.set_num_threads(cfg.cpus_per_worker)
-    folder = RunFolder(job.run)
-    with contextlib.ExitStack() as stack:
-        tracker = stack.enter_context(Tracker(folder.path, folder.metrics)) if worker.writes else None
-        experiment._begin(WorkerRun(folder, worker, job.local, job.tree, sink if worker.writes else None, tracker))
-        if sink is not None and worker.writes:
-            sink.send(_facts(groups, worker))
-        seed_everything(cfg.seed + worker.rank)  # models began alike; dropout and the like must differ by rank
-        with _user_errors(worker.rank, job.project):
-            shards = _shards(groups, job, worker)
-            for shard in shards:
-                if shard.dealt is not None:
-                    stack.callback(shard.dealt.close)
-            experiment.worker_loop(shards)
-        if any(shard.dealt for shard in shards):
-            with contextlib.suppress(RuntimeError):  # another worker failed, and tells why
-                shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
-        return experiment._end()
-
-
-def _build_groups(tree: Mapping[str, Any], worker: Worker) -> dict[str, Any]:
-    """All groups as live objects; the optimizers last, over models that are on the device already."""
-    groups: dict[str, Any] = {"cfg": build(tree["cfg"], "cfg")}
-    seed = groups["cfg"].seed
-    seed_everything(seed)
-    for name, node in tree.items():
-        if name == "datasets":
-            groups[name] = _build_datasets(node, seed)
-        elif name not in ("cfg", "optimizers"):
-            groups[name] = build(node, name)
-    for member in checkpoints.members(groups.get("models")).values():
-        if isinstance(member, torch.nn.Module):
-            member.to(worker.device)
-    if "optimizers" in tree:
-        groups["optimizers"] = build_optimizers(tree["optimizers"], groups.get("models"))
-    return groups
-
-
-def _build_datasets(node: Any, seed: int) -> Any:
-    """The group `datasets`, each made when it is first read, unless its constructor wants to read them itself.
-
-    Made under a seed of their own, so that a random dataset is the same on every rank, whenever it is made.
-    """
-    try:
-        with declaring():
-            return made_when_read(build(node, "datasets"), lambda: seeded(seed))
-    except (ConfigError, TypeError):
-        return build(node, "datasets")
-
-
-def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShards:
-    """One shard per argument of `Datasets`, in order."""
-    cfg = groups["cfg"]
-    nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
-    streams = [name for name in _streams(job.tree) if name not in job.prepared]
-    dealers = {}
-    if streams and job.local:
-        dealers = {name: Dealer(nodes[name], name, cfg.seed, job.project) for name in streams}
-    elif streams:
-        place = (cfg.seed, job.project, worker.world_size)
-        first = worker.rank == 0
-        dealers = shared({name: start_dealer(nodes[name], name, *place) for name in streams} if first else None)
-    dealt = {name: DealtReader(dealer, name) for name, dealer in dealers.items()}
-    ahead = {"processes": job.reading.count, "prefetch_batches": cfg.prefetch_batches}
-    remote = RemoteReaders(nodes, cfg.seed, job.project, **ahead) if job.reading.by == "ray" else None
-    return DatasetShards(
-        {
-            name: DatasetShard(
-                name,
-                groups["datasets"],
-                worker,
-                cfg.seed,
-                reading=job.reading,
-                prefetch_batches=cfg.prefetch_batches,
-                prepared=job.prepared.get(name),
-                dealt=dealt.get(name),
-                remote=remote,
-            )
-            for name in nodes
-        }
-    )
-
-
-def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
-    """What only a worker knows and the start lines tell."""
-    models = [item for item in checkpoints.members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
-    return {
-        "kind": "facts",
-        "device": str(worker.device) if worker.device.type == "cpu" else torch.cuda.get_device_name(worker.device),
-        "parameters": sum(item.numel() for model in models for item in model.parameters()),
-    }
-
-
-@contextlib.contextmanager
-def _user_errors(rank: int, project: Path) -> Iterator[None]:
-    """Turn what user code raises into one error with the user's frames and the rank."""
-    try:
-        yield
-    except MlxError:
-        raise
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if _is_users(frame.filename, project)]
-        if frames[-1] not in theirs:
-            theirs.append(frames[-1])  # where a library gave up
-        lines = [
-            f"  {_shown(frame.filename, project)}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in theirs
-        ]
-        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        summary = f"{type(error).__name__}: {error}{notes}"
-        raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
-
-
 def _board_command(folder: RunFolder, overrides: tuple[str, ...]) -> str:
     """What to type to see this run: the short form where it works, else one that works from any folder."""
     elsewhere = Settings.read().storage or any(item.startswith("cfg.storage_path") for item in overrides)
+    if is_uri(folder.place):
+        elsewhere = True
     if shutil.which("mlx") and not elsewhere:
         return shlex.join(["mlx", "xp", "board", folder.experiment, folder.name])
     return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", str(folder.path)])
-
-
-def _shown(file: str, project: Path) -> str:
-    """A file of the user's relative to the project, which is what editors open."""
-    return os.path.relpath(file, project) if _is_users(file, project) else file
-
-
-def _is_users(file: str, project: Path) -> bool:
-    return Path(file).is_relative_to(project) and "site-packages" not in file  # .venv is inside the project
 
 
 @dataclass
@@ -504,9 +481,14 @@ class _Progress:
     display: Display
     config: Config
     metrics: dict[str, float] = field(default_factory=dict)
+    stopped: bool = False
+    world_size: int = 0
     best: dict[str, Any] | None = None
     datasets: dict[str, dict[str, int]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.best = self.record["best"]
 
     def handle(self, event: Event) -> None:
         kind = event["kind"]
@@ -517,17 +499,16 @@ class _Progress:
         elif kind == "checkpoint":
             self._checkpoint(event)
         elif kind == "end":
-            self.finish(event["metrics"])
+            self.metrics, self.stopped = event["metrics"], event["stopped"]
+        elif kind == "lost":
+            self._lost(event)
         else:
             self.display.handle(event)
-
-    def finish(self, metrics: dict[str, float]) -> None:
-        self.metrics = metrics
 
     def start_lines(self, cluster: Cluster) -> None:
         folder, cfg = self.record.folder, self.config.cfg
         self.display.print(f"run       {folder.experiment} {folder.name}")
-        self.display.print(f"folder    {folder.path}")
+        self.display.print(f"folder    {folder.place}")
         workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
         self.display.print(f"workers   {f'{workers} in {cluster.title}' if cfg.start_workers else cluster.title}")
         if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
@@ -548,11 +529,11 @@ class _Progress:
         folder = result.folder
         rows = [(name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("test")]
         if result.best:
-            where = f"epoch {result.best['epoch'] + 1}, {Path(result.best['path']).relative_to(folder.path)}"
+            where = f"epoch {result.best['epoch'] + 1}, {result.best['path'].removeprefix(folder.place + '/')}"
             rows.append((f"best {self.config.cfg.monitor}", f"{result.best['value']:.4f} ({where})"))
         rows += [
             ("took", f"{time.monotonic() - self.started:.1f} s"),
-            ("run", str(folder.path)),
+            ("run", folder.place),
             ("TensorBoard", _board_command(folder, self.config.overrides)),
         ]
         width = max(len(name) for name, _ in rows) + 2
@@ -561,6 +542,12 @@ class _Progress:
             self.display.print(f"{name:<{width}}{value}")
 
     def _facts_line(self, event: Event) -> None:
+        before, self.world_size = self.world_size, event["world_size"]
+        if before:
+            now = f"{before} → {self.world_size}" if before != self.world_size else str(before)
+            self.display.print(f"workers   {now}: started again")
+            self.record.update(workers=self.world_size)
+            return
         threads = self.config.cfg.cpus_per_worker
         per_worker = f"{threads} thread{'s' * (threads != 1)} per worker"
         self.display.print(f"device    {event['device']}, {per_worker}, {event['parameters']:,} parameters")
@@ -574,33 +561,20 @@ class _Progress:
         self.datasets[event["name"]] = size
         self.record.update(datasets=self.datasets)
 
+    def _lost(self, event: Event) -> None:
+        ranks = ", ".join(str(rank) for rank in event["ranks"])
+        self.display.print(f"lost      rank {ranks}: {event['why']:.200}")
+        self.record.update(failures=(self.record["failures"] or 0) + 1)
+
     def _checkpoint(self, event: Event) -> None:
         cfg = self.config.cfg
         entry = {"epoch": event["epoch"], "path": event["path"], "value": event["metrics"].get(cfg.monitor)}
+        if not event["finished"]:
+            self.record.update(latest=entry | {"step": event["step"]})
+            return
         value, best = entry["value"], self.best["value"] if self.best else None
-        # Of equals the later is best, since Ray Train lets go of the earlier. A value of NaN never is.
+        # Of equals the later is best, as pruning has it. A value of NaN never is.
         better = best is None or (value is not None and (value >= best if cfg.mode == "max" else value <= best))
         if value is not None and not math.isnan(value) and better:
             self.best = entry
         self.record.update(metrics=event["metrics"], latest=entry, best=self.best)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: Any) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

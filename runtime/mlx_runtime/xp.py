@@ -1,15 +1,21 @@
-"""The verbs of `mlx xp`: look at runs."""
+"""The verbs of `mlx xp`: look at runs, and end them."""
 
 import os
 import sys
+import time
 from pathlib import Path
 
-from mlx_runtime.errors import UsageError
-from mlx_runtime.layout import CONF, find_run, storage_folder
+from mlx_runtime import registry
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.layout import CONF, find_run, storage_root
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import is_uri
+
+STOP_S = 60
+"""How long `stop` waits for the run to end: it finishes a step and saves a checkpoint."""
 
 
-def storage() -> Path:
+def storage() -> str:
     """The storage of the experiment here: `MLX_STORAGE`, else what its conf.yaml says.
 
     Raises:
@@ -22,7 +28,36 @@ def storage() -> Path:
         chosen = OmegaConf.select(OmegaConf.load(CONF), "cfg.storage_path")
     if chosen is None:
         raise UsageError("which storage? Change into an experiment, or set MLX_STORAGE=FOLDER")
-    return storage_folder(chosen)
+    return storage_root(str(chosen))
+
+
+def stop(name: str, run: str) -> str:
+    """Ask a run to save a checkpoint and end, wherever its driver is, and wait until it has.
+
+    Args:
+        name: an experiment in the storage.
+        run: `run_003`, `3` or `latest`.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        UsageError: there is no such run, or it does not run.
+        MlxError: it has not ended in time.
+    """
+    folder = find_run(storage(), name, run)
+    title = f"{folder.experiment} {folder.name}"
+    status = registry.status_of(registry.recorded(folder))
+    if status not in ("PENDING", "RUNNING"):
+        raise UsageError(f"{title} is {status}; there is nothing to stop")
+    folder.ask_to_stop()
+    until = time.monotonic() + STOP_S
+    while status in ("PENDING", "RUNNING"):
+        if time.monotonic() > until:
+            raise MlxError(f"{title} was asked to stop and is still {status} after {STOP_S} s; is its step so long?")
+        time.sleep(0.5)
+        status = registry.status_of(registry.recorded(folder))
+    return f"{title} is {status}"
 
 
 def board(name: str | None, run: str | None, port: int) -> None:
@@ -44,9 +79,12 @@ def board(name: str | None, run: str | None, port: int) -> None:
 
 
 def _folder(name: str | None, run: str | None) -> Path:
-    if name is None:
-        return storage()
-    if os.sep in name:
+    if name is not None and os.sep in name:
         return Path(name).resolve()
-    found = find_run(storage(), name, run or "latest")
+    root = storage()
+    if is_uri(root):
+        raise UsageError(f"TensorBoard reads folders, and runs are in {root}; copy them to this machine first")
+    if name is None:
+        return Path(root)
+    found = find_run(root, name, run or "latest")
     return found.path if run else found.path.parent

@@ -156,7 +156,8 @@ def test_a_finished_pass_is_not_read_again() -> None:
 
 def test_going_on_with_other_rows_is_refused() -> None:
     loader = shard(Rows()).iter_torch_batches()
-    next(iter(loader))
+    under_way = iter(loader)
+    next(under_way)
     other = shard(Rows(rows=11)).iter_torch_batches()
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DatasetError, match="has 11 rows, and had 10 when the run was interrupted"):

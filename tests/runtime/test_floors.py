@@ -10,17 +10,20 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"config", "sampling", "settings", "sources"},
+    {"accumulation", "config", "sampling", "settings", "sources"},
     {"errors", "declarations"},
+    {"storage"},
     {"layout", "signatures", "parallel"},
-    {"nodes", "loading", "cluster", "reading", "checkpoints", "tracking", "progress", "registry"},
+    {"nodes", "cluster", "reading", "checkpoints", "tracking", "progress", "registry", "control", "watching"},
+    {"loading"},
     {"prepared", "streaming"},
     {"datasets", "preparation"},
     {"experiment", "verification", "schema"},
-    {"trainer", "binding"},
+    {"training", "binding"},
+    {"trainer"},
     {"origins"},
     {"data", "train", "xp"},
-    {"cli"},
+    {"cli", "runs"},
 ]
 
 HOMES = {
@@ -28,8 +31,8 @@ HOMES = {
     "cookiecutter": {"train"},
     "hydra": {"loading"},
     "omegaconf": {"binding", "data", "loading", "xp"},
-    "pyarrow": {"preparation", "prepared"},
-    "ray": {"checkpoints", "cluster", "parallel", "preparation", "streaming", "trainer"},
+    "pyarrow": {"preparation", "prepared", "storage"},
+    "ray": {"cluster", "parallel", "preparation", "streaming", "trainer", "training"},
     "rich": {"progress"},
     "ruamel": {"binding", "origins"},
     "yaml": {"loading"},

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, storage_folder, write_atomic
+from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, named_run
+from mlx_runtime.storage import write_atomic
 
 
 def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        runs = list(pool.map(lambda _: claim_run(tmp_path, "digits").name, range(40)))
+        runs = list(pool.map(lambda _: claim_run(str(tmp_path), "digits").name, range(40)))
     assert sorted(runs) == [f"run_{number:03d}" for number in range(1, 41)]
     assert sorted(path.name for path in (tmp_path / "digits" / "run_001").iterdir()) == [
         ".reserve",  # until the run ends
@@ -24,33 +25,31 @@ def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
 
 def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:
     (tmp_path / "digits" / "run_999").mkdir(parents=True)
-    assert claim_run(tmp_path, "digits").name == "run_1000"
-    assert [run.name for run in list_runs(tmp_path)] == ["run_999", "run_1000"]
+    assert claim_run(str(tmp_path), "digits").name == "run_1000"
+    assert [run.name for run in list_runs(str(tmp_path))] == ["run_999", "run_1000"]
 
 
 def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
     for _ in range(3):
-        claim_run(tmp_path, "digits")
-    assert find_run(tmp_path, "digits").name == "run_003"
-    assert find_run(tmp_path, "digits", "2").name == find_run(tmp_path, "digits", "run_002").name == "run_002"
+        claim_run(str(tmp_path), "digits")
+    assert find_run(str(tmp_path), "digits").name == "run_003"
+    assert find_run(str(tmp_path), "digits", "2").name == find_run(str(tmp_path), "digits", "run_002").name == "run_002"
     with pytest.raises(UsageError, match=r"digits has no run '7'. Did you mean 'run_00\d'\?"):
-        find_run(tmp_path, "digits", "7")
+        find_run(str(tmp_path), "digits", "7")
     with pytest.raises(UsageError, match=r"no runs of 'digit' in .*\. Did you mean 'digits'\?"):
-        find_run(tmp_path, "digit")
+        find_run(str(tmp_path), "digit")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
 def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match="which cannot name a folder"):
-        claim_run(tmp_path, name)
+        claim_run(str(tmp_path), name)
 
 
 def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write runs to .*file: .*; ?|choose another with cfg.storage_path"):
-        claim_run(tmp_path / "file", "digits")
-    with pytest.raises(StorageError, match="runs are stored in folders"):
-        storage_folder("s3://bucket/runs")
+        claim_run(str(tmp_path / "file"), "digits")
 
 
 def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
@@ -59,7 +58,7 @@ def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
         "import resource, signal, sys; from pathlib import Path\n"
         "from mlx_runtime.errors import clean_exit; from mlx_runtime.layout import claim_run\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "with clean_exit(): claim_run(Path(sys.argv[1]), 'digits')"
+        "with clean_exit(): claim_run(sys.argv[1], 'digits')"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -81,3 +80,52 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert file.read_text() == "old"
     assert os.listdir(tmp_path) == ["run.json"]
     assert file.stat().st_mode & 0o777 == 0o644
+
+
+class TestObjectStore:
+    """The same on an S3 server."""
+
+    @pytest.fixture
+    def root(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("MLX_CACHE", str(tmp_path))
+        return s3.format(f"layout-{tmp_path.name}")
+
+    def test_runs_are_numbered_and_never_shared(self, root: str) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            runs = list(pool.map(lambda _: claim_run(root, "digits").name, range(8)))
+        assert len(set(runs)) == 8
+        assert [run.name for run in list_runs(root)] == sorted(runs)
+        assert find_run(root, "digits").name == max(runs)
+
+    def test_files_go_there_and_come_back(self, root: str, tmp_path: Path) -> None:
+        run = claim_run(root, "digits")
+        run.metrics.write_text("a\n")
+        run.conf.write_text("b\n")
+        run.push(run.metrics, run.conf)
+        run.metrics.write_text("changed\n")
+        run.pull("*.jsonl")
+        assert (run.metrics.read_text(), run.conf.read_text()) == ("a\n", "b\n")
+        run.forget(run.metrics)
+        run.pull("*.jsonl")
+        assert not run.metrics.exists()
+
+    def test_a_run_is_named_by_its_uri(self, root: str) -> None:
+        run = claim_run(root, "digits")
+        assert run.root == root
+        assert named_run(run.place, "elsewhere", "other") == run
+
+    def test_a_note_asks_to_stop(self, root: str) -> None:
+        run = claim_run(root, "digits")
+        assert not run.asked_to_stop()
+        run.ask_to_stop()
+        assert run.asked_to_stop()
+        run.withdraw_stop()
+        assert not run.asked_to_stop()
+
+
+@pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])
+def test_a_run_is_named_in_several_ways(tmp_path: Path, text: str) -> None:
+    runs = [claim_run(str(tmp_path), "digits") for _ in range(2)]
+    (runs[1].path / "run.json").write_text("{}")
+    assert named_run(text, str(tmp_path), "digits") == runs[1]
+    assert named_run(str(runs[1].path), "elsewhere", "other") == runs[1]

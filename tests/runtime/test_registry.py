@@ -1,14 +1,17 @@
 """The record of a run."""
 
+import datetime
 import json
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from mlx_runtime import registry
-from mlx_runtime.layout import RunFolder
+from mlx_runtime.errors import UsageError
+from mlx_runtime.layout import RunFolder, claim_run
 
 
 def fields(folder: Path) -> dict:
@@ -54,3 +57,67 @@ def test_commit_and_uncommitted_changes_are_recorded(tmp_path: Path, monkeypatch
     assert "-old\n+new\n" in found["git"]["diff"]
     assert found["overrides"] == ["a=1"]
     assert "pytest" in found["command"]
+
+
+class TestOneDriver:
+    """A run has one driver at a time."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunFolder:
+        folder = claim_run(str(tmp_path), "digits")
+        folder.claim_attempt(1)
+        return folder
+
+    def test_the_living_is_left_alone(self, run: RunFolder) -> None:
+        registry.Record(run, status="RUNNING", **registry.this_driver())
+        assert registry.status_of(registry.recorded(run)) == "RUNNING"
+        with pytest.raises(
+            UsageError, match=r"digits run_001 is being trained by process \d+ on .* mlx xp stop digits"
+        ):
+            registry.take_over(run)
+
+    def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
+        with subprocess.Popen(["sleep", "9"]) as process:
+            started = registry._started(process.pid)
+            process.kill()
+        registry.Record(run, status="RUNNING", **registry.this_driver() | {"pid": process.pid, "pid_started": started})
+        assert registry.status_of(registry.recorded(run)) == "STALE"
+        assert registry.take_over(run) == 2
+
+    def test_another_process_with_its_number_is_not_taken_for_it(self, run: RunFolder) -> None:
+        registry.Record(run, status="RUNNING", **registry.this_driver() | {"pid_started": "1"})
+        assert registry.status_of(registry.recorded(run)) == "STALE"
+
+    @pytest.mark.parametrize(("age", "status"), [(5, "RUNNING"), (61, "STALE")])
+    def test_of_another_machine_the_heartbeat_counts(self, run: RunFolder, age: int, status: str) -> None:
+        registry.Record(run, status="RUNNING", **registry.this_driver() | {"boot": "elsewhere"})
+        then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=age)
+        run.record.write_text(json.dumps(registry.recorded(run) | {"heartbeat": then.isoformat()}))
+        assert registry.status_of(registry.recorded(run)) == status
+
+    def test_of_two_that_follow_one_wins(self, run: RunFolder) -> None:
+        registry.Record(run, status="STOPPED")
+
+        def follow(_: int) -> int:
+            try:
+                return registry.take_over(run)
+            except UsageError:
+                return 0
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(follow, range(8)))
+        assert [number for number in won if number == 2] == [2]
+
+    def test_one_that_was_taken_for_dead_writes_no_more(self, run: RunFolder) -> None:
+        record = registry.Record(run, status="RUNNING")
+        record.disown()
+        record.finish("SUCCEEDED")
+        assert registry.recorded(run)["status"] == "RUNNING"
+
+    def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
+        first = registry.Record(run, status="RUNNING", attempt=1)
+        second = registry.Record(run, registry.recorded(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
+        first.finish("FAILED")
+        assert registry.recorded(run)["status"] == "RUNNING"
+        second.finish("SUCCEEDED")
+        assert registry.recorded(run)["status"] == "SUCCEEDED"

@@ -38,7 +38,7 @@ class Log(list):
 @pytest.fixture
 def loop(tmp_path):
     module = BaseModule(cfg=TrainConfig(log_every_steps=1), losses=SimpleNamespace(), metrics=SimpleNamespace())
-    module._run = WorkerRun(RunFolder(tmp_path), Worker(0, 1, torch.device("cpu")), True, {}, Log())
+    module._run = WorkerRun(RunFolder(tmp_path), Worker(0, 1, torch.device("cpu")), {}, Log())
     group = SimpleNamespace(train=Rows(3), extra=Rows(5), val=Rows(2), one=Rows(1))
     worker = module._run.worker
     shards = DatasetShards({name: DatasetShard(name, group, worker, seed=0) for name in vars(group)})

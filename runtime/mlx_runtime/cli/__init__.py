@@ -10,7 +10,7 @@ from mlx_runtime import __version__
 GROUPS = {
     "data": "Look after what runs read.",
     "train": "Make, bind and run an experiment.",
-    "xp": "Look at runs.",
+    "xp": "Look at runs, and end them.",
 }
 
 

@@ -51,8 +51,18 @@ def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
 @click.option("--verbose", is_flag=True, help="Show what Ray prints.")
 @click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if they are not.")
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of datasets that are prepared.")
+@click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Go on with RUN, or the latest.")
+@click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 @click.argument("overrides", nargs=-1)
-def run(debug: bool, verbose: bool, make: bool, never: bool, overrides: tuple[str, ...]) -> None:
+def run(
+    debug: bool,
+    verbose: bool,
+    make: bool,
+    never: bool,
+    resume: str | None,
+    origin: str | None,
+    overrides: tuple[str, ...],
+) -> None:
     """Train here. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
     if debug:
         os.environ["MLX_DEBUG"] = "1"
@@ -62,6 +72,8 @@ def run(debug: bool, verbose: bool, make: bool, never: bool, overrides: tuple[st
         if make and never:
             raise UsageError("--prepare-batches and --no-prepared contradict each other; give one")
         chosen = ["cfg.prepared=make"] if make else ["cfg.prepared=never"] if never else []
+        chosen += ["--resume", resume] if resume else []  # `resume` may be the first override
+        chosen += [f"--from={origin}"] if origin else []
         train.run([*overrides, *chosen])
 
 

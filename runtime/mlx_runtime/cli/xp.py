@@ -8,7 +8,16 @@ from mlx_runtime.errors import clean_exit
 
 @click.group("xp")
 def group() -> None:
-    """Look at runs."""
+    """Look at runs, and end them."""
+
+
+@group.command()
+@click.argument("name")
+@click.argument("run")
+def stop(name: str, run: str) -> None:
+    """Save a checkpoint of a RUN (run_003, 3 or latest) of NAME at its next step, and end it."""
+    with clean_exit():
+        click.echo(xp.stop(name, run))
 
 
 @group.command()

@@ -1,0 +1,131 @@
+"""Read a run back: its record, config, numbers and weights, in a notebook or a script."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mlx_runtime import checkpoints, registry, xp
+from mlx_runtime.checkpoints import Checkpoints, State
+from mlx_runtime.errors import StorageError, UsageError, first_line
+from mlx_runtime.layout import RunFolder, named_run
+from mlx_runtime.loading import build, parsed
+from mlx_runtime.storage import Storage, is_uri
+
+if TYPE_CHECKING:
+    import pandas
+
+Which = Literal["latest", "best"]
+
+
+def open_run(run: str | Path) -> "Run":
+    """A run to look at, also while it trains.
+
+    Args:
+        run: `name/run_003`, or the path or URI of its folder. A name is looked up in the storage of the experiment in
+            the working directory, or in `MLX_STORAGE`.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    text = str(run)
+    if is_uri(text) or Path(text, "run.json").is_file():
+        return Run(named_run(text, "", ""))
+    if "/" not in text:
+        raise UsageError(f"{text!r} names no run; write name/run_003, or the path of its folder")
+    return Run(named_run(text, xp.storage(), ""))
+
+
+class Run:
+    """One run, read from where it is stored; nothing is kept, so each call sees the present.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What `run.json` says: status, command, versions, seed, best metrics, …
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return registry.recorded(self._folder)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved conf.yaml, as plain dicts.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return parsed(self._read("conf.yaml"))
+
+    def metrics(self) -> "pandas.DataFrame":
+        """All recorded numbers: one row per report, with `step`, `epoch`, `timestamp` (seconds since 1970) and a column
+        per name, NaN where a report did not have it.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        import pandas
+
+        whole = self._read("metrics.jsonl").rpartition("\n")[0]  # a run that trains may be writing the next line
+        return pandas.DataFrame([json.loads(line) for line in whole.splitlines()])
+
+    def state(self, which: Which = "latest") -> State:
+        """Everything that a checkpoint holds, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
+
+        Names in state dicts are those of the model itself, without the prefix of DDP.
+
+        Args:
+            which: the `latest`, or the `best` by `cfg.monitor`.
+
+        Raises:
+            UsageError: there is no checkpoint yet, or none to call the best.
+            ConfigError: it is damaged.
+        """
+        saved = Checkpoints(self._folder.checkpoints)
+        found = saved.all()
+        if which == "best":
+            cfg = self.config["cfg"]
+            scored = [(checkpoints.score(item.metrics, cfg["monitor"], cfg["mode"]), item) for item in found]
+            known = [(value, item) for value, item in scored if item.finished and value > float("-inf")]
+            found = [item for _, item in sorted(known, key=lambda pair: (pair[0], pair[1].order))]
+        if not found:
+            why = "no checkpoint yet" if which == "latest" else "no checkpoint with a value of cfg.monitor"
+            raise UsageError(f"{self._folder.title} has {why}")
+        return saved.load(found[-1])
+
+    def load_models(self, which: Which = "latest") -> Any:
+        """The group `models`, made from the run's config, with the weights of a checkpoint, on the CPU.
+
+        Args:
+            which: as for `state`.
+
+        Raises:
+            UsageError: there is no such checkpoint.
+            ConfigError: the code here does not fit the run.
+        """
+        state = self.state(which)
+        here = str(Path.cwd())
+        if Path("src").is_dir() and here not in sys.path:
+            sys.path.insert(0, here)
+        models = build(self.config["models"], "models")
+        checkpoints.load_into(models, state["models"], "models", then={}, now={})
+        return models
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(StorageError):
+            return f"<Run {self._folder.title}, {registry.status_of(self.record)}>"
+        return f"<Run {self._folder.title}>"
+
+    def _read(self, name: str) -> str:
+        try:
+            return Storage(self._folder.place).read(name).decode()
+        except OSError as error:
+            raise StorageError(f"cannot read {self._folder.place}/{name}: {first_line(error)}") from error

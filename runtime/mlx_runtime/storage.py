@@ -1,0 +1,162 @@
+"""Files on a folder or an object store alike: the few operations that runs and prepared sets need.
+
+A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`; after `?` stand options of its file system.
+"""
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.errors import StorageError, first_line
+
+if TYPE_CHECKING:
+    import pyarrow.fs
+
+
+def is_uri(root: str) -> bool:
+    return "://" in root
+
+
+def joined(root: str, *parts: str) -> str:
+    """A place below a root: parts go before the options of a URI."""
+    if not is_uri(root):
+        return str(Path(root, *parts))
+    base, mark, options = root.partition("?")
+    return "/".join([base.rstrip("/"), *parts]) + mark + options
+
+
+class Storage:
+    """A folder or a URI.
+
+    Attributes:
+        root: as given.
+        fs: its file system.
+        path: of the root there.
+        local: whether it is a folder of this machine, perhaps a shared one.
+
+    Raises:
+        StorageError: there is no file system for such a URI.
+    """
+
+    def __init__(self, root: str) -> None:
+        import pyarrow.fs  # here, so that commands that need no storage stay instant
+
+        self.root = root
+        try:
+            if is_uri(root):
+                self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
+            else:
+                self.fs, path = pyarrow.fs.LocalFileSystem(), str(Path(root).expanduser().resolve())
+        except (pyarrow.ArrowException, ValueError, OSError) as error:
+            raise StorageError(f"cannot reach {root}: {first_line(error)}") from error
+        self.path = path.rstrip("/")
+        if not self.path:
+            raise StorageError(f"cannot reach {root}: it names no folder")
+        self.local = isinstance(self.fs, pyarrow.fs.LocalFileSystem)
+
+    def of(self, *parts: str) -> str:
+        """A place below the root, as its file system names it."""
+        return "/".join([self.path, *parts])
+
+    def listed(self, *parts: str) -> "list[pyarrow.fs.FileInfo]":
+        """What is in a folder; nothing when there is none."""
+        import pyarrow.fs
+
+        selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True)
+        infos: list[pyarrow.fs.FileInfo] = self.fs.get_file_info(selector)
+        return infos
+
+    def names(self, *parts: str) -> list[str]:
+        """The names in a folder, in order."""
+        return sorted(info.base_name for info in self.listed(*parts))
+
+    def size_bytes(self, *parts: str) -> int | None:
+        """Of a file, or None when there is none."""
+        info = self.fs.get_file_info(self.of(*parts))
+        return info.size if info.is_file else None
+
+    def read(self, *parts: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            OSError: there is none, or the storage does not answer.
+        """
+        with self.fs.open_input_stream(self.of(*parts)) as stream:
+            content: bytes = stream.read()
+        return content
+
+    def write(self, data: bytes, *parts: str) -> None:
+        """Replace a file so that readers see the old or the new one, never a part.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        if self.local:
+            write_atomic(Path(self.of(*parts)), data)
+        else:
+            with self.fs.open_output_stream(self.of(*parts)) as stream:
+                stream.write(data)
+
+    def upload(self, file: Path, *parts: str) -> None:
+        """Copy a file of this machine here."""
+        with file.open("rb") as source, self.fs.open_output_stream(self.of(*parts)) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def download(self, file: Path, *parts: str) -> None:
+        """Copy a file from here to this machine."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self.fs.open_input_stream(self.of(*parts)) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def open(self, *parts: str) -> Any:
+        """A file to read from, seekable."""
+        return self.fs.open_input_file(self.of(*parts))
+
+    def claim(self, *parts: str) -> bool:
+        """Make a folder that nobody else has made: of several callers at the same instant one at most gets True.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        if self.local:
+            try:
+                Path(self.of(*parts)).mkdir()
+            except FileExistsError:
+                return False
+            return True
+        mine = f".claim-{uuid.uuid4().hex}"
+        self.write(b"", *parts, mine)
+        # Listing shows what was written before, so of two writers one at least sees the other and gives way.
+        if self.names(*parts) == [mine]:
+            return True
+        self.remove_file(*parts, mine)
+        return False
+
+    def remove_file(self, *parts: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.delete_file(self.of(*parts))
+
+    def remove_folder(self, *parts: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.delete_dir(self.of(*parts))
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Replace a file's content so that a reader sees the old or the new one, never a part.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

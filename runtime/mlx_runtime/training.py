@@ -1,0 +1,307 @@
+"""What every worker of a run does: build the experiment, run its loop, and tell how that ended."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mlx_runtime import checkpoints
+from mlx_runtime.config import TrainConfig
+from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
+from mlx_runtime.declarations import declaring, made_when_read
+from mlx_runtime.errors import ConfigError, MlxError, StorageError, WorkerLoopError, WorkerLostError, first_line
+from mlx_runtime.experiment import BaseModule, LoopStopped, WorkerRun
+from mlx_runtime.layout import RunFolder, run_folder
+from mlx_runtime.loading import build, build_optimizers
+from mlx_runtime.parallel import Worker, lost_peer, quiet_ray_train, seed_everything, seeded, shared
+from mlx_runtime.prepared import PreparedSet
+from mlx_runtime.progress import Event, Remote, Sink
+from mlx_runtime.signatures import object_at
+from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
+from mlx_runtime.tracking import Tracker
+from mlx_runtime.watching import Watch
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to take part in a run; travels to it pickled, so everything in it is plain.
+
+    Attributes:
+        experiment: path of its class.
+        tree: conf.yaml of the run.
+        root, name, run: storage, experiment and run.
+        attempt: number of the driver; a run that was taken over by another one has a higher number.
+        project: folder of the experiment.
+        local: training runs in the driver's process.
+        preemptible: the cluster may give notice that a node goes away.
+        verbose: let Ray print.
+        reading: who reads samples.
+        prepared: sets to read instead of datasets.
+        address, key: of the driver's `Receiver`.
+    """
+
+    experiment: str
+    tree: dict[str, Any]
+    root: str
+    name: str
+    run: str
+    attempt: int
+    project: Path
+    local: bool
+    preemptible: bool
+    verbose: bool
+    reading: Reading
+    prepared: dict[str, PreparedSet]
+    address: tuple[str, int] | None = None
+    key: bytes = b""
+
+    @property
+    def folder(self) -> RunFolder:
+        """Of the run, as this machine sees it."""
+        return run_folder(self.root, self.name, self.run)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the loop of a worker ended.
+
+    Attributes:
+        metrics: the latest value of every recorded number.
+        stopped: whether it was asked to, before the end.
+    """
+
+    metrics: dict[str, float]
+    stopped: bool
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """The training function: what Ray Train runs on every worker."""
+    job: Job = config["job"]
+    assert job.address is not None
+    sink = Remote(job.address, job.key, ray.train.get_context().get_world_rank())
+    ending = work(job, sink)
+    if ray.train.get_context().get_world_rank() == 0:
+        sink.send({"kind": "end", "metrics": ending.metrics, "stopped": ending.stopped})
+
+
+def work(job: Job, sink: Sink) -> Ending:
+    """Build the experiment on this worker and run its loop."""
+    if str(job.project) not in sys.path and job.project.is_dir():
+        sys.path.insert(0, str(job.project))
+    if not job.verbose:
+        quiet_ray_train()
+    worker = Worker.current()
+    with contextlib.ExitStack() as stack:
+        with _user_errors(worker.rank, job.project):
+            groups, experiment = _built(job, worker, stack)
+        cfg: TrainConfig = groups["cfg"]
+        torch.set_num_threads(cfg.cpus_per_worker)
+        run = _run_of(job, worker, sink, stack)
+        if isinstance(sink, Remote):
+            place = partial(_standing, run)
+            watch = Watch(cfg.hang_timeout_s, lambda event: sink.send({"kind": "hang", **event}), place, job.project)
+            stack.callback(watch.close)
+            sink.where, run.beat = watch.stands, watch.beat
+        hook = register_optimizer_step_post_hook(lambda *_: experiment._updated())
+        stack.callback(hook.remove)
+        stack.callback(experiment._settle)  # a checkpoint under way is stored, whatever happens next
+        with _user_errors(worker.rank, job.project):
+            if worker.writes:
+                sink.send(_facts(groups, worker))
+            experiment._begin(run)
+            shards = _shards(groups, job, worker)
+            for shard in shards:
+                if shard.dealt is not None:
+                    stack.callback(shard.dealt.close)
+            stopped = False
+            try:
+                experiment.worker_loop(shards)
+            except LoopStopped:
+                stopped = True
+            if any(shard.dealt for shard in shards):
+                with contextlib.suppress(RuntimeError):  # another worker failed, and tells why
+                    shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
+            return Ending(experiment._end(), stopped)
+
+
+def _built(job: Job, worker: Worker, stack: contextlib.ExitStack) -> tuple[dict[str, Any], BaseModule]:
+    """All groups as live objects, and the experiment made of them."""
+    cls = object_at(job.experiment)
+    cfg = build(job.tree["cfg"], "cfg")
+    if cfg.deterministic:
+        stack.enter_context(_deterministic())
+    groups = _build_groups(job.tree, cfg, worker)
+    return groups, cls(**groups)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch use only algorithms that give the same numbers each time."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to know before it starts
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def _run_of(job: Job, worker: Worker, sink: Sink, stack: contextlib.ExitStack) -> WorkerRun:
+    """The run as this worker takes part in it."""
+    folder = job.folder
+    run = WorkerRun(folder, worker, job.tree, stop_asked=sink.stop_asked, preemptible=job.preemptible)
+    if worker.writes:
+        folder.pull("metrics.jsonl", "events.out.tfevents.*")  # rank 0 may be on another machine than before
+        folder.path.mkdir(parents=True, exist_ok=True)
+        ours = partial(_is_ours, folder, job.attempt)
+        run.sink, run.tracker = sink, stack.enter_context(Tracker(folder, ours))
+        run.allowed = partial(_push_if_ours, folder, job.attempt, run.tracker)
+    return run
+
+
+def _push_if_ours(folder: RunFolder, attempt: int, tracker: Tracker) -> None:
+    """Before a checkpoint becomes visible: what it remembers of the logs must be stored, and the run still ours.
+
+    Raises:
+        StorageError: another driver has taken over.
+    """
+    if not _is_ours(folder, attempt):
+        raise StorageError(f"{folder.title} was taken over by another driver; this one writes no more")
+    tracker.push(must=True)
+
+
+def _is_ours(folder: RunFolder, attempt: int) -> bool:
+    return folder.attempts() <= attempt
+
+
+def _standing(run: WorkerRun) -> Event:
+    stage = run.stage
+    gpu = run.worker.device.type == "cuda"
+    return {"epoch": run.epoch, "stage": stage.name if stage else None, "step": stage.step if stage else 0, "gpu": gpu}
+
+
+def _build_groups(tree: Mapping[str, Any], cfg: TrainConfig, worker: Worker) -> dict[str, Any]:
+    """All groups as live objects; the optimizers last, over models that are on the device already."""
+    groups: dict[str, Any] = {"cfg": cfg}
+    seed_everything(cfg.seed)
+    for name, node in tree.items():
+        if name == "datasets":
+            groups[name] = _build_datasets(node, cfg.seed)
+        elif name not in ("cfg", "optimizers"):
+            groups[name] = build(node, name)
+    for member in checkpoints.members(groups.get("models")).values():
+        if isinstance(member, torch.nn.Module):
+            member.to(worker.device)
+    if "optimizers" in tree:
+        groups["optimizers"] = build_optimizers(tree["optimizers"], groups.get("models"))
+    return groups
+
+
+def _build_datasets(node: Any, seed: int) -> Any:
+    """The group `datasets`, each made when it is first read, unless its constructor wants to read them itself.
+
+    Made under a seed of their own, so that a random dataset is the same on every rank, whenever it is made.
+    """
+    try:
+        with declaring():
+            return made_when_read(build(node, "datasets"), lambda: seeded(seed))
+    except (ConfigError, TypeError):
+        return build(node, "datasets")
+
+
+def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShards:
+    """One shard per argument of `Datasets`, in order."""
+    cfg = groups["cfg"]
+    nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
+    streams = [name for name in streams_of(job.tree) if name not in job.prepared]
+    dealers = {}
+    if streams and job.local:
+        dealers = {name: Dealer(nodes[name], name, cfg.seed, job.project) for name in streams}
+    elif streams:
+        place = (cfg.seed, job.project, worker.world_size)
+        first = worker.rank == 0
+        dealers = shared({name: start_dealer(nodes[name], name, *place) for name in streams} if first else None)
+    dealt = {name: DealtReader(dealer, name) for name, dealer in dealers.items()}
+    ahead = {"processes": job.reading.count, "prefetch_batches": cfg.prefetch_batches}
+    remote = RemoteReaders(nodes, cfg.seed, job.project, **ahead) if job.reading.by == "ray" else None
+    return DatasetShards(
+        {
+            name: DatasetShard(
+                name,
+                groups["datasets"],
+                worker,
+                cfg.seed,
+                reading=job.reading,
+                prefetch_batches=cfg.prefetch_batches,
+                prepared=job.prepared.get(name),
+                dealt=dealt.get(name),
+                remote=remote,
+                wanted_workers=cfg.start_workers if cfg.keep_global_batch and not job.local else None,
+            )
+            for name in nodes
+        }
+    )
+
+
+def _facts(groups: Mapping[str, Any], worker: Worker) -> Event:
+    """What only a worker knows and the start lines tell."""
+    models = [item for item in checkpoints.members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
+    return {
+        "kind": "facts",
+        "device": str(worker.device) if worker.device.type == "cpu" else torch.cuda.get_device_name(worker.device),
+        "parameters": sum(item.numel() for model in models for item in model.parameters()),
+        "world_size": worker.world_size,
+    }
+
+
+@contextlib.contextmanager
+def _user_errors(rank: int, project: Path) -> Iterator[None]:
+    """Turn what user code raises into one error with the user's frames and the rank."""
+    try:
+        yield
+    except MlxError:
+        raise
+    except Exception as error:
+        if lost_peer(error):
+            raise WorkerLostError(f"rank {rank} lost its connection to another worker: {first_line(error)}") from None
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if _is_users(frame.filename, project)]
+        if frames[-1] not in theirs:
+            theirs.append(frames[-1])  # where a library gave up
+        lines = [
+            f"  {_shown(frame.filename, project)}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in theirs
+        ]
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        summary = f"{type(error).__name__}: {error}{notes}"
+        raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
+
+
+def streams_of(tree: Mapping[str, Any]) -> list[str]:
+    """Names of the datasets that are streams of Ray Data."""
+    return [name for name, node in described(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
+
+
+def described(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The nodes of the datasets that conf.yaml describes, by name."""
+    nodes = tree.get("datasets", {}).items()
+    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
+
+
+def _shown(file: str, project: Path) -> str:
+    """A file of the user's relative to the project, which is what editors open."""
+    return os.path.relpath(file, project) if _is_users(file, project) else file
+
+
+def _is_users(file: str, project: Path) -> bool:
+    return Path(file).is_relative_to(project) and "site-packages" not in file  # .venv is inside the project

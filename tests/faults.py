@@ -1,0 +1,294 @@
+"""A run of `tests/experiments/faults` that is killed again and again, on a Ray cluster of several raylets.
+
+`make chaos` runs `main` here; `tests/runtime/test_faults.py` uses the parts.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENTS = Path(__file__).parent / "experiments"
+MAIN = ROOT / "<<cookiecutter.experiment_name>>" / "main.py"
+
+KINDS = ("worker", "raylet", "driver", "save")
+
+MOST_S = 240
+"""How long a run may stand still before the campaign gives up."""
+
+LAST_S = 1800
+"""How long it may take once nobody disturbs it any more."""
+
+
+def make(folder: Path) -> Path:
+    """The experiment in a folder of its own, bound."""
+    shutil.copytree(EXPERIMENTS / "faults", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(MAIN, folder)
+    subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def run_of(folder: Path, run: str = "run_001") -> Path:
+    return folder / "runs" / "faults" / run
+
+
+def final_state(run: Path) -> dict[str, Any]:
+    """Of the last checkpoint, without what says where and when it was made."""
+    last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
+    state: dict[str, Any] = torch.load(last / "state.pt", weights_only=True)
+    return {name: value for name, value in state.items() if name not in ("config", "logs")}
+
+
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two states are not the same, bit by bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [at]
+    if isinstance(one, dict) and isinstance(other, dict):
+        if one.keys() != other.keys():
+            return [f"{at}: {sorted(map(str, one.keys() ^ other.keys()))}"]
+        return [item for key in one for item in differences(one[key], other[key], f"{at}.{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{at}: {len(one)} and {len(other)}"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [item for number, (a, b) in pairs for item in differences(a, b, f"{at}[{number}]")]
+    return [] if one == other or (one != one and other != other) else [f"{at}: {one} and {other}"]
+
+
+def reports(run: Path) -> list[dict[str, Any]]:
+    """`metrics.jsonl` without clocks."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in line.items() if key not in ("timestamp", "samples_per_s") and "time/" not in key}
+        for line in lines
+    ]
+
+
+def points(run: Path, name: str) -> list[tuple[int, float]]:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(item.step, item.value) for item in events.Scalars(name)]
+
+
+def diary(folder: Path) -> list[dict[str, Any]]:
+    """What all workers have noted, in order of time."""
+    notes = []
+    for file in folder.glob("diary/rank_*.jsonl"):
+        for line in file.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # cut by a kill
+                notes.append(json.loads(line) | {"rank": int(file.stem.removeprefix("rank_"))})
+    return sorted(notes, key=lambda note: note["at"])
+
+
+def rows_per_epoch(folder: Path) -> dict[int, list[int]]:
+    """Rows that count: those of steps that no later start took back."""
+    counted: dict[tuple[int, int], tuple[int, list[int]]] = {}
+    for note in diary(folder):
+        if "start" in note:
+            counted = {key: item for key, item in counted.items() if key[0] <= note["start"]}
+        elif "rows" in note:  # of one update there may be several notes
+            counted.setdefault((note["step"], note["rank"]), (note["epoch"], []))[1].extend(note["rows"])
+    epochs: dict[int, list[int]] = {}
+    for epoch, rows in counted.values():
+        epochs.setdefault(epoch, []).extend(rows)
+    return {epoch: sorted(rows) for epoch, rows in epochs.items()}
+
+
+def wait_for(what: Callable[[], Any], seconds: float = MOST_S, every_s: float = 0.02) -> Any:
+    """The first result that is true."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        if time.monotonic() > until:
+            raise TimeoutError(f"not within {seconds:.0f} s")
+        time.sleep(every_s)
+    return found
+
+
+@contextlib.contextmanager
+def cluster(nodes: int, environment: Mapping[str, str]) -> Iterator[Any]:
+    """A Ray cluster of raylets on this machine, with one CPU each beside the head, which has none.
+
+    Args:
+        nodes: raylets.
+        environment: of all its processes, and so of the workers.
+    """
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True, "dashboard_port": 0})
+    try:
+        for _ in range(nodes):
+            made.add_node(num_cpus=1)
+        yield made
+    finally:
+        made.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@dataclass
+class Campaign:
+    """One run, started again after each kill of its driver, until it is done.
+
+    Args:
+        folder: of the experiment.
+        seed: of the moments.
+        raylets: the cluster.
+        overrides: of the run.
+        environment: of its driver.
+    """
+
+    folder: Path
+    seed: int
+    raylets: Any
+    overrides: Sequence[str]
+    environment: Mapping[str, str]
+    recoveries: list[tuple[str, float]] = field(default_factory=list)
+    output: str = ""
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.log = self.folder / "output.txt"
+
+    def carry_out(self, kinds: Sequence[str]) -> int:
+        """Kill so often and so, then let the run end. Returns its exit status."""
+        driver = self._start()
+        try:
+            for kind in kinds:
+                self._steps(self.random.randint(2, 9), driver)
+                at = time.time()
+                if kind == "driver":
+                    os.kill(driver.pid, signal.SIGKILL)
+                    driver.wait()
+                    driver = self._start("--resume=run_001")
+                elif kind == "raylet":
+                    self._kill_raylet()
+                elif kind == "save":
+                    self._kill_while_saving(driver)
+                    at = time.time()
+                else:
+                    os.kill(self._worker()["pid"], signal.SIGKILL)
+                back = wait_for(lambda at=at: [note["at"] for note in self._new(at) if "start" in note])[0]
+                self.recoveries.append((kind, back - at))
+                print(f"{len(self.recoveries):>4} {kind:<7} back after {back - at:.1f} s", flush=True)
+            return driver.wait(timeout=LAST_S)
+        finally:
+            if driver.poll() is None:
+                driver.kill()
+                driver.wait()
+            self.output = self.log.read_text()
+
+    def _start(self, *options: str) -> "subprocess.Popen[bytes]":
+        environment = dict(self.environment) | {"MLX_IN_JOB": "1", "RAY_ADDRESS": self.raylets.address}
+        overrides = [*self.overrides, f"cfg.out={self.folder / 'diary'}"]  # workers have another working directory
+        command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, *options]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def _new(self, since: float) -> list[dict[str, Any]]:
+        return [note for note in diary(self.folder) if note["at"] > since]
+
+    def _steps(self, count: int, driver: "subprocess.Popen[bytes]") -> None:
+        """Wait until rank 0 has gone on by so many steps."""
+        at = time.time()
+
+        def gone_on() -> bool:
+            if driver.poll() is not None:
+                raise RuntimeError(f"the run ended with {driver.returncode}:\n{self.log.read_text()}")
+            return sum("rows" in note and note["rank"] == 0 for note in self._new(at)) >= count
+
+        wait_for(gone_on)
+
+    def _worker(self, rank: int | None = None) -> dict[str, Any]:
+        """Where a rank was last seen."""
+        rank = self.random.randint(0, 1) if rank is None else rank
+        return [note for note in diary(self.folder) if "start" in note and note["rank"] == rank][-1]
+
+    def _kill_raylet(self) -> None:
+        victim = self._worker()["node"]
+        node = next(item for item in self.raylets.worker_nodes if item.node_id == victim)
+        self.raylets.remove_node(node, allow_graceful=False)
+        self.raylets.add_node(num_cpus=1)
+
+    def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
+        checkpoints = run_of(self.folder) / "checkpoints"
+        pid = self._worker(rank=0)["pid"]
+        wait_for(lambda: any(checkpoints.glob(".saving-*/state.pt")), every_s=0.001)
+        os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    """`python tests/faults.py --kills 100`: the campaign against the undisturbed run."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    kinds = [KINDS[number % len(KINDS)] for number in range(options.kills)]
+    random.Random(options.seed).shuffle(kinds)
+    epochs = options.kills * 3 // 4 + 4
+    overrides = [f"cfg.num_epochs={epochs}", "cfg.checkpoint_every_steps=3", "cfg.max_failures=-1"]
+    overrides += ["models.net.ballast=5000000", "cfg.pause_s=0.15"]
+    with tempfile.TemporaryDirectory(prefix="mlx-chaos-") as place:
+        environment = dict(os.environ) | {"HOME": place}
+        undisturbed, disturbed = make(Path(place) / "undisturbed"), make(Path(place) / "disturbed")
+        command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, "cfg.pause_s=0"]
+        subprocess.run(command, cwd=undisturbed, env=environment, check=True, stdout=subprocess.DEVNULL)
+        with cluster(3, environment) as raylets:
+            campaign = Campaign(disturbed, options.seed, raylets, overrides, environment)
+            status = campaign.carry_out(kinds)
+        problems = [] if status == 0 else [f"the run ended with {status}"]
+        problems += verdict(disturbed, undisturbed, epochs)
+        times: dict[str, list[float]] = {}
+        for kind, seconds in campaign.recoveries:
+            times.setdefault(kind, []).append(seconds)
+        for kind, found in sorted(times.items()):
+            found.sort()
+            print(
+                f"{kind:<7} {len(found):>3} kills, back after {found[len(found) // 2]:.1f} s (at most {found[-1]:.1f})"
+            )
+        if problems:
+            print(campaign.output)
+            sys.exit("\n".join(problems))
+        print(f"{len(kinds)} kills: the same weights, metrics and rows as without")
+
+
+def verdict(disturbed: Path, undisturbed: Path, epochs: int) -> list[str]:
+    """What tells a run that was killed from one that was not."""
+    problems = [
+        f"state differs at {item}"
+        for item in differences(final_state(run_of(undisturbed)), final_state(run_of(disturbed)))
+    ]
+    if reports(run_of(undisturbed)) != reports(run_of(disturbed)):
+        problems.append("metrics.jsonl differs")
+    for name in ("train/mse", "val/mse", "lr/adam"):
+        if points(run_of(undisturbed), name) != points(run_of(disturbed), name):
+            problems.append(f"TensorBoard shows another {name}")
+    rows = rows_per_epoch(disturbed)
+    problems += [
+        f"epoch {epoch}: rows {rows.get(epoch)}" for epoch in range(epochs) if rows.get(epoch) != list(range(61))
+    ]
+    return problems
+
+
+if __name__ == "__main__":
+    main()

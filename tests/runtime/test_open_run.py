@@ -1,0 +1,67 @@
+"""A run is read back as a notebook would."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mlx
+
+from mlx_runtime import MlxError, open_run
+
+
+@pytest.fixture(scope="module")
+def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the template's experiment; with two epochs, of which the first is the best by `val/f1`, upside down."""
+    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("run") / "digits"))
+    done = mlx(
+        folder,
+        "train",
+        "run",
+        "cfg.start_workers=0",
+        "cfg.num_epochs=2",
+        "cfg.monitor=val/cross_entropy",
+        "cfg.mode=max",
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "digits" / "run_001"
+
+
+def test_its_record_config_and_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[2])
+    found = open_run("digits/run_001")
+    assert repr(found) == "<Run digits/run_001, SUCCEEDED>"
+    assert found.record["seed"] == 0
+    assert found.config["cfg"]["num_epochs"] == 2
+    frame = found.metrics()
+    assert {"step", "epoch", "timestamp", "train/cross_entropy", "val/accuracy", "lr/adam"} <= set(frame.columns)
+    assert frame["val/accuracy"].dropna().between(0, 1).all()
+    assert math.isclose(frame["test/accuracy"].dropna().iloc[-1], found.record["metrics"]["test/accuracy"])
+
+
+def test_its_states_and_models(run: Path) -> None:
+    found = open_run(run)
+    assert (found.state()["epoch"], found.state("best")["epoch"]) == (1, 0)
+    state = found.state("best")
+    assert set(state["models"]) == {"net"}
+    assert all(isinstance(item, torch.Tensor) and "module" not in name for name, item in state["models"]["net"].items())
+
+
+def test_its_models_give_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[2])
+    models = open_run("digits/run_001").load_models()
+    assert models.net.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    weights = open_run("digits/run_001").state()["models"]["net"]
+    assert all(torch.equal(item, weights[name]) for name, item in models.net.state_dict().items())
+
+
+def test_what_is_not_there_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(run.parents[2])
+    for text, message in [
+        ("digits", "'digits' names no run; write name/run_003, or the path of its folder"),
+        ("digit/run_001", "no runs of 'digit' in .* Did you mean 'digits'?"),
+        ("digits/run_009", "digits has no run 'run_009'"),
+    ]:
+        with pytest.raises(MlxError, match=message):
+            open_run(text)
