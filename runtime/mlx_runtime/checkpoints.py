@@ -27,7 +27,7 @@ import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -39,7 +39,7 @@ from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime.errors import ConfigError, StorageError, first_line
 from mlx_runtime.parallel import unwrapped
-from mlx_runtime.storage import Storage, joined
+from mlx_runtime.storage import Storage, joined, to_json
 
 STATE = "state.pt"
 ABOUT = "checkpoint.json"
@@ -98,6 +98,7 @@ class Checkpoints:
 
     def __init__(self, root: str) -> None:
         self._storage = Storage(root)
+        self._verified: set[str] = set()
 
     def all(self) -> list[Checkpoint]:
         """Those that are whole, oldest first.
@@ -134,12 +135,12 @@ class Checkpoints:
         try:
             if storage.local:
                 Path(storage.of(folder)).mkdir(parents=True)
-            with _Hashed(self._created(folder, file_name)) as file:
+            with _Hashed(storage.create(folder, file_name)) as file:
                 torch.save(state, cast("IO[bytes]", file))  # it only writes
             fields = asdict(checkpoint) | {"sha256": file.sha256, "size_bytes": file.size_bytes, "file": file_name}
             about = Checkpoint(**fields)
             allowed()
-            storage.write(json.dumps(_finite(asdict(about)), indent=2).encode() + b"\n", folder, ABOUT)
+            storage.write(to_json(asdict(about)).encode(), folder, ABOUT)
             if storage.local:
                 self._put_in_place(Path(storage.of(folder)), Path(storage.of(name)))
             else:
@@ -223,11 +224,6 @@ class Checkpoints:
                 if name.startswith(".saving-"):
                     self._storage.remove_folder(name)
 
-    def _created(self, folder: str, file_name: str) -> BinaryIO:
-        path = self._storage.of(folder, file_name)
-        opened: BinaryIO = self._storage.fs.open_output_stream(path) if not self._storage.local else open(path, "wb")  # noqa: PTH123, SIM115
-        return opened
-
     def _about(self, name: str) -> Checkpoint | None:
         try:
             fields = json.loads(self._storage.read(name, ABOUT))
@@ -245,6 +241,8 @@ class Checkpoints:
             ConfigError: they differ.
             StorageError: the storage does not answer.
         """
+        if about.sha256 in self._verified:
+            return
         where = joined(self._storage.root, about.name, about.file)
         try:
             with self._storage.open(about.name, about.file) as file:
@@ -260,6 +258,7 @@ class Checkpoints:
             raise ConfigError(f"{where} is damaged: it has {size:,} bytes of {about.size_bytes:,}")
         if digest.hexdigest() != about.sha256:
             raise ConfigError(f"{where} is damaged: its SHA-256 is not the one it was saved with")
+        self._verified.add(about.sha256)
 
     def _load(self, name: str, about: Checkpoint | None) -> State:
         file_name = about.file if about is not None else STATE
@@ -585,9 +584,7 @@ def on_device(group: Any) -> list[str]:
     for name, member in members(group).items():
         if not hasattr(member, "state_dict") and _has_state(member):
             for attribute, value in vars(member).items():
-                places: list[str] = []
-                _mapped(value, lambda tensor, places=places: places.append(tensor.device.type))  # type: ignore[misc]
-                if set(places) - {"cpu"}:
+                if any(tensor.device.type != "cpu" for tensor in _tensors(value)):
                     found.append(f"{name}.{attribute}")
     return found
 
@@ -605,15 +602,17 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those among plain values."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
 def _on(value: Any, device: torch.device) -> Any:
     return _mapped(value, lambda tensor: tensor.to(device))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they become null."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class _Hashed:

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +95,11 @@ class WorkerRun:
     latest: dict[str, float] = field(default_factory=dict)
     input_rates: dict[str, float] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """Where they are stored."""
+        return Checkpoints(self.folder.checkpoints)
 
     def send(self, kind: str, **fields: Any) -> None:
         if self.sink is not None:
@@ -292,9 +297,8 @@ class BaseModule:
                     member.to(run.worker.device)
         run.vote = Vote(run.worker)
         if run.worker.writes:
-            saved = Checkpoints(run.folder.checkpoints)
-            saved.clean()
-            run.saver = Saver(saved, self._stored, run.allowed)
+            run.checkpoints.clean()
+            run.saver = Saver(run.checkpoints, self._stored, run.allowed)
         parallel.seed_everything(self.cfg.seed + run.worker.rank)  # models began alike; dropout must differ by rank
         self.restore_checkpoint()
 
@@ -470,7 +474,7 @@ class BaseModule:
     def _stored(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is complete; called in the background."""
         run = self._running()
-        saved = Checkpoints(run.folder.checkpoints)
+        saved = run.checkpoints
         saved.prune(self.cfg.keep_checkpoints, self.cfg.monitor, self.cfg.mode)
         fields = {"epoch": checkpoint.epoch, "finished": checkpoint.finished, "step": checkpoint.global_step}
         run.send("checkpoint", **fields, path=saved.path(checkpoint), metrics=checkpoint.metrics)
@@ -478,7 +482,7 @@ class BaseModule:
     def _found_state(self) -> State | None:
         """The state to go on from: of this run's latest checkpoint, else of `cfg.restore_checkpoint_path`."""
         run = self._running()
-        saved = Checkpoints(run.folder.checkpoints)
+        saved = run.checkpoints
         tell = partial(run.send_once, "notice")
         found = parallel.shared(saved.newest(lambda text: tell(text=text)) if run.worker.writes else None)
         chosen = self.cfg.restore_checkpoint_path

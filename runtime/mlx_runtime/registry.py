@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import shlex
@@ -22,7 +21,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
-from mlx_runtime.storage import Storage, write_atomic
+from mlx_runtime.storage import Storage, to_json, write_atomic
 
 HEARTBEAT_S = 10
 """How often a living driver refreshes its record."""
@@ -67,7 +66,7 @@ class Record:
             if not self._ours or self._taken_over():
                 return
             try:
-                write_atomic(self.folder.record, json.dumps(_finite(self._fields), indent=2) + "\n")
+                write_atomic(self.folder.record, to_json(self._fields))
             except OSError as error:
                 raise StorageError(f"cannot write {self.folder.record}: {error.strerror or error}") from error
             self.folder.push(self.folder.record)
@@ -218,15 +217,6 @@ def provenance(overrides: Sequence[str]) -> dict[str, Any]:
 def now() -> str:
     """The present, in UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; they become null."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _version(package: str) -> str | None:

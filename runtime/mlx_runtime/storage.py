@@ -4,11 +4,13 @@ A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`; after `?` 
 """
 
 import contextlib
+import json
+import math
 import os
 import shutil
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mlx_runtime.errors import StorageError, first_line
 
@@ -111,6 +113,13 @@ class Storage:
         with self.fs.open_input_stream(self.of(*parts)) as source, file.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
 
+    def create(self, *parts: str) -> BinaryIO:
+        """A file to write to; on an object store it is there once it is closed."""
+        if self.local:
+            return Path(self.of(*parts)).open("wb")
+        stream: BinaryIO = self.fs.open_output_stream(self.of(*parts))
+        return stream
+
     def open(self, *parts: str) -> Any:
         """A file to read from, seekable."""
         return self.fs.open_input_file(self.of(*parts))
@@ -142,6 +151,19 @@ class Storage:
     def remove_folder(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.delete_dir(self.of(*parts))
+
+
+def to_json(value: Any) -> str:
+    """JSON text with a newline at its end. JSON has no NaN and no infinity; they become null."""
+    return json.dumps(_finite(value), indent=2) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
