@@ -52,6 +52,14 @@ def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(done.stdout.split()[1].rstrip(";"))
 
 
+@pytest.fixture(scope="session")
+def baked_job(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template of data jobs, generated once; tests that write copy it."""
+    done = mlx(tmp_path_factory.mktemp("baked_job"), "data", "new", "shards")
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.split()[1].rstrip(";"))
+
+
 @pytest.fixture
 def digits(baked: Path, tmp_path: Path) -> Path:
     """A generated experiment of the test's own, bound."""

@@ -10,7 +10,8 @@ from mlx_runtime.settings import prepare_ray
 
 if TYPE_CHECKING:
     from mlx_runtime.cluster import connect
-    from mlx_runtime.config import TrainConfig
+    from mlx_runtime.config import DataConfig, TrainConfig
+    from mlx_runtime.datajob import DataJob, run_job
     from mlx_runtime.errors import MlxError, clean_exit
     from mlx_runtime.experiment import BaseModule
     from mlx_runtime.loading import load_config
@@ -23,6 +24,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DUMMY_PARAMS",
     "BaseModule",
+    "DataConfig",
+    "DataJob",
     "MlxError",
     "TrainConfig",
     "clean_exit",
@@ -30,6 +33,7 @@ __all__ = [
     "fit",
     "load_config",
     "open_run",
+    "run_job",
 ]
 
 prepare_ray()  # before anyone's `import ray`
@@ -37,6 +41,8 @@ prepare_ray()  # before anyone's `import ray`
 _HOMES = {
     "BaseModule": "experiment",
     "DUMMY_PARAMS": "nodes",
+    "DataConfig": "config",
+    "DataJob": "datajob",
     "MlxError": "errors",
     "TrainConfig": "config",
     "clean_exit": "errors",
@@ -44,6 +50,7 @@ _HOMES = {
     "fit": "trainer",
     "load_config": "loading",
     "open_run": "runs",
+    "run_job": "datajob",
 }
 
 

@@ -15,6 +15,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from mlx_runtime.errors import BindError
+from mlx_runtime.layout import commands
 from mlx_runtime.nodes import Description, Node
 from mlx_runtime.schema import former_defaults, schema_of
 from mlx_runtime.signatures import object_at, parameters
@@ -28,6 +29,13 @@ HEADER = f"""\
 # Every setting of this experiment: the source of truth for `mlx train run`.
 # Written by `mlx train bind` from the defaults in src/. Edit freely: binding again keeps your values and comments,
 # adds new arguments and drops removed ones. ??? must be filled in (the `params` of an optimizer excepted).
+"""
+
+JOB_HEADER = f"""\
+# yaml-language-server: $schema={SCHEMA}
+# Every setting of this data job: the source of truth for `mlx data run`.
+# Written by `mlx data bind` from the defaults in src/. Edit freely: binding again keeps your values and comments,
+# adds new arguments and drops removed ones. ??? must be filled in.
 """
 
 
@@ -114,7 +122,7 @@ def merge(
     """
     binding = Binding(path, path.read_text(encoding="utf-8") if path.exists() else "")
     if not binding.before.strip():
-        merged, header = dict(tree), HEADER
+        merged, header = dict(tree), JOB_HEADER if commands(path) == "mlx data" else HEADER
     else:
         header = ""
         try:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlx_runtime.config import TrainConfig
+from mlx_runtime.config import DataConfig, TrainConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.settings import Settings
 
@@ -33,7 +33,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def connect(cfg: TrainConfig) -> Iterator[Cluster]:
+def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
     """Have Ray while the block runs: none for `start_workers=0`, the job's cluster inside a job, else an embedded one.
 
     Raises:
@@ -67,7 +67,7 @@ def connect(cfg: TrainConfig) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def start_ray(cfg: TrainConfig) -> Iterator[None]:
+def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
     """Start Ray on this machine while the block runs, or join the cluster of the job; nothing if that was done."""
     import ray
 
@@ -76,7 +76,9 @@ def start_ray(cfg: TrainConfig) -> Iterator[None]:
         return
     level = "INFO" if Settings.read().verbose else "ERROR"
     if JOB_FLAG in os.environ:
-        ray.init(logging_level=level, log_to_driver=True)
+        # One of Ray Train's helpers looks for "the" cluster by itself, and errs on machines with several.
+        known = {name: os.environ[name] for name in ("RAY_ADDRESS",) if "://" not in os.environ.get(name, "://")}
+        ray.init(logging_level=level, log_to_driver=True, runtime_env={"env_vars": known})
     else:
         # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)

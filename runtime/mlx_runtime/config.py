@@ -1,7 +1,7 @@
-"""`TrainConfig`: the settings that every experiment has, whatever it trains."""
+"""`TrainConfig`: the settings that every experiment has, whatever it trains. `DataConfig`: those of every data job."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass
@@ -43,6 +43,9 @@ class TrainConfig:
             those that the loop saves.
         keep_checkpoints: checkpoints kept per run: the best by `monitor`, and always the latest.
         cpus_per_worker: CPU cores and torch threads of each worker.
+        runtime_env: what jobs on a cluster need beside the uploaded files, as Ray's runtime environments have it:
+            `{"pip": [...], "env_vars": {...}}`.
+        secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
         use_gpu: one GPU per worker; None means when this machine or cluster has one.
     """
 
@@ -73,4 +76,37 @@ class TrainConfig:
     checkpoint_every_steps: int | None = None
     keep_checkpoints: int = 3
     cpus_per_worker: int = 1
+    runtime_env: dict[str, Any] | None = None
+    secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
+
+
+@dataclass
+class DataConfig:
+    """Settings of a data job, `cfg` in conf.yaml. Add your own by inheriting in `src/job.py`.
+
+    Attributes:
+        name: of the job.
+        path: folder in the storage that the job fills; None means `data/<name>`.
+        overwrite: replace what an earlier data job left in that folder, once this one is done; else a job refuses to.
+        start_workers: tasks at a time; 0 works inside this process, where a debugger works.
+        cpus_per_worker: CPU cores of each task.
+        runtime_env: as for training.
+        secrets: as for training.
+        use_gpu: one GPU for each task.
+        storage_path: the storage, relative to the data job; `MLX_STORAGE` overrides it.
+    """
+
+    name: str = "data"
+    path: str | None = None
+    overwrite: bool = False
+    start_workers: int = 2
+    cpus_per_worker: int = 1
+    runtime_env: dict[str, Any] | None = None
+    secrets: tuple[str, ...] = ()
+    use_gpu: bool = False
+    storage_path: str = "storage"
+
+    # What a cluster is asked for besides; tasks are not a group that must be complete.
+    min_workers: ClassVar[int | None] = None
+    max_workers: ClassVar[int | None] = None

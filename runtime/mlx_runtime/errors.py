@@ -2,9 +2,11 @@
 
     MlxError                 exit 1   a child is raised for every problem that a user can cure
     ├── UsageError           exit 2   wrong folder, name or argument
+    ├── ClusterError                  a cluster that does not answer, or not as it should
     ├── BindError                     a constructor that conf.yaml cannot describe
     ├── ConfigError                   conf.yaml or an override is wrong
     ├── DatasetError                  a dataset that cannot be batched
+    ├── DataJobError                  the user's own code raised in a data job
     ├── StorageError                  the run folder cannot be written
     ├── WorkerLoopError               the user's own code raised on a worker
     ├── WorkerLostError               a worker, its node, or its connection to the others is gone
@@ -18,8 +20,11 @@ and the next command to type.
 
 import contextlib
 import difflib
+import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from mlx_runtime.settings import Settings
 
@@ -38,6 +43,10 @@ class UsageError(MlxError):
     exit_code = 2
 
 
+class ClusterError(MlxError):
+    """A cluster that does not answer, refuses a job, or cannot run it."""
+
+
 class BindError(MlxError):
     """A constructor or a default that `bind` cannot write to conf.yaml exactly."""
 
@@ -48,6 +57,22 @@ class ConfigError(MlxError):
 
 class DatasetError(MlxError):
     """A dataset that the workers could not read."""
+
+
+class DataJobError(MlxError):
+    """User code raised in a data job.
+
+    Args:
+        summary: `ValueError: the message`, and the item that it was about.
+        trace: the user's frames, innermost last.
+    """
+
+    def __init__(self, summary: str, trace: str) -> None:
+        super().__init__(summary, trace)  # both in `args`, so that it survives pickling
+        self.summary, self.trace = summary, trace
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n{self.trace}".rstrip()
 
 
 class StorageError(MlxError):
@@ -109,6 +134,31 @@ def near(word: str, words: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its kind when it has none."""
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def user_frames(error: BaseException, project: Path) -> str:
+    """Where a project's own code stood when an error was raised, innermost last, and where a library gave up.
+
+    Args:
+        error: caught.
+        project: folder of the code; its files are shown relative to it, which is what editors open.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if _is_users(frame.filename, project)]
+    if frames[-1] not in theirs:
+        theirs.append(frames[-1])
+    return "\n".join(
+        f"  {_shown(frame.filename, project)}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in theirs
+    )
+
+
+def _shown(file: str, project: Path) -> str:
+    return os.path.relpath(file, project) if _is_users(file, project) else file
+
+
+def _is_users(file: str, project: Path) -> bool:
+    ours = Path(file).is_relative_to(Path(__file__).parent)  # a job has the runtime beside the project's files
+    return Path(file).is_relative_to(project) and "site-packages" not in file and not ours  # nor .venv
 
 
 @contextlib.contextmanager

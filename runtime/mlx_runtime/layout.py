@@ -6,6 +6,7 @@
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
+    logs/driver.log       what the driver printed; rank_0.log and so on, the workers (see `logs`)
     .attempt-001          one folder per driver that has taken on the run
 """
 
@@ -15,6 +16,7 @@ import hashlib
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,9 @@ ATTEMPT = ".attempt-"
 
 EXPERIMENT = Path("src/experiment.py")
 """The file that makes a folder an experiment."""
+
+JOB = Path("src/job.py")
+"""The file that makes a folder a data job."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class RunFolder:
             return
         try:
             for file in files:
-                Storage(self.uri).upload(file, file.name)
+                Storage(self.uri).upload(file, *file.relative_to(self.path).parts)
         except (OSError, StorageError) as error:
             if must:
                 raise StorageError(f"cannot write {self.uri}: {first_line(error)}") from error
@@ -211,8 +216,37 @@ def experiment_folder(start: Path | None = None) -> Path:
     return folder
 
 
+def job_folder(start: Path | None = None) -> Path:
+    """The data job that the working directory is.
+
+    Raises:
+        UsageError: there is no `src/job.py` here.
+    """
+    folder = start or Path.cwd()
+    if not (folder / JOB).is_file():
+        raise UsageError(
+            f"{folder} is not a data job: it has no {JOB}. Change into one, or make one with: mlx data new NAME"
+        )
+    return folder
+
+
+def commands(conf: Path = CONF) -> str:
+    """The group of commands that a conf.yaml is for: `mlx data` in a data job, else `mlx train`."""
+    is_job = conf.with_name(JOB.name).is_file() and not conf.with_name(EXPERIMENT.name).is_file()
+    return "mlx data" if is_job else "mlx train"
+
+
 def storage_root(storage_path: str) -> str:
-    """The absolute folder that `cfg.storage_path` names, or its URI."""
+    """The absolute folder that `cfg.storage_path` names, or its URI.
+
+    Raises:
+        UsageError: the URI holds a key, which every record and dashboard would show.
+    """
+    if is_uri(storage_path) and re.search(r"://[^/?]+@|(access_key|secret_key|session_token)=", storage_path):
+        raise UsageError(
+            "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
     return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
 
 
@@ -279,12 +313,7 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
     storage = Storage(root)
     try:
         names = storage.names() if experiment is None else [experiment]
-        # On an object store a number that two claimed at once stays behind as an empty folder.
-        found = {
-            name: [run for run in storage.names(name) if _number(run) and (storage.local or storage.names(name, run))]
-            for name in names
-            if _is_folder(storage, name)
-        }
+        found = {name: _numbered(storage, name) for name in names if _is_folder(storage, name)}
     except OSError as error:
         raise StorageError(f"cannot read {root}: {first_line(error)}") from error
     return [run_folder(root, name, run) for name, runs in found.items() for run in sorted(runs, key=_number)]
@@ -331,6 +360,17 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
 
 def _is_folder(storage: Storage, name: str) -> bool:
     return not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
+
+
+def _numbered(storage: Storage, experiment: str) -> list[str]:
+    """The runs in an experiment's folder."""
+    runs = [name for name in storage.names(experiment) if _number(name)]
+    if storage.local:
+        return runs
+    # On an object store a number that two claimed at once stays behind as an empty folder.
+    with ThreadPoolExecutor(16) as pool:
+        contents = pool.map(lambda run: storage.names(experiment, run), runs)
+        return [run for run, names in zip(runs, contents, strict=True) if names]
 
 
 def _number(name: str) -> int:

@@ -26,7 +26,7 @@ from yaml import YAMLError
 from mlx_runtime import registry
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, near
-from mlx_runtime.layout import CONF, RunFolder, list_runs, named_run, storage_root
+from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
 from mlx_runtime.storage import Storage, is_uri
@@ -60,14 +60,16 @@ class Config:
         cfg: the `cfg` group as the object that user code sees.
         overrides: as typed.
         run: to go on with, or None for a new one.
-        origin: `name/run_001` of the run whose conf.yaml this is instead of the experiment's, or None.
+        claimed: folder that was made for this run, not begun yet, or None.
+        origin: the run whose conf.yaml this is instead of the experiment's, or None.
     """
 
     tree: Tree
     cfg: TrainConfig
     overrides: tuple[str, ...] = ()
     run: RunFolder | None = None
-    origin: str | None = None
+    claimed: RunFolder | None = None
+    origin: RunFolder | None = None
 
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
@@ -79,7 +81,8 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     Args:
         experiment: its class.
         overrides: of Hydra; among them `--resume=RUN` goes on with a run, the same as `cfg.resume=RUN`, and
-            `--from=RUN` starts a new run. Both take the conf.yaml of that run, then the overrides.
+            `--from=RUN` starts a new run. Both take the conf.yaml of that run, then the overrides. `--run=RUN` goes on
+            with a run if it has begun, and begins it if it was only claimed.
         path: of conf.yaml.
 
     Raises:
@@ -87,12 +90,12 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         UsageError: there is no such run.
         RunFinished: the run to go on with has succeeded, and no more epochs are asked for.
     """
-    run, origin, typed, forced = _chosen_run(path, overrides)
+    run, claimed, origin, typed, forced = _chosen_run(path, overrides)
     with _conf_of(run or origin) as conf:
         config = _load(experiment, [*typed, *forced], conf or path)
         if run is not None:
             _refuse_finished(run, conf or path, config.cfg)
-    return replace(config, overrides=tuple(typed), run=run, origin=origin.title if origin else None)
+    return replace(config, overrides=tuple(typed), run=run, claimed=claimed, origin=origin)
 
 
 def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
@@ -112,9 +115,9 @@ def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
 
 def _chosen_run(
     path: Path, overrides: Sequence[str]
-) -> tuple[RunFolder | None, RunFolder | None, list[str], list[str]]:
-    """The run to go on with, the run to start from, the overrides that are left, and what they imply."""
-    options = {"--resume": "", "--from": ""}
+) -> tuple[RunFolder | None, RunFolder | None, RunFolder | None, list[str], list[str]]:
+    """The run to go on with, to begin, or to start from, the overrides that are left, and what they imply."""
+    options = {"--resume": "", "--from": "", "--run": ""}
     typed: list[str] = []
     waiting = ""  # for the run of an option, when it is a word of its own
     for item in overrides:
@@ -128,21 +131,27 @@ def _chosen_run(
             waiting = ""
     cfg = _read(path, typed)[0].get("cfg") or {}
     root, experiment = storage_root(str(cfg.get("storage_path", "runs"))), str(cfg.get("name", "experiment"))
-    resume = options["--resume"] or cfg.get("resume")
+    resume = options["--resume"] or options["--run"] or cfg.get("resume")
+    claimed = named_run(options["--run"], root, experiment) if options["--run"] else None
+    if claimed is not None and claimed.begun():
+        claimed = None
     if options["--from"]:
         if options["--resume"]:
             raise UsageError("--resume goes on with a run and --from starts a new one; give one of them")
         origin = named_run(options["--from"], root, experiment)
-        return None, origin, typed, ["cfg.resume=null", f"cfg.storage_path={_text(cfg.get('storage_path', 'runs'))}"]
+        kept = claimed.root if claimed else cfg.get("storage_path", "runs")
+        return None, claimed, origin, typed, ["cfg.resume=null", f"cfg.storage_path={_text(kept)}"]
+    if claimed is not None:
+        return None, claimed, None, typed, ["cfg.resume=null", f"cfg.storage_path={_text(claimed.root)}"]
     if resume in ("auto", "latest"):  # not one that was killed before it had begun
         begun = [folder for folder in list_runs(root, experiment) if folder.begun()]
         if resume == "auto" and not begun:
-            return None, None, typed, []
+            return None, None, None, typed, []
         resume = begun[-1].name if begun else resume
     if not resume:
-        return None, None, typed, []
+        return None, None, None, typed, []
     run = named_run(str(resume), root, experiment)
-    return run, None, typed, [f"cfg.storage_path={_text(run.root)}"]
+    return run, None, None, typed, [f"cfg.storage_path={_text(run.root)}"]
 
 
 def _is_override(text: str) -> bool:
@@ -183,6 +192,11 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
             f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train on, raise it; "
             "for a new run, leave out --resume and cfg.resume"
         )
+
+
+def storage_override(root: str) -> str:
+    """The override that chooses a storage."""
+    return f"cfg.storage_path={_text(root)}"
 
 
 def _text(value: Any) -> str:
@@ -258,7 +272,7 @@ def _implied(settings: Settings) -> list[str]:
     """Overrides that the environment stands for."""
     if settings.storage is None:
         return []
-    return [f"cfg.storage_path={_text(settings.storage)}"]
+    return [storage_override(settings.storage)]
 
 
 def _quoted(override: str) -> str:
@@ -287,7 +301,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     """
     overrides = [*_implied(Settings.read()), *map(_quoted, overrides)]
     if not path.is_file():
-        raise ConfigError(f"there is no {path}; write it with: mlx train bind")
+        raise ConfigError(f"there is no {path}; write it with: {commands(path)} bind")
     try:
         keys = keys_of(OmegaConf.to_container(OmegaConf.load(path)))
         problems, known = [], []
@@ -322,7 +336,7 @@ def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
     problems = [f"{name}: there is no such group.{near(name, wanted)}" for name in tree if name not in wanted]
     for name, cls in wanted.items():
         if name not in tree:
-            problems.append(f"{name}: missing; bring it in with: mlx train bind")
+            problems.append(f"{name}: missing; bring it in with: {commands()} bind")
         else:
             _check_value(tree[name], cls, name, path_of(cls), problems)
     if "optimizers" in tree:  # their parameters come from the models
@@ -453,7 +467,7 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
         named = item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         if named and item.default is MISSING and item.name not in node:
             problems.append(
-                f"{key}.{item.name}: missing, and {path} has no default for it; bring it in with: mlx train bind"
+                f"{key}.{item.name}: missing, and {path} has no default for it; bring it in with: {commands()} bind"
             )
 
 

@@ -184,9 +184,15 @@ class Receiver:
 
 
 class Display:
-    """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, one summary line per epoch."""
+    """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, one summary line per epoch.
 
-    def __init__(self, stream: TextIO) -> None:
+    Args:
+        stream: to draw on.
+        copy: gets the same as a pipe would.
+    """
+
+    def __init__(self, stream: TextIO, copy: TextIO | None = None) -> None:
+        self._copy = Display(copy) if copy is not None else None
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -194,27 +200,40 @@ class Display:
         self._last_line = time.monotonic()
 
     def handle(self, event: Event) -> None:
+        if self._copy is not None:
+            self._copy.handle(event)
         if event["kind"] == "step":
             self._step(event)
         elif event["kind"] == "epoch":
             self._epoch(event)
         elif event["kind"] == "notice":
-            self.print(event["text"])
+            self._line(event["text"])
 
     def print(self, text: str = "") -> None:
         """A line of text, above the bar when there is one."""
-        (self._bar.console if self._bar else self._console).print(text, markup=False)
+        if self._copy is not None:
+            self._copy.print(text)
+        self._line(text)
 
     def preparing(self, name: str, done: int, rows: int) -> None:
         """Rows of a dataset that are prepared, of all."""
-        title, tenth = f"prepare {name}", 10 * done // rows
+        self.counting(f"prepare {name}", done, rows, " rows")
+
+    def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
+        """How many of something are done, of all: a bar, or in a pipe a line per tenth at the most."""
+        if self._copy is not None:
+            self._copy.counting(title, done, total, unit)
+        tenth = 10 * done // total
         if self._console.is_terminal:
-            self._draw_bar(title, done, rows, "")
-            if done == rows:
+            self._draw_bar(title, done, total, "")
+            if done == total:
                 self.close()
-        elif (name, tenth) != self._stage and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
-            self._stage, self._last_line = (name, tenth), time.monotonic()
-            self.print(f"{title} | {done:,}/{rows:,} rows")
+        elif (title, tenth) != self._stage and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
+            self._stage, self._last_line = (title, tenth), time.monotonic()
+            self._line(f"{title} | {done:,}/{total:,}{unit}")
+
+    def _line(self, text: str) -> None:
+        (self._bar.console if self._bar else self._console).print(text, markup=False)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -233,7 +252,7 @@ class Display:
         every = max(1, event["steps"] // LINES_PER_EPOCH)
         if event["step"] % every == 0 and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
-            self.print(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_rate_and_values(event)]))
+            self._line(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_rate_and_values(event)]))
 
     def _draw_bar(self, title: str, done: int, total: int, note: str) -> None:
         if self._bar is None:
@@ -263,7 +282,7 @@ class Display:
         if "samples_per_s" in event:
             waited = f" ({event['data_wait_pct']:.0f} % waiting for data)" if event["data_wait_pct"] >= 1 else ""
             parts.append(f"{event['samples_per_s']:,.0f} samples/s{waited}")
-        self.print(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
+        self._line(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
 
 
 def _rate_and_values(event: Event) -> list[str]:

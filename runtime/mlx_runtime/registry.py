@@ -21,6 +21,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, to_json, write_atomic
 
 HEARTBEAT_S = 10
@@ -31,6 +32,8 @@ CLAIM_S = 10
 
 STALE_S = 60
 """A RUNNING run that is silent for so long has lost its driver."""
+
+LIVING = ("PENDING", "RUNNING")
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 
@@ -83,6 +86,11 @@ class Record:
         with self._lock:
             self._ours = False
 
+    def note(self, **fields: Any) -> None:
+        """Change fields, to be stored with the next heartbeat at the latest."""
+        with self._lock:
+            self._fields |= fields
+
     def finish(self, status: str, **fields: Any) -> None:
         """Write down how the run ended, giving back the space that was held for it.
 
@@ -125,10 +133,21 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def status_of(record: Mapping[str, Any]) -> str:
-    """PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE for a run whose driver is gone without a word."""
+def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
+    """PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE for a run whose driver is gone without a word.
+
+    Args:
+        record: of the run.
+        job: what its cluster says of its job, where one was asked.
+    """
     status = str(record.get("status"))
-    return "STALE" if status in ("PENDING", "RUNNING") and not _lives(record) else status
+    if status not in LIVING:
+        return status
+    if job in ("SUCCEEDED", "FAILED", "STOPPED"):
+        return job
+    if job is not None and status == "PENDING":
+        return status  # it waits for its turn, or its environment is being made
+    return status if _lives(record) else "STALE"
 
 
 def _lives(record: Mapping[str, Any]) -> bool:
@@ -153,12 +172,25 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
     """
     record = recorded(folder)
     name = f"{folder.experiment} {folder.name}"
-    if status_of(record) in ("PENDING", "RUNNING"):
+    job = record.get("job") or {}
+    status = status_of(record)
+    if status == "PENDING" and job:
+        ours = Settings.read().job
+        if ours is not None and ours["id"] == job["id"]:
+            return record
+        raise UsageError(f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}")
+    if status in LIVING:
         raise UsageError(
             f"{name} is being trained by process {record.get('pid')} on {record.get('host')}, last heard of "
             f"{max(0, age_s(record)):.0f} s ago. Wait for it, or end it with: mlx xp stop {name}"
         )
     return record
+
+
+def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a run that goes on remembers of its past: one entry per attempt, the one that has just ended included."""
+    kept = ("start", "end", "status", "command", "overrides", "host", "pid", "job")
+    return [*record.get("attempts", []), {name: record.get(name) for name in kept}]
 
 
 def take_over(folder: RunFolder) -> int:

@@ -32,20 +32,24 @@ class Settings:
         verbose: `MLX_VERBOSE=1`, show what Ray prints.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
         cache: `MLX_CACHE`, a folder of this machine for copies of prepared sets from object stores.
+        job: `MLX_JOB` and `MLX_JOB_ADDRESS`, id and cluster of the job that this process belongs to, or None.
     """
 
     storage: str | None
     verbose: bool
     debug: bool
     cache: Path
+    job: dict[str, str] | None
 
     @classmethod
     def read(cls) -> "Settings":
+        job = os.environ.get("MLX_JOB")
         return cls(
             storage=os.environ.get("MLX_STORAGE") or None,
             verbose=_on("MLX_VERBOSE"),
             debug=_on("MLX_DEBUG"),
             cache=Path(os.environ.get("MLX_CACHE") or Path.home() / ".cache" / "mlx"),
+            job={"id": job, "address": os.environ.get("MLX_JOB_ADDRESS", "")} if job else None,
         )
 
 

@@ -140,6 +140,7 @@ def groups(experiment: type) -> dict[str, type]:
     Raises:
         BindError: an argument has no type, or one that cannot be imported.
     """
+    config = getattr(experiment, "CONFIG", "TrainConfig")
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     own = [item for item in parameters(experiment) or [] if item.kind in named]
     if own:
@@ -152,10 +153,10 @@ def groups(experiment: type) -> dict[str, type]:
         where = experiment.__name__
     for name, hint in hints.items():
         if hint is MISSING or not isinstance(hint, type):
-            title = name.capitalize() if name != "cfg" else "TrainConfig"
+            title = name.capitalize() if name != "cfg" else config
             raise BindError(f"{where}: {name!r} has no type; write {name}: {title}")
     if "cfg" not in hints:
-        raise BindError(f"{where} has no cfg; write cfg: TrainConfig, and name the other groups alike")
+        raise BindError(f"{where} has no cfg; write cfg: {config}, and name the other groups alike")
     return hints
 
 

@@ -71,6 +71,13 @@ class Storage:
         infos: list[pyarrow.fs.FileInfo] = self.fs.get_file_info(selector)
         return infos
 
+    def below(self, *parts: str) -> "list[pyarrow.fs.FileInfo]":
+        """All files in a folder and the folders in it."""
+        import pyarrow.fs
+
+        selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=True)
+        return [info for info in self.fs.get_file_info(selector) if info.is_file]
+
     def names(self, *parts: str) -> list[str]:
         """The names in a folder, in order."""
         return sorted(info.base_name for info in self.listed(*parts))
@@ -151,6 +158,15 @@ class Storage:
     def remove_folder(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.delete_dir(self.of(*parts))
+
+
+def size_text(size_bytes: float) -> str:
+    """A size for people: `1.2 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if size_bytes < 1000 or unit == "TB":
+            break
+        size_bytes /= 1000
+    return f"{size_bytes:,.0f} bytes" if unit == "bytes" else f"{size_bytes:,.1f} {unit}"
 
 
 def to_json(value: Any) -> str:

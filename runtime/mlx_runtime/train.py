@@ -1,20 +1,19 @@
 """The verbs of `mlx train`: make an experiment, bind its config, run it."""
 
-import importlib
-import re
-import runpy
-import subprocess
-import sys
-import traceback
-from collections.abc import Sequence
+import functools
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlx_runtime import __version__
-from mlx_runtime.errors import BindError, MlxError, UsageError, first_line
+from mlx_runtime import projects, registry
+from mlx_runtime.errors import ClusterError
 from mlx_runtime.layout import CONF, experiment_folder
+from mlx_runtime.projects import AN_EXPERIMENT
 
-PACKAGED_TEMPLATE = Path(__file__).parent / "template"
-CHECKOUT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from mlx_runtime.launch import Launch
+    from mlx_runtime.loading import Config
 
 
 def new(name: str, output: Path) -> Path:
@@ -26,31 +25,7 @@ def new(name: str, output: Path) -> Path:
     Raises:
         UsageError: the name cannot be one, or the folder exists.
     """
-    from cookiecutter.exceptions import CookiecutterException
-    from cookiecutter.main import cookiecutter
-
-    check_name(name)
-    folder = output / name
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; choose another name, or another place with -o")
-    packaged = PACKAGED_TEMPLATE.is_dir()
-    source = str(PACKAGED_TEMPLATE if packaged else CHECKOUT)
-    answers = {"experiment_name": name} | ({"_runtime": f"mlx-runtime=={__version__}"} if packaged else {})
-    try:
-        made = cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers)
-    except (CookiecutterException, OSError) as error:
-        raise MlxError(f"cannot make {folder}: {error}") from error
-    return Path(made)
-
-
-def check_name(name: str) -> None:
-    """Refuse what cannot be an experiment's name.
-
-    Raises:
-        UsageError: not letters, digits, `-` and `_` starting with a letter.
-    """
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
-        raise UsageError(f"{name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter")
+    return projects.new(AN_EXPERIMENT, name, output)
 
 
 def bind(*, check: bool = False, diff: bool = False) -> list[str]:
@@ -67,28 +42,7 @@ def bind(*, check: bool = False, diff: bool = False) -> list[str]:
         UsageError: this is no experiment.
         BindError: a constructor that conf.yaml cannot describe; with `check`, a file that is not up to date.
     """
-    folder = experiment_folder()
-    import torch
-
-    from mlx_runtime import binding
-
-    existed = (folder / CONF).exists()
-    try:
-        with torch.device("meta"):  # default networks of any size take no memory
-            bound = binding.bind(experiment_class(folder), CONF)
-    except Exception:  # some constructors need real numbers; what is truly wrong is told by the second try
-        for name in [name for name in sys.modules if name == "src" or name.startswith("src.")]:
-            del sys.modules[name]
-        bound = binding.bind(experiment_class(folder), CONF)
-    if diff:
-        return bound.diff().splitlines()
-    if check:
-        if bound.stale:
-            raise BindError("\n  ".join([f"{CONF} is not up to date; run: mlx train bind", *bound.lines()]))
-        return [f"{CONF} is up to date"]
-    bound.write()
-    title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
-    return [f"{title} {CONF}", *bound.lines()]
+    return projects.bind(AN_EXPERIMENT, check=check, diff=diff)
 
 
 def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
@@ -118,16 +72,84 @@ def run(overrides: Sequence[str]) -> None:
     Raises:
         UsageError: this is no experiment.
     """
+    projects.run(AN_EXPERIMENT, overrides)
+
+
+def launch(
+    overrides: Sequence[str],
+    *,
+    ray_address: str | None = None,
+    check: bool = False,
+    follow: bool = False,
+    pip: bool = False,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Train the experiment in the working directory on a cluster.
+
+    Args:
+        overrides: as for `run`.
+        ray_address: of the cluster; else `RAY_ADDRESS`. See `jobs.Address`.
+        check: only look whether it would run, and tell everything that was found.
+        follow: pass on what the job prints until it has ended.
+        pip: let the cluster install what requirements.txt names.
+        say: takes lines for the user.
+
+    Returns:
+        The exit code: with `follow` the job's, else 0.
+
+    Raises:
+        UsageError: this is no experiment, or there is no address.
+        ClusterError: it would not run there, or died as it began.
+    """
     folder = experiment_folder()
-    _refuse_options(overrides, "run")
-    _bind_first(folder)
-    experiment_class(folder)  # its errors are told better here than inside main.py
-    main = folder / "main.py"
-    if not main.is_file():
-        raise UsageError(f"{folder} has no main.py; copy it from a new experiment: mlx train new NAME")
-    sys.path.insert(0, str(folder))
-    sys.argv = [str(main), *overrides]
-    runpy.run_path(str(main), run_name="__main__")
+    projects.refuse_options(AN_EXPERIMENT, overrides, "launch")
+    from mlx_runtime.jobs import Address
+    from mlx_runtime.launch import Launch
+
+    address = Address.of(ray_address)
+
+    def load() -> "Config":
+        projects.bind_first(AN_EXPERIMENT, folder)
+        experiment = experiment_class(folder)
+        from mlx_runtime import loading
+
+        return loading.load_config(experiment, overrides)
+
+    launch = Launch(folder, address, load, pip=pip)
+    launch.passed(say, everything=check)
+    return 0 if check else submitted(launch, say, follow=follow)
+
+
+def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> int:
+    """Submit a launch that was checked, tell what to type next, and wait until it has begun, or ended.
+
+    Raises:
+        ClusterError: the job died as it began.
+    """
+    from mlx_runtime.launch import DYING_LINES
+    from mlx_runtime.logs import last_lines
+
+    made = launch.submit()
+    run = made.run
+    say(f"run       {run.experiment} {run.name}")
+    say(f"folder    {run.place}")
+    say(f"job       {made.job}")
+    say(f"dashboard {made.dashboard}")
+    assert launch.config is not None
+    elsewhere = any(item.startswith("cfg.storage_path") for item in launch.config.overrides)
+    words = [run.place] if elsewhere else [run.experiment, run.name]
+    for verb, title in (("logs -f", "follow"), ("board", "look"), ("stop", "stop")):
+        say(f"{title:<9} mlx xp {verb} {shlex.join(words)}")
+    if follow:
+        details = made.jobs.follow(made.job, functools.partial(print, end="", flush=True))
+        return details.code
+    ended = made.wait()
+    if ended is not None and ended.code:
+        log = last_lines(made.jobs.log(made.job), DYING_LINES)
+        raise ClusterError(f"{made.job} died as it began: {ended.reason}\n{log}".rstrip())
+    status = "has ended" if ended is not None else registry.recorded(run).get("status")
+    say(f"status    {status}")
+    return 0
 
 
 def prepare(overrides: Sequence[str]) -> None:
@@ -138,27 +160,12 @@ def prepare(overrides: Sequence[str]) -> None:
         DatasetError: a dataset cannot be prepared.
     """
     folder = experiment_folder()
-    _refuse_options(overrides, "prepare")
-    _bind_first(folder)
+    projects.refuse_options(AN_EXPERIMENT, overrides, "prepare")
+    projects.bind_first(AN_EXPERIMENT, folder)
     experiment = experiment_class(folder)
     from mlx_runtime import loading, trainer
 
     trainer.prepare(loading.load_config(experiment, [*overrides, "cfg.prepared=make"]))
-
-
-def _refuse_options(overrides: Sequence[str], verb: str) -> None:
-    options = [item for item in overrides if item.startswith("-") and not item.startswith(("--resume", "--from="))]
-    if options:
-        raise UsageError(f"there is no option {options[0]}; see: mlx train {verb} --help")
-
-
-def _bind_first(folder: Path) -> None:
-    """Bind if that was not done, in a process of its own: it may import what a run must not."""
-    if not (folder / CONF).exists():
-        print(f"no {CONF} yet: binding first", flush=True)
-        done = subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"])
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
 
 
 def experiment_class(folder: Path) -> type:
@@ -167,20 +174,4 @@ def experiment_class(folder: Path) -> type:
     Raises:
         MlxError: it cannot be imported, or there is no such class.
     """
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    try:
-        module = importlib.import_module("src.experiment")
-    except MlxError:
-        raise
-    except Exception as error:
-        frames = [
-            item for item in traceback.extract_tb(error.__traceback__) if Path(item.filename).parent == folder / "src"
-        ]
-        at = f"src/{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "src/experiment.py"
-        message = f"{at}: src.experiment cannot be imported: {type(error).__name__}: {first_line(error)}"
-        raise MlxError(message) from error
-    found = getattr(module, "Experiment", None)
-    if not isinstance(found, type):
-        raise UsageError("src/experiment.py has no class Experiment; write: class Experiment(BaseModule)")
-    return found
+    return projects.main_class(AN_EXPERIMENT, folder)

@@ -30,6 +30,7 @@ from mlx_runtime.errors import (
     MlxError,
     RunStopped,
     StorageError,
+    UsageError,
     WorkerLoopError,
     WorkerLostError,
     first_line,
@@ -37,12 +38,13 @@ from mlx_runtime.errors import (
 from mlx_runtime.experiment import BaseModule
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
 from mlx_runtime.loading import Config, build
+from mlx_runtime.logs import Log
 from mlx_runtime.parallel import quiet_ray_train
 from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Direct, Display, Event, Receiver, Remote
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
-from mlx_runtime.storage import is_uri, write_atomic
+from mlx_runtime.storage import write_atomic
 from mlx_runtime.training import Ending, Job, described, streams_of, train, work
 from mlx_runtime.watching import ANSWER_S, verdict
 
@@ -85,8 +87,28 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         checkpoints.read(cfg.restore_checkpoint_path)
     reading = _reading(config, cluster)
     record, attempt = _claimed(config)
-    folder = record.folder
-    progress = _Progress(record, Display(sys.stdout), config)
+    with Log(record.folder) as log:
+        if attempt > 1:
+            log.write(f"\n--- {registry.now()}: attempt {attempt}\n")
+        try:
+            return _fit(experiment, config, cluster, reading, record, attempt, log)
+        except BaseException as error:
+            log.write(f"error: {error}\n")
+            raise
+
+
+def _fit(
+    experiment: type[BaseModule],
+    config: Config,
+    cluster: Cluster,
+    reading: Reading,
+    record: registry.Record,
+    attempt: int,
+    log: Log,
+) -> Result:
+    """Train the run that was claimed."""
+    cfg, folder = config.cfg, record.folder
+    progress = _Progress(record, Display(sys.stdout, log.copy), config)
     control = Control(folder, attempt)
     in_use = _InUse()
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
@@ -121,19 +143,28 @@ def _claimed(config: Config) -> tuple[registry.Record, int]:
     cfg = config.cfg
     facts = registry.provenance(config.overrides)
     facts |= {"status": "RUNNING", "seed": cfg.seed, "start": registry.now(), "workers": cfg.start_workers}
+    facts |= {"epochs": cfg.num_epochs, "monitor": cfg.monitor, "mode": cfg.mode}
+    launched = Settings.read().job is not None
+    if launched:  # who launched it has written these
+        facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if config.run is None:
-        folder, before, attempt = claim_run(storage_root(cfg.storage_path), cfg.name), {}, 1
-        folder.claim_attempt(attempt)
+        folder, before, attempt = config.claimed or claim_run(storage_root(cfg.storage_path), cfg.name), {}, 1
+        if not folder.claim_attempt(attempt):
+            raise UsageError(f"another driver has begun {folder.title} at this very moment")
+        if config.claimed:
+            before = registry.refuse_living(folder)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.hold_reserve()
         if config.origin:
-            facts["from"] = config.origin
+            facts["from"] = config.origin.title
     else:
         folder, attempt = config.run, registry.take_over(config.run)
         before = registry.recorded(folder)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.withdraw_stop()
         folder.hold_reserve()
-        earlier = {name: before.get(name) for name in ("start", "end", "status", "command", "overrides", "host", "pid")}
-        facts["attempts"] = [*before.get("attempts", []), earlier]
+        if not launched:
+            facts |= {"attempts": registry.attempts(before), "job": None}
     before = {name: value for name, value in before.items() if name not in ("end", "error")}
     return registry.Record(folder, before, **facts, attempt=attempt), attempt
 
@@ -260,7 +291,8 @@ def _resume_command(progress: "_Progress") -> str:
     folder, config = progress.record.folder, progress.config
     short = not Settings.read().storage and not any(item.startswith("cfg.storage_path") for item in config.overrides)
     short = short and folder.experiment == config.tree["cfg"].get("name")
-    return shlex.join(["mlx", "train", "run", f"--resume={folder.name if short else folder.place}"])
+    verb = "launch" if Settings.read().job else "run"
+    return shlex.join(["mlx", "train", verb, f"--resume={folder.name if short else folder.place}"])
 
 
 def _check_datasets(config: Config) -> None:
@@ -466,11 +498,9 @@ def _cause(failure: Any) -> BaseException:
 def _board_command(folder: RunFolder, overrides: tuple[str, ...]) -> str:
     """What to type to see this run: the short form where it works, else one that works from any folder."""
     elsewhere = Settings.read().storage or any(item.startswith("cfg.storage_path") for item in overrides)
-    if is_uri(folder.place):
-        elsewhere = True
     if shutil.which("mlx") and not elsewhere:
         return shlex.join(["mlx", "xp", "board", folder.experiment, folder.name])
-    return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", str(folder.path)])
+    return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", folder.place])
 
 
 @dataclass
@@ -503,6 +533,8 @@ class _Progress:
         elif kind == "lost":
             self._lost(event)
         else:
+            if kind == "epoch":
+                self.record.note(epoch=event["epoch"], metrics=(self.record["metrics"] or {}) | event["values"])
             self.display.handle(event)
 
     def start_lines(self, cluster: Cluster) -> None:

@@ -3,9 +3,8 @@
 import contextlib
 import os
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,19 @@ from mlx_runtime import checkpoints
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
-from mlx_runtime.errors import ConfigError, MlxError, StorageError, WorkerLoopError, WorkerLostError, first_line
+from mlx_runtime.errors import (
+    ConfigError,
+    MlxError,
+    StorageError,
+    WorkerLoopError,
+    WorkerLostError,
+    first_line,
+    user_frames,
+)
 from mlx_runtime.experiment import BaseModule, LoopStopped, WorkerRun
 from mlx_runtime.layout import RunFolder, run_folder
 from mlx_runtime.loading import build, build_optimizers
+from mlx_runtime.logs import Log
 from mlx_runtime.parallel import Worker, lost_peer, quiet_ray_train, seed_everything, seeded, shared
 from mlx_runtime.prepared import PreparedSet
 from mlx_runtime.progress import Event, Remote, Sink
@@ -95,12 +103,16 @@ def train(config: Mapping[str, Any]) -> None:
 
 def work(job: Job, sink: Sink) -> Ending:
     """Build the experiment on this worker and run its loop."""
-    if str(job.project) not in sys.path and job.project.is_dir():
+    if not job.project.is_dir():  # on another machine Ray has put the files somewhere else
+        job = replace(job, project=Path.cwd())
+    if str(job.project) not in sys.path:
         sys.path.insert(0, str(job.project))
     if not job.verbose:
         quiet_ray_train()
     worker = Worker.current()
     with contextlib.ExitStack() as stack:
+        if isinstance(sink, Remote):
+            stack.enter_context(Log(job.folder, worker.rank))
         with _user_errors(worker.rank, job.project):
             groups, experiment = _built(job, worker, stack)
         cfg: TrainConfig = groups["cfg"]
@@ -275,16 +287,9 @@ def _user_errors(rank: int, project: Path) -> Iterator[None]:
     except Exception as error:
         if lost_peer(error):
             raise WorkerLostError(f"rank {rank} lost its connection to another worker: {first_line(error)}") from None
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if _is_users(frame.filename, project)]
-        if frames[-1] not in theirs:
-            theirs.append(frames[-1])  # where a library gave up
-        lines = [
-            f"  {_shown(frame.filename, project)}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in theirs
-        ]
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
         summary = f"{type(error).__name__}: {error}{notes}"
-        raise WorkerLoopError(rank, summary, "\n".join(lines)) from None
+        raise WorkerLoopError(rank, summary, user_frames(error, project)) from None
 
 
 def streams_of(tree: Mapping[str, Any]) -> list[str]:
@@ -296,12 +301,3 @@ def described(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The nodes of the datasets that conf.yaml describes, by name."""
     nodes = tree.get("datasets", {}).items()
     return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
-
-
-def _shown(file: str, project: Path) -> str:
-    """A file of the user's relative to the project, which is what editors open."""
-    return os.path.relpath(file, project) if _is_users(file, project) else file
-
-
-def _is_users(file: str, project: Path) -> bool:
-    return Path(file).is_relative_to(project) and "site-packages" not in file  # .venv is inside the project

@@ -1,6 +1,8 @@
 """The command `mlx`: parse, call one verb, print."""
 
 import importlib
+import json
+import sys
 from typing import Any
 
 import click
@@ -8,7 +10,7 @@ import click
 from mlx_runtime import __version__
 
 GROUPS = {
-    "data": "Look after what runs read.",
+    "data": "Fill the storage, look at it, and clean it up.",
     "train": "Make, bind and run an experiment.",
     "xp": "Look at runs, and end them.",
 }
@@ -48,6 +50,36 @@ def new(context: click.Context, name: str, output: str) -> None:
     from mlx_runtime.cli import train
 
     context.invoke(train.new, name=name, output=output)
+
+
+@mlx.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def doctor(as_json: bool) -> None:
+    """Look whether this machine, and the experiment here, are ready."""
+    from mlx_runtime import preflight
+    from mlx_runtime.errors import clean_exit
+
+    failed, found = 0, []
+    with clean_exit():
+        for check in preflight.doctor():
+            failed += not check.ok
+            found.append(vars(check))
+            if not as_json:
+                click.echo(check.line())
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    sys.exit(1 if failed else 0)
+
+
+@mlx.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what completes commands, experiments and runs in a SHELL: eval "$(mlx completion bash)"."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(mlx, {}, "mlx", "_MLX_COMPLETE").source())
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """`mlx train`."""
 
 import os
+import sys
 from pathlib import Path
 
 import click
 
 from mlx_runtime import train
+from mlx_runtime.cli.words import address_option
 from mlx_runtime.errors import UsageError, clean_exit
 from mlx_runtime.settings import be_verbose
 
@@ -75,6 +77,47 @@ def run(
         chosen += ["--resume", resume] if resume else []  # `resume` may be the first override
         chosen += [f"--from={origin}"] if origin else []
         train.run([*overrides, *chosen])
+
+
+@group.command(context_settings={"ignore_unknown_options": True})
+@address_option
+@click.option("--check", is_flag=True, help="Only look whether it would run there.")
+@click.option("-f", "--follow", is_flag=True, help="Show what the job prints, and end with its exit code.")
+@click.option("--pip", is_flag=True, help="Let the cluster install what requirements.txt names.")
+@click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if they are not.")
+@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name.")
+@click.option("--run", "--resume", "resume", metavar="RUN", help="Go on with RUN (run_003, 3 or latest).")
+@click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("--verbose", is_flag=True, help="Let Ray print in the job's log.")
+@click.argument("overrides", nargs=-1)
+def launch(
+    ray_address: str | None,
+    check: bool,
+    follow: bool,
+    pip: bool,
+    make: bool,
+    name: str | None,
+    resume: str | None,
+    origin: str | None,
+    debug: bool,
+    verbose: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
+    if verbose:
+        be_verbose()
+    with clean_exit(debug=debug):
+        chosen = ["cfg.prepared=make"] if make else []
+        chosen += [f"cfg.name={name}"] if name else []
+        chosen += [f"--resume={resume}"] if resume else []
+        chosen += [f"--from={origin}"] if origin else []
+        try:
+            code = train.launch([*overrides, *chosen], ray_address=ray_address, check=check, follow=follow, pip=pip)
+        except KeyboardInterrupt:
+            click.echo("\nif the job was submitted, it goes on; see: mlx xp ls", err=True)
+            code = 130
+    sys.exit(code)
 
 
 @group.command(context_settings={"ignore_unknown_options": True})

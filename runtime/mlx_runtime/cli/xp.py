@@ -1,9 +1,17 @@
 """`mlx xp`."""
 
+import functools
+import os
+import sys
+from pathlib import Path
+
 import click
 
-from mlx_runtime import xp
-from mlx_runtime.errors import clean_exit
+from mlx_runtime import comparison, listing, xp
+from mlx_runtime.cli.words import address_option, experiments, runs
+from mlx_runtime.errors import UsageError, clean_exit
+from mlx_runtime.layout import find_run
+from mlx_runtime.storage import to_json
 
 
 @click.group("xp")
@@ -11,18 +19,146 @@ def group() -> None:
     """Look at runs, and end them."""
 
 
+MODES = click.Choice(["max", "min"])
+
+
 @group.command()
-@click.argument("name")
-@click.argument("run")
-def stop(name: str, run: str) -> None:
+@click.argument("name", required=False, shell_complete=experiments)
+@click.option("--status", type=click.Choice(listing.STATUSES, case_sensitive=False), help="Only runs in this state.")
+@click.option(
+    "--sort", metavar="METRIC", help="Best first: runs that monitor METRIC say what is best, else the smallest."
+)
+@click.option("--mode", type=MODES, help="Whether the max or the min of METRIC comes first.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a web page to this file instead.")
+def ls(
+    name: str | None, status: str | None, sort: str | None, mode: str | None, as_json: bool, html: Path | None
+) -> None:
+    """List all runs, or those of NAME, wherever they train or have trained."""
+    with clean_exit():
+        found = listing.rows(name, status=status, sort=sort, mode=mode)
+        if html is not None:
+            from mlx_runtime import report
+
+            report.write(report.of_runs(found), html)
+            click.echo(html)
+        elif as_json:
+            click.echo(to_json([row.fields() for row in found]), nl=False)
+        elif found:
+            listing.show([row.cells(sort) for row in found], sys.stdout)
+        else:
+            click.echo(listing.nothing(status), err=True)
+
+
+@group.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Show what differs between two runs.
+
+    A and B are name/run_003, a path or URI, or run_003, 3 or latest of the experiment here.
+    """
+    with clean_exit():
+        a, b = xp.named(first), xp.named(second)
+        found = comparison.difference(a, b)
+        if as_json:
+            click.echo(to_json({"a": a.place, "b": b.place} | found), nl=False)
+        elif any(found.values()):
+            listing.show(comparison.table(a, b, found), sys.stdout)
+        else:
+            click.echo(f"{a.title} and {b.title} do not differ", err=True)
+
+
+@group.command()
+@click.argument("name", shell_complete=experiments)
+@click.option("--metric", metavar="M", help="Like val/accuracy; by default what the latest run monitors.")
+@click.option("--mode", type=MODES, help="Which is best; by default as the runs have it that monitor the metric.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None:
+    """Print the run and the checkpoint of NAME in which a metric is best."""
+    with clean_exit():
+        found = comparison.best(name, metric, mode)
+        if as_json:
+            click.echo(to_json(found), nl=False)
+        else:
+            for line in comparison.lines(found):
+                click.echo(line)
+
+
+@group.command()
+@click.argument("name", shell_complete=experiments)
+@click.argument("run", default="latest", shell_complete=runs)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="By default NAME-RUN.html here.")
+def report(name: str, run: str, output: Path | None) -> None:
+    """Write a web page about a RUN (run_003, 3 or latest) of NAME: what it is, its curves, checkpoints and log."""
+    from mlx_runtime import report
+
+    with clean_exit():
+        folder = find_run(xp.storage(), name, run)
+        file = output or Path(f"{folder.experiment}-{folder.name}.html")
+        report.write(report.of_run(folder), file)
+        click.echo(file)
+
+
+@group.command()
+@click.argument("name", shell_complete=experiments)
+@click.argument("run", shell_complete=runs)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def rm(name: str, run: str, yes: bool) -> None:
+    """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it trains."""
+    from mlx_runtime import removal
+
+    with clean_exit():
+        found = removal.doomed(name, run)
+        if found.warning:
+            click.echo(f"warning: {found.warning}", err=True)
+        if not yes:
+            click.confirm(f"remove {found.title}?", abort=True)
+        removal.remove(found.folder)
+        click.echo(f"removed {found.title}")
+
+
+@group.command()
+@click.argument("name", shell_complete=experiments)
+@click.argument("run", default="latest", shell_complete=runs)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended, with its exit code.")
+@click.option("--rank", type=click.IntRange(min=0), help="Only what this worker has printed.")
+@click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Begin with the last N lines.")
+def logs(name: str, run: str, follow: bool, rank: int | None, tail: int | None) -> None:
+    """Print what a RUN (run_003, 3 or latest) of NAME has printed, wherever it trains or has trained."""
+    with clean_exit():
+        echo = functools.partial(click.echo, nl=False)
+        try:
+            code = xp.logs(name, run, echo, follow=follow, rank=rank, tail=tail)
+        except KeyboardInterrupt:
+            click.echo("\nthe run goes on; this was only its log", err=True)
+            code = 130
+    sys.exit(code)
+
+
+@group.command()
+@address_option
+def ray(ray_address: str | None) -> None:
+    """Print where a cluster's dashboard is, and open it where there is a display."""
+    with clean_exit():
+        click.echo(xp.dashboard(ray_address))
+
+
+@group.command()
+@click.argument("name", shell_complete=experiments)
+@click.argument("run", required=False, shell_complete=runs)
+def stop(name: str, run: str | None) -> None:
     """Save a checkpoint of a RUN (run_003, 3 or latest) of NAME at its next step, and end it."""
     with clean_exit():
-        click.echo(xp.stop(name, run))
+        if run is None and os.sep not in name:
+            raise UsageError(f"which run? For the latest: mlx xp stop {name} latest")
+        click.echo(xp.stop(name, run or "latest"))
 
 
 @group.command()
-@click.argument("name", required=False)
-@click.argument("run", required=False)
+@click.argument("name", required=False, shell_complete=experiments)
+@click.argument("run", required=False, shell_complete=runs)
 @click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""

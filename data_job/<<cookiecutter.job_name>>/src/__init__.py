@@ -1,0 +1,1 @@
+"""The data job. Edit src/job.py; then `make bind` and `make run`."""

@@ -1,0 +1,35 @@
+"""Words that several commands share: the address of a cluster, and names that a shell completes."""
+
+import contextlib
+from collections.abc import Callable
+
+import click
+from click.shell_completion import CompletionItem
+
+address_option: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
+    "--ray-address",
+    "--address",
+    "ray_address",
+    metavar="URL",
+    help="Dashboard of the cluster, like http://head:8265. Else RAY_ADDRESS.",
+)
+
+
+def experiments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of experiments in the storage that begin so."""
+    with contextlib.suppress(Exception):  # a shell has no place for errors
+        from mlx_runtime import layout, xp
+
+        names = sorted({run.experiment for run in layout.list_runs(xp.storage())})
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return []
+
+
+def runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Runs of the experiment that was typed before which begin so."""
+    with contextlib.suppress(Exception):
+        from mlx_runtime import layout, xp
+
+        names = [run.name for run in layout.list_runs(xp.storage(), context.params["name"])]
+        return [CompletionItem(name) for name in ["latest", *reversed(names)] if name.startswith(incomplete)]
+    return []

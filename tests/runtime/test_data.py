@@ -1,0 +1,755 @@
+"""`mlx data`: what is in the storage, what may be taken away, and jobs that fill a folder whole or not at all.
+
+Real folders with links and rights, a real S3 server.
+
+<storage>/
+    data/digits/          a.bin 3,000 bytes, b.bin 1,000, deep/er/c.bin 500, deep/er/d.bin 500
+    digits/run_001/       run.json
+    link -> <elsewhere>   outside the storage
+"""
+
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Mlx
+
+from mlx_runtime import contents, filling, registry
+from mlx_runtime.contents import Survey, place_in, remove, survey
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.filling import Filling, job_record
+from mlx_runtime.layout import run_folder
+from mlx_runtime.storage import Storage, joined, to_json
+
+SIZES = {"data/digits/a.bin": 3000, "data/digits/b.bin": 1000, "data/digits/deep/er/c.bin": 500}
+SIZES |= {"data/digits/deep/er/d.bin": 500}
+
+
+@pytest.fixture(params=["folder", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage with some data in it."""
+    if request.param == "folder":
+        made = str(tmp_path / "storage")
+    else:
+        made = request.getfixturevalue("s3").format(tmp_path.name)
+    put(made, {name: b"x" * size for name, size in SIZES.items()})
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same, in a folder."""
+    made = tmp_path / "storage"
+    put(str(made), {name: b"x" * size for name, size in SIZES.items()})
+    return made
+
+
+def put(root: str, files: dict[str, bytes]) -> None:
+    storage = Storage(root)
+    for name, content in files.items():
+        if storage.local:
+            Path(storage.of(name)).parent.mkdir(parents=True, exist_ok=True)
+        storage.write(content, *name.split("/"))
+
+
+def files(root: str) -> list[str]:
+    storage = Storage(root)
+    return sorted(info.path.removeprefix(storage.path + "/") for info in storage.below())
+
+
+def run_record(root: str, name: str, **fields: Any) -> None:
+    """A run whose driver is this process, unless the fields say something else."""
+    record = {"status": "RUNNING", "heartbeat": registry.now()} | registry.this_driver() | fields
+    put(root, {f"{name}/run.json": to_json(record).encode()})
+
+
+# -- show --
+
+
+def test_the_tree_has_the_sizes_of_all_that_is_below(root: str) -> None:
+    found = survey(place_in(root, None), depth=3, limit=20)
+    assert found.top.as_json() == {
+        "name": root,
+        "kind": "folder",
+        "size_bytes": 5000,
+        "files": 4,
+        "children": [
+            {
+                "name": "data",
+                "kind": "folder",
+                "size_bytes": 5000,
+                "files": 4,
+                "children": [
+                    {
+                        "name": "digits",
+                        "kind": "folder",
+                        "size_bytes": 5000,
+                        "files": 4,
+                        "children": [
+                            {"name": "a.bin", "kind": "file", "size_bytes": 3000},
+                            {"name": "b.bin", "kind": "file", "size_bytes": 1000},
+                            {"name": "deep", "kind": "folder", "size_bytes": 1000, "files": 2},
+                        ],
+                    }
+                ],
+            }
+        ],
+    }
+
+
+def test_what_is_deeper_counts_and_is_not_listed(root: str) -> None:
+    for depth in range(6):
+        found = survey(place_in(root, "data/digits"), depth=depth, limit=0)
+        assert (found.top.size_bytes, found.top.files) == (5000, 4)
+        assert len(found.lines()) == {0: 1, 1: 4, 2: 5}.get(depth, 7)
+
+
+def test_the_tree_for_people(root: str) -> None:
+    put(root, {"data/digits/deep/er/e.bin": b"x"})
+    assert survey(place_in(root, "data"), depth=2, limit=1).lines() == [
+        "data              5.0 kB  5 files",
+        "└── digits        5.0 kB  5 files",
+        "    ├── a.bin     3.0 kB",
+        "    └── … 2 more  2.0 kB",
+    ]
+    assert survey(place_in(root, "data/digits"), depth=1, limit=2).lines() == [
+        "digits     5.0 kB  5 files",
+        "├── a.bin  3.0 kB",
+        "├── deep   1.0 kB  3 files",
+        "└── b.bin  1.0 kB",
+    ]
+
+
+def test_a_survey_survives_the_way_from_a_cluster(root: str) -> None:
+    found = survey(place_in(root, None), depth=4, limit=1)
+    again = Survey.of_json(json.loads(json.dumps(found.as_json())))
+    assert again.lines() == found.lines()
+
+
+def test_many_entries_are_counted_not_listed(root: str) -> None:
+    put(root, {f"many/{number:04d}": b"x" * number for number in range(50)})
+    lines = survey(place_in(root, "many"), depth=1, limit=3).lines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["├──", "0049"], ["├──", "0048"], ["├──", "0047"]]
+    assert lines[4].split() == ["└──", "…", "47", "more", "1.1", "kB"]  # 0 + … + 46 = 1081
+    assert len(survey(place_in(root, "many"), depth=1, limit=0).lines()) == 51
+    assert len(survey(place_in(root, "many"), depth=1, limit=49).lines()) == 51  # rather the last one than `1 more`
+
+
+def test_a_link_is_named_and_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "big").write_bytes(b"x" * 10_000)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "round").symlink_to(folder)
+    found = survey(place_in(str(folder), None), depth=1, limit=0)
+    assert found.top.size_bytes == 5000
+    assert {child.name: child.kind for child in found.top.children or []} == {
+        "data": "folder",
+        "link": "link",
+        "round": "link",
+    }
+
+
+def test_100_000_files_take_seconds(tmp_path: Path) -> None:
+    for number in range(100):
+        (tmp_path / f"{number}").mkdir()
+        for name in range(1000):
+            (tmp_path / f"{number}" / f"{name}").touch()
+    started = time.monotonic()
+    found = survey(place_in(str(tmp_path), None), depth=2, limit=20)
+    assert found.top.files == 100_000
+    assert time.monotonic() - started < 15  # about one on an idle machine
+    assert len(found.lines()) == 1 + 20 + 20 * 21 + 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_cannot_be_read_is_told_by_rights(folder: Path, mlx: Mlx) -> None:
+    (folder / "data" / "digits" / "deep").chmod(0)
+    done = mlx(folder, "data", "show", MLX_STORAGE=str(folder))
+    assert done.returncode == 1
+    assert done.stderr == "error: the sizes leave out what could not be read: data/digits/deep\n"
+
+
+def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "show", "--json", "--depth", "0", "data/digits", MLX_STORAGE=root)
+    assert json.loads(done.stdout) == {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
+    done = mlx(tmp_path, "data", "show", "data/digitz", MLX_STORAGE=root)
+    where = joined(root, "data", "digitz")
+    assert (done.returncode, done.stderr) == (2, f"error: there is no {where}. Did you mean 'digits'?\n")
+    done = mlx(tmp_path, "data", "show")
+    assert done.returncode == 2
+    assert done.stderr == "error: which storage? Change into an experiment, or set MLX_STORAGE=FOLDER\n"
+
+
+def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: there is no /nowhere/shared on this machine; if only a cluster has it, say which: "
+        "--ray-address http://HEAD:8265\n"
+    )
+
+
+# -- rm --
+
+
+def test_a_folder_goes_with_all_that_is_in_it(root: str) -> None:
+    put(root, {"data/other/e.bin": b"x"})
+    remove(place_in(root, "data/digits"))
+    assert files(root) == ["data/other/e.bin"]
+    assert Storage(root).names("data") == ["other"]
+
+
+def test_a_file_goes_alone(root: str) -> None:
+    remove(place_in(root, "data/digits/a.bin"))
+    assert files(root) == ["data/digits/b.bin", "data/digits/deep/er/c.bin", "data/digits/deep/er/d.bin"]
+
+
+@pytest.mark.parametrize(
+    "path", ["../victim", "data/../../victim", "/victim", "link/inside", "link/../victim", "~/victim"]
+)
+def test_what_lies_outside_is_refused(folder: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "elsewhere" / "inside").mkdir(parents=True)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"lies outside the storage .*; MLX_STORAGE=FOLDER chooses another storage"):
+        place_in(str(folder), str(tmp_path / "victim") if path == "/victim" else path)
+
+
+@pytest.mark.parametrize(
+    "path", ["../victim", "data/../../victim", "/victim", "s3://other/victim", "s3://bucket/victim"]
+)
+def test_what_lies_outside_is_refused_on_s3(s3: str, tmp_path: Path, path: str) -> None:
+    root = s3.format(tmp_path.name)
+    put(root, {"a": b"x"})
+    with pytest.raises(UsageError, match="lies outside the storage"):
+        place_in(root, path)
+
+
+@pytest.mark.parametrize("path", ["", ".", "data/..", "/"])
+def test_the_storage_itself_is_refused(folder: Path, path: str) -> None:
+    place = place_in(str(folder), str(folder) if path == "/" else path)
+    with pytest.raises(UsageError, match="is the storage itself; name a folder in it"):
+        contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_paths_that_lead_into_the_storage_are_understood(root: str) -> None:
+    for path in ("data/digits", "data/./digits/", joined(root, "data", "digits")):
+        assert place_in(root, path).parts == ("data", "digits")
+
+
+def test_paths_over_links_inside_are_understood(folder: Path, tmp_path: Path) -> None:
+    (folder / "shortcut").symlink_to(folder / "data")
+    (tmp_path / "alias").symlink_to(folder)
+    assert place_in(str(folder), "shortcut/digits").parts == ("data", "digits")
+    assert place_in(str(folder), "data/digits/../digits").parts == ("data", "digits")
+    assert place_in(str(folder), str(tmp_path / "alias" / "data")).parts == ("data",)
+    assert place_in(str(tmp_path / "alias"), "data").parts == ("data",)
+
+
+def test_of_a_link_only_the_link_goes(folder: Path, tmp_path: Path, mlx: Mlx) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("x")
+    (folder / "data" / "digits" / "out").symlink_to(tmp_path / "elsewhere")
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    done = mlx(folder, "data", "rm", "-y", "link", MLX_STORAGE=str(folder))
+    assert (done.returncode, done.stdout) == (0, f"removed {folder}/link, a link; what it leads to stays\n")
+    done = mlx(folder, "data", "rm", "-y", "data/digits", MLX_STORAGE=str(folder))
+    assert done.returncode == 0
+    assert (tmp_path / "elsewhere" / "precious").read_text() == "x"
+    assert not (folder / "data" / "digits").exists()
+
+
+def test_runs_are_not_data(root: str) -> None:
+    run_record(root, "digits/run_001", status="SUCCEEDED")
+    put(root, {"digits/run_001/checkpoints/epoch_0001/state.pt": b"x"})
+    for path in ("digits", "digits/run_001", "digits/run_001/checkpoints"):
+        place = place_in(root, path)
+        with pytest.raises(UsageError, match=r"is a run; runs are removed by: mlx xp rm digits run_001"):
+            contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_a_living_run_is_refused_by_name(root: str) -> None:
+    run_record(root, "digits/run_001")
+    for path in ("digits", "digits/run_001"):
+        place = place_in(root, path)
+        with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on .*mlx xp stop digits"):
+            contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_a_run_that_was_only_claimed_is_refused(root: str) -> None:
+    folder = run_folder(root, "digits", "run_001")
+    if folder.uri is None:
+        folder.path.mkdir(parents=True)
+    folder.claim_attempt(1)
+    place = place_in(root, "digits")
+    with pytest.raises(UsageError, match="is a run"):
+        contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_what_is_left_of_a_run_that_was_removed_may_go(folder: Path) -> None:
+    run_record(str(folder), "digits/.run_001.removing-0123", status="SUCCEEDED")
+    for path in ("digits/.run_001.removing-0123", "digits"):
+        place = place_in(str(folder), path)
+        contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_what_is_being_read_is_refused(root: str) -> None:
+    put(root, {".prepared/Rows-1/0.npy": b"x", ".prepared/Rows-1/used-0123": b""})
+    for path in (".prepared", ".prepared/Rows-1"):
+        place = place_in(root, path)
+        with pytest.raises(UsageError, match=r"Rows-1.* is being read"):
+            contents.refuse_in_use(place, survey(place, 0, 0))
+
+
+def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
+    done = mlx(folder, "data", "rm", "data/digits", MLX_STORAGE=str(folder))
+    assert done.returncode == 1
+    assert done.stdout == f"remove {folder}/data/digits, 4 files, 5.0 kB? [y/N]: "
+    assert files(str(folder)) == sorted(SIZES)
+
+
+def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(tmp_path, "data", "rm", "--yes", "data/digits", MLX_STORAGE=root)
+    where = joined(root, "data", "digits")
+    assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
+    assert files(root) == []
+
+
+def test_unclear_requests_are_refused(folder: Path, mlx: Mlx) -> None:
+    done = mlx(folder, "data", "rm", MLX_STORAGE=str(folder))
+    message = "error: remove what? A part of the storage: mlx data rm PATH; prepared sets: add --prepared\n"
+    assert (done.returncode, done.stderr) == (2, message)
+    done = mlx(folder, "data", "rm", "-y", "data", "--prepared", MLX_STORAGE=str(folder))
+    assert (done.returncode, done.stderr) == (2, "error: remove a PATH, or --prepared sets; give one of them\n")
+    assert files(str(folder)) == sorted(SIZES)
+
+
+def unremovable(folder: Path) -> Callable[[bool], None]:
+    """A folder that not even root can empty, by an attribute of its file system; skips where there is none."""
+
+    def hold(held: bool) -> None:
+        done = subprocess.run(["chattr", "+i" if held else "-i", str(folder)], capture_output=True)
+        if held and done.returncode:
+            pytest.skip("no file attributes here")
+
+    return hold
+
+
+def test_half_a_removal_is_told_and_seen(folder: Path, mlx: Mlx) -> None:
+    hold = unremovable(folder / "data" / "digits" / "deep" / "er" / "c.bin")
+    hold(True)
+    try:
+        done = mlx(folder, "data", "rm", "-y", "data/digits", MLX_STORAGE=str(folder))
+        assert done.returncode == 1
+        assert done.stderr.startswith(
+            f"error: removed only a part of {folder}/data/digits: 1 files, 500 bytes, are left "
+        )
+        left = next((folder / "data").iterdir())
+        assert left.name.startswith(".digits.removing-")  # nobody takes it for the whole
+        assert done.stderr.endswith(f"Make them removable, then: mlx data rm data/{left.name}\n")
+        shown = mlx(folder, "data", "show", MLX_STORAGE=str(folder)).stdout
+        assert "(half removed; remove it again)" in shown
+    finally:
+        subprocess.run(["chattr", "-i", "-R", str(folder)], capture_output=True)
+    assert mlx(folder, "data", "rm", "-y", f"data/{left.name}", MLX_STORAGE=str(folder)).returncode == 0
+    assert list((folder / "data").iterdir()) == []
+
+
+class Refusing:
+    """An S3 file system that loses its connection after some deletions."""
+
+    def __init__(self, fs: Any) -> None:
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def delete_dir(self, path: str) -> None:
+        self._fs.delete_file(f"{path}/a.bin")
+        raise OSError("connection lost")
+
+
+def test_half_a_removal_is_told_on_s3(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = s3.format(tmp_path.name)
+    put(root, {name: b"x" * size for name, size in SIZES.items()} | {"data/digits/job.json": b"{}"})
+
+    class Losing(Storage):
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+            self.fs = Refusing(self.fs)
+
+    place = place_in(root, "data/digits")
+    with monkeypatch.context() as patch:
+        patch.setattr(contents, "Storage", Losing)
+        with pytest.raises(StorageError, match=r"only a part of .*: 3 files, 2.0 kB, are left \(connection lost"):
+            remove(place)
+    assert "data/digits/job.json" not in files(root)  # nobody takes it for the whole
+    remove(place)
+    assert files(root) == []
+
+
+# -- a folder that is being filled --
+
+
+def test_nothing_is_there_until_all_is(root: str) -> None:
+    """The folder appears at the end; on S3 its job.json says so at the end."""
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False, name="made") as target:
+        target.output.write("x", "deep", "a.txt")
+        whole = job_record(Storage(place))
+        assert whole is None or filling.job_status(whole) == "RUNNING"
+        if Storage(root).local:
+            assert "made" not in Storage(root).names("data")
+        assert target.commit() == (1, 1)
+    record = job_record(Storage(place))
+    assert record is not None
+    assert (record["status"], record["files"], record["size_bytes"]) == ("SUCCEEDED", 1, 1)
+    assert Storage(place).read("deep", "a.txt") == b"x"
+    assert [name for name in Storage(root).names("data") if name.startswith(".")] == []
+
+
+def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
+    place = joined(root, "data", "made")
+
+    def fail() -> None:
+        with Filling(place, overwrite=False) as target:
+            target.output.write("x", "a.txt")
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    if Storage(root).local:
+        assert Storage(root).names("data") == ["digits"]
+    else:
+        record = job_record(Storage(place))
+        assert record is not None
+        assert record["status"] == "FAILED"
+        shown = survey(place_in(root, "data"), 1, 0).lines()
+        assert any("(not whole: its job has FAILED)" in line for line in shown)
+    with Filling(place, overwrite=False) as target:  # and the next one begins from nothing
+        target.output.write("y", "b.txt")
+        target.commit()
+    assert Storage(place).names() == ["b.txt", "job.json"]
+
+
+def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
+    place = joined(root, "data", "made")
+    for number, overwrite in ((1, False), (2, True)):
+        with Filling(place, overwrite=overwrite) as target:
+            target.output.write("x", f"{number}.txt")
+            target.commit()
+    assert Storage(place).names() == ["2.txt", "job.json"]
+    with pytest.raises(UsageError, match=r"made.* is there already, made 20\d\d-.*cfg.overwrite=true"):
+        Filling(place, overwrite=False)
+    with pytest.raises(UsageError, match="is there already, and no data job made it"):
+        Filling(joined(root, "data", "digits"), overwrite=True)
+
+
+def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False) as target:
+        with pytest.raises(UsageError, match=r"is being filled by process \d+ on .*; wait for it"):
+            Filling(place, overwrite=True)
+        target.output.write("x", "a.txt")
+        target.commit()
+    assert Storage(place).names() == ["a.txt", "job.json"]
+
+
+def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither saw the other: one wins, the other is told."""
+    place = joined(root, "data", "made")
+    monkeypatch.setattr(filling, "refuse_present", lambda place, overwrite: None)
+    monkeypatch.setattr(filling, "_beside", lambda target: [])
+    first, second = Filling(place, overwrite=False), Filling(place, overwrite=False)
+    told = []
+    for number, target in enumerate((first, second)):
+        try:
+            with target:
+                target.output.write("x", f"{number}.txt")
+                target.commit()
+        except UsageError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert "another job has filled" in told[0]
+    record = job_record(Storage(place))
+    assert record is not None
+    assert record["status"] == "SUCCEEDED"
+
+
+def test_what_a_killed_job_left_goes_with_the_next(folder: Path) -> None:
+    place = str(folder / "data" / "made")
+    dead = {"status": "RUNNING", "heartbeat": registry.now()} | registry.this_driver() | {"pid": 1, "pid_started": "0"}
+    put(str(folder), {"data/.made.part-0123/job.json": to_json(dead).encode(), "data/.made.part-0123/x": b"x"})
+    put(str(folder), {"data/.mad.part-0123/job.json": to_json(dead).encode()})  # another job's
+    (folder / "data" / ".made.part-4567").mkdir()  # somebody begins just now
+    (folder / "data" / ".made.part-89ab").mkdir()
+    os.utime(folder / "data" / ".made.part-89ab", (0, 0))
+    with Filling(place, overwrite=False) as target:
+        target.output.write("x", "a.txt")
+        target.commit()
+    assert sorted(path.name for path in (folder / "data").iterdir()) == [
+        ".mad.part-0123",
+        ".made.part-4567",
+        "digits",
+        "made",
+    ]
+
+
+def test_what_was_moved_aside_comes_back(folder: Path) -> None:
+    """A job with overwrite=true was killed between two renames."""
+    put(str(folder), {"data/.made.old-0123/job.json": b'{"status": "SUCCEEDED", "heartbeat": "x"}'})
+    put(str(folder), {"data/.made.old-0123/precious": b"x"})
+    with pytest.raises(UsageError, match="is there already"):
+        Filling(str(folder / "data" / "made"), overwrite=False)
+    assert (folder / "data" / "made" / "precious").is_file()
+
+
+def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(folder / "data" / "made")
+    with Filling(place, overwrite=False) as target:
+        target.output.write("x", "1.txt")
+        target.commit()
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if ".part-" in path.name:
+            raise OSError("no more")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no more"), Filling(place, overwrite=True) as target:
+        target.commit()
+    assert Storage(place).names() == ["1.txt", "job.json"]
+
+
+def test_files_that_went_missing_are_seen(root: str) -> None:
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False) as target:
+        for name in "abc":
+            target.output.write("x", name)
+        target.commit()
+    assert "gone" not in "".join(survey(place_in(root, "data"), 1, 0).lines())
+    remove(place_in(root, "data/made/b"))
+    assert "(1 of its files are gone)" in "".join(survey(place_in(root, "data"), 1, 0).lines())
+
+
+def test_an_output_travels_to_tasks(root: str) -> None:
+    with Filling(joined(root, "data", "made"), overwrite=False) as target:
+        pickle.loads(pickle.dumps(target.output)).write(b"x", "there", "a")
+        assert target.output.read("there", "a") == b"x"
+        target.commit()
+
+
+def test_a_node_without_the_storage_does_not_write_beside_it(folder: Path) -> None:
+    with Filling(str(folder / "data" / "made"), overwrite=False) as target:
+        lost = filling.Output(str(folder / "not" / "mounted"))
+        with pytest.raises(StorageError, match=r"does not see .*; the storage must be a folder that all nodes share"):
+            lost.write(b"x", "a")
+        assert not (folder / "not").exists()
+        assert target.output.folder.is_dir()
+
+
+def test_a_task_that_ends_late_does_not_bring_the_folder_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job has failed and taken its folder away, just after the task looked whether that is there."""
+    late = filling.Output(str(folder / "data" / ".made.part-0123"))
+    monkeypatch.setattr(filling.Output, "_must_be_seen", lambda self: None)
+    with pytest.raises(FileNotFoundError):
+        late.write(b"x", "deep", "a")
+    assert Storage(str(folder)).names("data") == ["digits"]
+
+
+# -- a job, as its owner runs it --
+
+JOB = """
+import os
+import time
+from dataclasses import dataclass
+
+import mlx_runtime
+
+
+@dataclass
+class JobConfig(mlx_runtime.DataConfig):
+    name: str = "lines"
+    start_workers: int = 0
+    storage_path: str = "storage"
+
+
+@dataclass
+class Text:
+    lines: int = 4
+    sleep_s: float = 0.0
+    fail_at: int | None = None
+    die_at: int | None = None
+
+
+class Job(mlx_runtime.DataJob):
+    cfg: JobConfig
+    text: Text
+
+    def run(self):
+        total = sum(self.map(self.write_line, range(self.text.lines), title="lines"))
+        self.output.write(f"{total}\\n", "total.txt")
+
+    def write_line(self, number):
+        time.sleep(self.text.sleep_s)
+        if number == self.text.fail_at:
+            raise ValueError(f"line {number} is blank")
+        once = self.output.folder / ".died"
+        if number == self.text.die_at and not once.exists():
+            once.touch()
+            os._exit(1)
+        self.output.write(f"line {number} by {os.getpid()}\\n", "lines", f"{number}.txt")
+        return number
+"""
+
+
+@pytest.fixture
+def job(baked_job: Path, tmp_path: Path) -> SimpleNamespace:
+    """A data job of the test's own, with what it makes."""
+    project = tmp_path / "lines"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "__init__.py").touch()
+    (project / "src" / "job.py").write_text(JOB)
+    (project / "main.py").write_text((baked_job / "main.py").read_text())
+    return SimpleNamespace(
+        project=project, data=project / "storage" / "data", made=project / "storage" / "data" / "lines"
+    )
+
+
+def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
+    done = mlx(job.project, "data", "run", "text.lines=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:5] == [
+        "no src/conf.yaml yet: binding first",
+        "wrote src/conf.yaml",
+        "job       lines",
+        f"folder    {job.made}",
+        "workers   0: in this process",
+    ]
+    assert done.stdout.splitlines()[-1] == f"folder    {job.made}"
+    assert re.search(r"^took      \d\.\d s\nwrote     4 files, \d\d bytes$", done.stdout, re.MULTILINE)
+    assert (job.made / "total.txt").read_text() == "3\n"
+    record = json.loads((job.made / "job.json").read_text())
+    assert record["overrides"] == ["text.lines=3"]
+    assert record["config"]["text"]["lines"] == 3
+    assert record["name"] == "lines"
+
+
+def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNamespace, mlx: Mlx) -> None:
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2", "text.lines=6", "text.die_at=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "workers   2 tasks at a time in embedded Ray on" in done.stdout
+    writers = {(job.made / "lines" / f"{number}.txt").read_text().split()[-1] for number in range(6)}
+    assert len(writers) >= 2
+    assert (job.made / "total.txt").read_text() == "15\n"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx, workers: int) -> None:
+    done = mlx(job.project, "data", "run", f"cfg.start_workers={workers}", "text.fail_at=2")
+    assert done.returncode == 1
+    error = done.stderr.splitlines()
+    line = 1 + JOB.splitlines().index('            raise ValueError(f"line {number} is blank")')
+    assert "error: ValueError: line 2 is blank (in item 2)" in error
+    assert f"  src/job.py:{line} in write_line" in error
+    assert "Traceback" not in done.stderr
+    assert list(job.data.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
+    job: SimpleNamespace, mlx: Mlx, environment: dict[str, str], number: int, code: int
+) -> None:
+    mlx(job.project, "data", "bind")
+    command = [sys.executable, "-m", "mlx_runtime", "data", "run", "text.sleep_s=0.3", "text.lines=100"]
+    running = subprocess.Popen(command, cwd=job.project, env=environment, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not job.made.exists()
+    running.send_signal(number)
+    _, told = running.communicate(timeout=30)
+    assert running.returncode == code
+    assert not job.made.exists()
+    if number == signal.SIGKILL:
+        shown = mlx(job.project, "data", "show").stdout
+        assert "(not whole: its job was killed)" in shown
+    else:
+        assert told == f"error: stopped; {job.made} was not made\n"
+        assert list(job.data.iterdir()) == []
+    assert mlx(job.project, "data", "run").returncode == 0
+    assert [path.name for path in job.data.iterdir()] == ["lines"]
+
+
+def test_all_that_is_wrong_is_told_at_once(job: SimpleNamespace, mlx: Mlx) -> None:
+    mlx(job.project, "data", "bind")
+    done = mlx(job.project, "data", "run", "text.lines=many", "cfg.start_workerz=2", "cfg.overwrite=3")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [
+            "error: src/conf.yaml has 3 problems:",
+            "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz'. Did you mean 'cfg.start_workers'?",
+            "  cfg.overwrite is 3; src.job.JobConfig wants bool",
+            "  text.lines is 'many'; src.job.Text wants int",
+        ],
+    )
+
+
+@pytest.mark.parametrize("path", ["../out", "/tmp/out", "a/../../b", ".hidden", ""])
+def test_a_folder_outside_the_storage_is_refused(job: SimpleNamespace, mlx: Mlx, path: str) -> None:
+    done = mlx(job.project, "data", "run", f"cfg.path='{path}'")
+    assert done.returncode == 1
+    assert "it must be a folder below the storage, like data/lines" in done.stderr
+
+
+def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
+    assert mlx(job.project, "data", "run").returncode == 0
+    before = (job.made / "lines" / "0.txt").read_text()
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {job.made} is there already, made 20")
+    assert "starting" not in done.stdout  # nothing is started to be told so
+    assert (job.made / "lines" / "0.txt").read_text() == before
+    assert mlx(job.project, "data", "run", "cfg.overwrite=true", "text.lines=1").returncode == 0
+    assert len(list((job.made / "lines").iterdir())) == 1
+
+
+def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_path: Path) -> None:
+    (job.project / "src" / "job.py").write_text(JOB.replace('once = self.output.folder / ".died"', "once = None"))
+    root = s3.format(tmp_path.name)
+    done = mlx(job.project, "data", "run", MLX_STORAGE=root)
+    assert done.returncode == 0, done.stderr
+    assert files(joined(root, "data", "lines")) == [
+        "job.json",
+        *(f"lines/{number}.txt" for number in range(4)),
+        "total.txt",
+    ]
+    assert Storage(root).read("data", "lines", "total.txt") == b"6\n"
+    shown = mlx(job.project, "data", "show", "--depth", "1", "data", MLX_STORAGE=root).stdout
+    assert re.fullmatch(r"└── lines +[\d.]+ kB  6 files", shown.splitlines()[1])
+
+
+def test_verbs_say_where_they_belong(baked: Path, job: SimpleNamespace, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(baked, "data", "run")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "is not a data job: it has no src/job.py. Change into one, or make one with: mlx data new NAME\n"
+    )
+    done = mlx(job.project, "data", "run", "--prepare")
+    assert (done.returncode, done.stderr) == (2, "error: there is no option --prepare; see: mlx data run --help\n")
+    (job.project / "src" / "job.py").write_text("import mlx_runtime\nclass Job(mlx_runtime.DataJob):\n    pass\n")
+    done = mlx(job.project, "data", "bind")
+    assert done.returncode == 1
+    assert done.stderr == "error: Job has no cfg; write cfg: DataConfig, and name the other groups alike\n"

@@ -1,0 +1,287 @@
+"""Web pages about runs, looked at in a real browser that has no network."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, Page
+from conftest import Mlx
+
+from mlx_runtime import listing, registry, report
+from mlx_runtime.checkpoints import Checkpoint, Checkpoints
+from mlx_runtime.layout import RunFolder, claim_run
+
+CURVES = "document.querySelectorAll('.plot .scatterlayer .trace path.js-line').length"
+TEXT = "document.body.innerText"
+DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
+
+EVIL = "</script><img src=x onerror='window.pwned=1'><script>window.pwned=1</script>%{x}<b>\u2028"
+"""What would change a page that does not escape it."""
+
+EVIL_NAME = "<b>%{x}<img src=x onerror='window.pwned=1'>"
+"""The same for names of folders, and of curves, which Plotly would take for its own markup."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trained(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the template's experiment, two epochs."""
+    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
+    overrides = ("cfg.start_workers=0", "cfg.num_epochs=2", "cfg.monitor=val/accuracy", "cfg.mode=max")
+    done = mlx(folder, "train", "run", *overrides)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/digits/run_001"
+
+
+@pytest.fixture(scope="module")
+def page_of_run(trained: Path, mlx: Mlx) -> Path:
+    """What `mlx xp report` writes of it."""
+    done = mlx(trained.parents[2], "xp", "report", "digits")
+    assert (done.returncode, done.stdout) == (0, "digits-run_001.html\n"), done.stderr
+    return trained.parents[2] / "digits-run_001.html"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run whose texts try to change the page, in every place that a page shows."""
+    folder = claim_run(str(tmp_path / EVIL_NAME), f"digits{EVIL_NAME}")
+    numbers = {f"train/{EVIL}": 0.5, f"{EVIL_NAME}/loss": 0.25}
+    facts: dict[str, Any] = dict.fromkeys(("command", "device", "host", "python", "error", "monitor"), EVIL)
+    facts |= {"status": "FAILED", "overrides": [EVIL], "git": {"commit": EVIL, "diff": EVIL}, "seed": EVIL}
+    facts |= {
+        "packages": {EVIL: EVIL},
+        "job": {"id": EVIL, "address": EVIL},
+        "metrics": numbers,
+        "start": registry.now(),
+    }
+    registry.Record(folder, **facts, epoch=1, epochs=2, best={"epoch": 0, "value": 0.5, "path": EVIL})
+    lines = [{"step": step, "epoch": 0, "timestamp": 0.0} | numbers for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder.conf.write_text(EVIL)
+    (folder.path / "logs").mkdir()
+    (folder.path / "logs/driver.log").write_text(EVIL)
+    Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, numbers))
+    return folder
+
+
+def opened(browser: Browser, file: Path, **look: Any) -> Page:
+    """A page that has shown a file without a complaint, and without asking for anything else."""
+    page = browser.page(**look)
+    page.open(file)
+    page.evaluate(DRAWN)
+    assert page.errors() == []
+    assert page.requests() == []
+    return page
+
+
+class TestOfARun:
+    def test_its_curves_are_drawn(self, browser: Browser, page_of_run: Path) -> None:
+        page = opened(browser, page_of_run)
+        titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
+        assert titles == ["accuracy", "cross_entropy", "f1", "confidence", "lr", "samples_per_s", "time"]
+        charts = page.evaluate(
+            "[...document.querySelectorAll('.plot')].map(plot => ["
+            " [...plot.querySelectorAll('.legendtext')].map(item => item.textContent),"
+            " [...plot.querySelectorAll('path.js-line')].map(line => line.getTotalLength()),"
+            " plot.querySelectorAll('.point').length])"
+        )
+        legend, lengths, points = charts[0]
+        assert legend == ["train", "val", "test"]
+        assert min(lengths[:2]) > 50  # pixels; of a test there is one point
+        assert points >= 11
+        assert charts[4][0] == ["adam"]
+
+    def test_all_that_is_known_is_there_to_read(self, browser: Browser, page_of_run: Path, trained: Path) -> None:
+        page = opened(browser, page_of_run)
+        text = page.evaluate(TEXT)
+        record = json.loads((trained / "run.json").read_text())
+        best = f"val/accuracy {record['best']['value']:.4f} (epoch {record['best']['epoch'] + 1})"
+        for item in (
+            *("digits/run_001", "SUCCEEDED", "2/2", best, record["command"], record["host"], "21,482", str(trained)),
+            *("epoch_0001", "epoch_0002", "latest", "best", "294.2 kB"),
+            *("_target_: src.models.DigitsNet", "monitor: val/accuracy"),
+            *("epoch 1/2 | train cross_entropy", "TensorBoard"),
+        ):
+            assert item in text, item
+        page.evaluate("document.querySelector('details').open = true")
+        assert record["packages"]["torch"] in page.evaluate(TEXT)
+
+    def test_one_file_holds_all_of_it(self, page_of_run: Path) -> None:
+        text = page_of_run.read_text()
+        assert not re.findall(
+            r"<(?:script|img|iframe)[^>]* src=|<link|@import|url\(http", text.replace("<script>", "", 1)
+        )
+        assert page_of_run.stat().st_size < 6e6
+
+    def test_in_the_dark_and_when_that_changes(self, browser: Browser, page_of_run: Path) -> None:
+        colours = (
+            "[getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.querySelector('.xtick text')).fill]"
+        )
+        page = opened(browser, page_of_run)
+        light = page.evaluate(colours)
+        page.prefer(dark=True)
+        page.evaluate(DRAWN)
+        dark = page.evaluate(colours)
+        assert [_brightness(item) > 128 for item in light] == [True, False]
+        assert [_brightness(item) > 128 for item in dark] == [False, True]
+        assert opened(browser, page_of_run, dark=True).evaluate(colours) == dark
+
+    def test_on_a_phone_nothing_sticks_out(self, browser: Browser, page_of_run: Path) -> None:
+        page = opened(browser, page_of_run, width=390, height=844)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert (
+            page.evaluate("Math.max(...[...document.querySelectorAll('.main-svg')].map(item => item.clientWidth))")
+            <= 358
+        )
+
+    def test_what_a_run_says_stays_text(self, browser: Browser, run: RunFolder, tmp_path: Path) -> None:
+        file = tmp_path / "page.html"
+        report.write(report.of_run(run), file)
+        page = opened(browser, file)
+        page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
+        assert page.evaluate(
+            "window.pwned === undefined && !document.querySelector('img, main script, main b, iframe')"
+        )
+        shown = EVIL.removesuffix("\u2028")
+        assert page.evaluate(TEXT).count(shown) >= 14
+        assert page.evaluate(CURVES) == 2
+        legends = page.evaluate("[...document.querySelectorAll('.legendtext')].map(item => item.textContent)")
+        assert sorted(legends) == [EVIL_NAME, "train"]
+
+    def test_a_script_that_got_in_all_the_same_does_not_run(
+        self, browser: Browser, page_of_run: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "page.html"
+        more = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><img src='http://127.0.0.1:9/x.png'>"
+        file.write_text(page_of_run.read_text().replace("</main>", f"{more}</main>"))
+        page = browser.page()
+        page.open(file)
+        page.evaluate(DRAWN)
+        assert page.evaluate("window.pwned === undefined")
+        assert any("Content Security Policy" in item for item in page.errors())
+        assert page.evaluate(CURVES) >= 10
+
+    def test_a_run_on_an_object_store(
+        self, browser: Browser, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlx: Mlx
+    ) -> None:
+        monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+        storage = s3.format("report")
+        folder = claim_run(storage, "digits")
+        registry.Record(folder, status="FAILED", error="the disk is on fire", monitor="loss")
+        folder.conf.write_text("cfg:\n  seed: 7\n")
+        folder.metrics.write_text(
+            '{"step": 1, "epoch": 0, "loss": 3}\n{"step": 2, "epoch": 0, "loss": 2}\n{"step": 3, "ep'
+        )
+        (folder.path / "logs").mkdir()
+        (folder.path / "logs/driver.log").write_text(
+            "".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n"
+        )
+        folder.push(folder.conf, folder.metrics, folder.path / "logs/driver.log", must=True)
+        Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, {"loss": 2.0}))
+        shutil.rmtree(folder.path)
+        done = mlx(tmp_path, "xp", "report", "digits", "1", "-o", "page.html", MLX_STORAGE=storage)
+        assert (done.returncode, done.stdout) == (0, "page.html\n"), done.stderr
+        page = opened(browser, tmp_path / "page.html")
+        text = page.evaluate(TEXT)
+        assert page.evaluate(CURVES) == 1
+        for item in ("the disk is on fire", "seed: 7", "epoch_0001", "line 149\nred"):
+            assert item in text, item
+        assert "line 50\n" not in text
+        assert "line 51\n" in text
+
+    def test_of_which_nothing_can_be_read(self, browser: Browser, tmp_path: Path) -> None:
+        folder = claim_run(str(tmp_path), "digits")
+        folder.record.write_text('{"status"')
+        report.write(report.of_run(folder), tmp_path / "page.html")
+        text = opened(browser, tmp_path / "page.html").evaluate(TEXT)
+        for item in (
+            *("UNREADABLE", "cannot read", "No numbers were recorded yet", "There is none."),
+            *("Its conf.yaml cannot be read", "It has kept no log"),
+        ):
+            assert item in text, item
+        assert (tmp_path / "page.html").stat().st_size < 20_000
+
+    def test_where_it_cannot_be_written_is_told(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained.parents[2], "xp", "report", "digits", "-o", "no/such/page.html")
+        assert done.returncode == 2
+        assert done.stderr == "error: cannot write no/such/page.html: No such file or directory; choose another file\n"
+
+
+class TestOfRuns:
+    def test_a_table_with_links(self, browser: Browser, trained: Path, mlx: Mlx, tmp_path: Path) -> None:
+        root = str(shutil.copytree(trained.parents[1], tmp_path / "runs"))
+        registry.Record(claim_run(root, "other"), status="FAILED", error="the disk is on fire")
+        claim_run(root, "other").record.write_text("{")
+        done = mlx(tmp_path, "xp", "ls", "--html", "runs.html", MLX_STORAGE=root)
+        assert (done.returncode, done.stdout) == (0, "runs.html\n"), done.stderr
+        page = opened(browser, tmp_path / "runs.html")
+        text = page.evaluate(TEXT)
+        for item in (
+            "Runs 3",
+            "SUCCEEDED",
+            "FAILED",
+            "UNREADABLE",
+            "the disk is on fire",
+            "val/accuracy",
+            "cannot read",
+        ):
+            assert item in text, item
+        links = page.evaluate(
+            "[...document.querySelectorAll('a')].map(item => [item.innerText, item.getAttribute('href')])"
+        )
+        assert [name for name, _ in links] == ["digits", "other", "run_001", "run_001", "run_002"]
+        headings = page.evaluate(
+            "[...document.querySelectorAll('td a')].map(item =>"
+            " document.querySelector(item.getAttribute('href')).querySelector('h3').innerText)"
+        )
+        assert headings == ["digits/run_001 SUCCEEDED", "other/run_001 FAILED", "other/run_002 UNREADABLE"]
+        assert (
+            opened(browser, tmp_path / "runs.html", width=390).evaluate("document.documentElement.scrollWidth") == 390
+        )
+
+    def test_what_runs_say_stays_text(self, browser: Browser, run: RunFolder, tmp_path: Path) -> None:
+        report.write(report.of_runs(listing.of([run])), tmp_path / "runs.html")
+        page = opened(browser, tmp_path / "runs.html")
+        assert page.evaluate("window.pwned === undefined && !document.querySelector('img, script, main b')")
+        assert page.evaluate(TEXT).count("window.pwned=1") >= 10
+
+    def test_none(self, browser: Browser, tmp_path: Path) -> None:
+        report.write(report.of_runs([]), tmp_path / "runs.html")
+        assert "There are none." in opened(browser, tmp_path / "runs.html").evaluate(TEXT)
+
+
+def test_long_curves_keep_their_peaks() -> None:
+    points: list[report.Point] = [(step, 1.0, 1) for step in range(100_000)]
+    points[70_123] = (70_123, 9.0, 1)
+    points[70_125] = (70_125, -9.0, 1)
+    points[500:900] = [(step, None, 1) for step in range(500, 900)]
+    thinned = report._thinned(points)
+    assert len(thinned) <= report.POINTS
+    assert thinned == sorted(thinned, key=lambda point: point[0])
+    assert {points[0], points[70_123], points[70_125], points[-1]} <= set(thinned)
+    assert any(value is None for _, value, _ in thinned)
+    assert report._thinned(points[:2_000]) == points[:2_000]
+
+
+def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
+    folder = claim_run(str(tmp_path), "digits")
+    registry.Record(folder, status="FAILED", command="mlx train run cfg.storage_path=s3://KEY:SECRET@bucket/runs")
+    folder.conf.write_text("storage_path: 's3://KEY:SECRET@bucket/runs'\n")
+    text = report.of_run(folder)
+    assert "SECRET" not in text
+    assert "s3://…@bucket/runs" in text
+
+
+def _brightness(colour: str) -> float:
+    red, green, blue = (float(item) for item in re.findall(r"[\d.]+", colour)[:3])
+    return (red + green + blue) / 3

@@ -1,0 +1,166 @@
+"""The template of data jobs: generated in every way, then linted, typed, bound, run by make, its own tests run.
+
+shards/
+    main.py  src/job.py         a dozen lines, and what the user writes
+    storage/data/shards/        what `make run` makes: job.json, index.json, shard_0000_images.npy, …
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, Mlx, edit
+from test_generate import cookiecutter, files, repository  # noqa: F401 - a fixture
+from test_template import make
+
+FILES = [
+    ".env.example",
+    ".gitignore",
+    ".rayignore",
+    "Makefile",
+    "README.md",
+    "main.py",
+    "pyproject.toml",
+    "requirements.txt",
+    "src/__init__.py",
+    "src/job.py",
+    "tests/test_job.py",
+]
+
+
+@pytest.fixture
+def shards(baked_job: Path, tmp_path: Path) -> Path:
+    """A generated data job of the test's own."""
+    return Path(shutil.copytree(baked_job, tmp_path / "shards"))
+
+
+def test_every_way_makes_the_same_files(mlx: Mlx, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    origin = request.getfixturevalue("repository")
+    (tmp_path / "url").mkdir()
+    done = cookiecutter(origin, tmp_path / "url", "--no-input", "--directory", "data_job", "job_name=alpha")
+    assert done.returncode == 0, done.stderr
+    done = cookiecutter(str(ROOT), tmp_path / "prompted", "--directory", "data_job", answers="alpha\n")
+    assert done.returncode == 0, done.stderr
+    assert "Name of the data job" in done.stdout
+    assert mlx(tmp_path, "data", "new", "alpha", "-o", "mlx").returncode == 0
+    for way in ("url", "prompted", "mlx"):
+        assert files(tmp_path / way / "alpha") == FILES, way
+        for name in ("src/job.py", "README.md", "pyproject.toml"):
+            assert (tmp_path / way / "alpha" / name).read_text() == (tmp_path / "url" / "alpha" / name).read_text()
+    assert f"\nRUNTIME ?= mlx-runtime @ git+{origin}\\#subdirectory=runtime\n" in makefile(tmp_path / "url")
+    for way in ("prompted", "mlx"):
+        assert f"\nRUNTIME ?= {ROOT}/runtime\n" in makefile(tmp_path / way)
+
+
+def makefile(folder: Path) -> str:
+    return (folder / "alpha" / "Makefile").read_text()
+
+
+def test_the_wheel_carries_the_template(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT / "runtime")]
+    subprocess.run(command, check=True, timeout=200)
+    with zipfile.ZipFile(next(tmp_path.glob("mlx_runtime-*.whl"))) as archive:
+        archive.extractall(tmp_path / "site")
+    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mlx_runtime.cli import mlx; mlx()"
+    command = [sys.executable, "-c", script, "data", "new", "beta", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "beta") == FILES
+    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
+
+
+def test_no_template_syntax_is_left(baked_job: Path) -> None:
+    for name in FILES:
+        text = (baked_job / name).read_text()
+        assert "cookiecutter" not in text, name
+        assert "<<" not in text, name
+    assert 'name: str = "shards"' in (baked_job / "src" / "job.py").read_text()
+
+
+@pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "../a", "naïve"])
+def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
+    message = f"error: {name!r} cannot name a data job; use letters, digits, - and _, starting with a letter\n"
+    done = mlx(tmp_path, "data", "new", "--", name)
+    assert (done.returncode, done.stderr) == (2, message)
+    assert list(tmp_path.iterdir()) == []
+    if "/" in name:
+        return  # cookiecutter makes folders before our hook is asked
+    options = ("--no-input", "--directory", "data_job", f"job_name={name}")
+    done = cookiecutter(str(ROOT), tmp_path / "out", *options)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    done = mlx(tmp_path, "data", "new", "mine")
+    assert (done.returncode, list((tmp_path / "mine").iterdir())) == (2, [])
+    assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
+
+
+def test_it_binds_and_runs_in_parallel_by_make(shards: Path, environment: dict[str, str]) -> None:
+    done = make(shards, environment, "bind")
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    assert (shards / "src" / "conf.yaml").read_text().startswith("# yaml-language-server: $schema=conf.schema.json\n")
+    assert "the source of truth for `mlx data run`" in (shards / "src" / "conf.yaml").read_text()
+    done = make(shards, environment, "run", "ARGS=images.size=16 images.per_shard=500")
+    assert (done.returncode, done.stderr) == (0, "")
+    made = shards / "storage" / "data" / "shards"
+    assert done.stdout.splitlines()[-1] == f"folder    {made}"
+    assert "workers   2 tasks at a time in embedded Ray on" in done.stdout
+    names = [f"shard_{number:04d}_{part}.npy" for number in range(4) for part in ("images", "labels")]
+    assert files(made) == ["index.json", "job.json", *names]
+    assert json.loads((made / "index.json").read_text()) == {"size": 16, "rows": [500, 500, 500, 297]}
+    images = np.load(made / "shard_0003_images.npy", mmap_mode="r")
+    assert (images.shape, images.dtype, images.max()) == ((297, 16, 16), np.uint8, 255)
+
+
+def test_its_settings_come_from_dot_env(shards: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (shards / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
+    done = make(shards, environment, "run", "ARGS=cfg.start_workers=0")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "elsewhere" / "data" / "shards" / "job.json").is_file()
+
+
+def test_its_own_tests_pass(shards: Path, environment: dict[str, str]) -> None:
+    assert make(shards, environment, "bind").returncode == 0
+    done = make(shards, environment, "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_its_own_tests_notice_an_image_that_is_lost(shards: Path, environment: dict[str, str]) -> None:
+    edit(shards / "src" / "job.py", "firsts = range(0, count,", "firsts = range(1, count,")
+    done = make(shards, environment, "test")
+    assert done.returncode != 0
+    assert "FAILED tests/test_job.py::test_every_image_is_there_once" in done.stdout
+
+
+def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", "/dev/null"]):
+        done = subprocess.run([sys.executable, "-m", *command], cwd=shards, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_reads_in_five_minutes(shards: Path) -> None:
+    lines = sum(len(file.read_text().splitlines()) for file in [shards / "main.py", *(shards / "src").glob("*.py")])
+    assert lines <= 120
+
+
+def test_every_python_file_says_what_to_edit(shards: Path) -> None:
+    for file in [*(shards / "src").glob("*.py"), *(shards / "tests").glob("*.py"), shards / "main.py"]:
+        assert re.match(r'""".*[Ee]dit', file.read_text()), file
+
+
+def test_help_explains_every_target(shards: Path, environment: dict[str, str]) -> None:
+    listed = {line.split()[0] for line in make(shards, environment, "help").stdout.splitlines()}
+    phony = re.search(r"^\.PHONY: (.*)$", (shards / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert listed == set(phony[1].split()) == {"help", "setup", "bind", "run", "launch", "test", "clean"}
