@@ -23,6 +23,8 @@ from conftest import KEYS, edit
 from mlx_runtime import jobs
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.jobs import Address, reached
+from mlx_runtime.layout import RunFolder
+from mlx_runtime.logs import stored
 from mlx_runtime.uploads import Upload
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
@@ -96,6 +98,15 @@ def until(what: Callable[[], Any], seconds: float = 120) -> Any:
     return found
 
 
+def tags(port: int) -> dict[str, Any]:
+    """What a TensorBoard shows, by run."""
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+        found: dict[str, Any] = json.load(urllib.request.urlopen(url, timeout=5))
+        return found
+    return {}
+
+
 LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
 
 
@@ -163,13 +174,7 @@ class TestOneRun:
         port = free_ports(1)[0]
         server = user.starts("xp", "board", "digits", "run_001", "--port", str(port))
         try:
-
-            def tags() -> Any:
-                with contextlib.suppress(OSError):
-                    url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
-                    return any(json.load(urllib.request.urlopen(url, timeout=5)).values())
-
-            until(tags, 60)
+            until(lambda: "val/accuracy" in tags(port).get(".", {}), 60)
         finally:
             server.terminate()
             server.wait()
@@ -296,6 +301,25 @@ def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayClus
     assert "died as it began" in done.stderr
     assert "AssertionError: not here" in done.stderr
     assert "FAILED" in other.types("xp", "ls", "digits").stdout
+
+
+def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) -> None:
+    """Launched, listed, read and shown, with nothing of it in a folder that both sides see."""
+    there = {"MLX_STORAGE": s3.format("launched")}
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, "-f", "cfg.num_epochs=2", **there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(user.types("xp", "ls", "--json", **there).stdout)
+    assert [(row["run"], row["status"], row["epoch"]) for row in rows] == [("run_001", "SUCCEEDED", 2)]
+    kept = stored(RunFolder(user.folder, s3.format("launched/digits/run_001")))
+    assert kept is not None
+    assert re.search(r"^epoch 2/2 \| train", kept.decode(), re.MULTILINE)
+    port = free_ports(1)[0]
+    server = User(user.folder, user.environment | there).starts("xp", "board", "digits", "--port", str(port))
+    try:
+        until(lambda: "val/accuracy" in tags(port).get("run_001", {}), 60)
+    finally:
+        server.terminate()
+        server.wait()
 
 
 @pytest.fixture(scope="class")
