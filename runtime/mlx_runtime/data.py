@@ -98,17 +98,8 @@ def launch(
     from mlx_runtime.loading import storage_override
 
     address = Address.of(ray_address)
-    if address.notice:
-        say(f"note      {address.notice}")
     launch = Launch(folder, address, functools.partial(_config, folder, overrides), pip=pip)
-    say(f"checking  {address.url} (from {address.source})")
-    failed = 0
-    for found in launch.check():
-        failed += not found.ok
-        if check or not found.ok:
-            say(found.line())
-    if failed:
-        raise ClusterError(f"it would not run there: {failed} check{'s' * (failed != 1)} failed, see above")
+    launch.passed(say, everything=check)
     if check:
         return 0
     assert launch.jobs is not None, "a cluster that does not answer was told about"
