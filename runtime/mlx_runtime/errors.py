@@ -21,6 +21,7 @@ and the next command to type.
 import contextlib
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -177,9 +178,17 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
         print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
         if error.cure:
             print(error.cure, file=sys.stderr)
+        _deaf()
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
             raise
         print("error: interrupted", file=sys.stderr)
+        _deaf()
         sys.exit(RunStopped.exit_code)
+
+
+def _deaf() -> None:
+    """From here on the process ends; a second Ctrl-C shall not tear up what others do as it ends."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -136,8 +136,10 @@ def reached(address: Address, timeout_s: float = REACH_S) -> Reached:
                 )
             found = _asked(f"{address.url}/api/version", timeout_s, _headers(token))
             if found.status_code in (401, 403):
+                if source == str(_ray_token_file()):
+                    source += ", which Ray writes for its clusters on this machine"
                 raise ClusterError(
-                    f"the cluster at {where} refuses the token from {source}; ask who runs it for its own"
+                    f"the cluster at {where} refuses the token from {source}; set RAY_AUTH_TOKEN to its own"
                 )
         version = found.json()["ray_version"]
     except (requests.Timeout, requests.ConnectionError) as error:
@@ -394,11 +396,15 @@ def _token() -> tuple[str | None, str | None]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    file = Path(path) if path else Path.home() / ".ray" / "auth_token"
+    file = Path(path) if path else _ray_token_file()
     with contextlib.suppress(OSError):
         if token := file.read_text().strip():
             return token, "RAY_AUTH_TOKEN_PATH" if path else str(file)
     return None, None
+
+
+def _ray_token_file() -> Path:
+    return Path.home() / ".ray" / "auth_token"
 
 
 def _headers(token: str | None) -> dict[str, str]:

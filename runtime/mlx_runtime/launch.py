@@ -86,6 +86,8 @@ class Launch:
         """Look whether it would run; each finding as soon as it is known."""
         cluster, checks = preflight.cluster(self._address)
         yield from checks
+        if cluster is None:
+            return
         try:
             self.config = self._load()
             yield Check("config", f"{CONF} fits the code")
@@ -99,7 +101,7 @@ class Launch:
             return
         secrets = preflight.secrets(self.config.cfg, self.config.overrides)
         yield secrets
-        if cluster is None or not size.ok or not secrets.ok:
+        if not size.ok or not secrets.ok:
             return
         self.jobs = Jobs(cluster)
         with self._upload.staged() as staged:

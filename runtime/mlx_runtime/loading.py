@@ -92,7 +92,12 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     """
     run, claimed, origin, typed, forced = _chosen_run(path, overrides)
     with _conf_of(run or origin) as conf:
-        config = _load(experiment, [*typed, *forced], conf or path)
+        try:
+            config = _load(experiment, [*typed, *forced], conf or path)
+        except ConfigError as error:
+            if (there := run or origin) is None:
+                raise
+            raise ConfigError(str(error).replace(str(conf), f"{there.place}/{there.conf.name}")) from None
         if run is not None:
             _refuse_finished(run, conf or path, config.cfg)
     return replace(config, overrides=tuple(typed), run=run, claimed=claimed, origin=origin)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mlx_runtime import contents, registry, xp
 from mlx_runtime.errors import UsageError
-from mlx_runtime.layout import RunFolder, find_run
+from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import of
 from mlx_runtime.storage import size_text
 
@@ -36,14 +36,14 @@ def doomed(name: str, run: str) -> Doomed:
     """Look at a run that shall go.
 
     Args:
-        name: of an experiment in the storage.
+        name: of an experiment in the storage, or a run's `name/run_003`, path or URI.
         run: `run_003`, `3` or `latest`.
 
     Raises:
         UsageError: there is no such run, it lives, or it is not in the storage.
         StorageError: the storage does not answer.
     """
-    folder = find_run(xp.storage(), name, run)
+    folder = xp.chosen(name, run)
     [row] = of([folder])
     title = f"{folder.experiment} {folder.name}"
     if row.status in registry.LIVING:

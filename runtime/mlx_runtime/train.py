@@ -10,6 +10,7 @@ from mlx_runtime import projects, registry
 from mlx_runtime.errors import ClusterError
 from mlx_runtime.layout import CONF, experiment_folder
 from mlx_runtime.projects import AN_EXPERIMENT
+from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.launch import Launch
@@ -136,7 +137,7 @@ def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> 
     say(f"job       {made.job}")
     say(f"dashboard {made.dashboard}")
     assert launch.config is not None
-    elsewhere = any(item.startswith("cfg.storage_path") for item in launch.config.overrides)
+    elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in launch.config.overrides)
     words = [run.place] if elsewhere else [run.experiment, run.name]
     for verb, title in (("logs -f", "follow"), ("board", "look"), ("stop", "stop")):
         say(f"{title:<9} mlx xp {verb} {shlex.join(words)}")

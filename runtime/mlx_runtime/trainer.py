@@ -288,11 +288,10 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
 
 
 def _resume_command(progress: "_Progress") -> str:
-    folder, config = progress.record.folder, progress.config
-    short = not Settings.read().storage and not any(item.startswith("cfg.storage_path") for item in config.overrides)
-    short = short and folder.experiment == config.tree["cfg"].get("name")
-    verb = "launch" if Settings.read().job else "run"
-    return shlex.join(["mlx", "train", verb, f"--resume={folder.name if short else folder.place}"])
+    folder, overrides = progress.record.folder, progress.config.overrides
+    named = any(item.startswith("cfg.name=") for item in overrides)
+    run = folder.place if _elsewhere(overrides) else folder.title if named else folder.name
+    return shlex.join(["mlx", "train", "launch" if Settings.read().job else "run", f"--resume={run}"])
 
 
 def _check_datasets(config: Config) -> None:
@@ -497,10 +496,16 @@ def _cause(failure: Any) -> BaseException:
 
 def _board_command(folder: RunFolder, overrides: tuple[str, ...]) -> str:
     """What to type to see this run: the short form where it works, else one that works from any folder."""
-    elsewhere = Settings.read().storage or any(item.startswith("cfg.storage_path") for item in overrides)
-    if shutil.which("mlx") and not elsewhere:
-        return shlex.join(["mlx", "xp", "board", folder.experiment, folder.name])
+    words = [folder.place] if _elsewhere(overrides) else [folder.experiment, folder.name]
+    if Settings.read().job or (shutil.which("mlx") and len(words) > 1):
+        return shlex.join(["mlx", "xp", "board", *words])
     return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", folder.place])
+
+
+def _elsewhere(overrides: tuple[str, ...]) -> bool:
+    """Whether a run is in another storage than conf.yaml names, so that only its path tells which one it is."""
+    settings = Settings.read()
+    return bool(settings.job or settings.storage) or any(item.startswith("cfg.storage_path") for item in overrides)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The command `mlx`: parse, call one verb, print."""
 
 import importlib
+import io
 import json
 import sys
 from typing import Any
@@ -55,7 +56,7 @@ def new(context: click.Context, name: str, output: str) -> None:
 @mlx.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def doctor(as_json: bool) -> None:
-    """Look whether this machine, and the experiment here, are ready."""
+    """Look whether this machine is ready."""
     from mlx_runtime import preflight
     from mlx_runtime.errors import clean_exit
 
@@ -83,4 +84,6 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
     mlx(prog_name="mlx")

@@ -1,7 +1,6 @@
 """`mlx xp`."""
 
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import click
 from mlx_runtime import comparison, listing, xp
 from mlx_runtime.cli.words import address_option, experiments, runs
 from mlx_runtime.errors import UsageError, clean_exit
-from mlx_runtime.layout import find_run
 from mlx_runtime.storage import to_json
 
 
@@ -51,16 +49,17 @@ def ls(
 
 
 @group.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.argument("words", metavar="[NAME] A B", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
-def diff(first: str, second: str, as_json: bool) -> None:
+def diff(words: tuple[str, ...], as_json: bool) -> None:
     """Show what differs between two runs.
 
-    A and B are name/run_003, a path or URI, or run_003, 3 or latest of the experiment here.
+    A and B are run_003, 3 or latest of NAME, or of the experiment here; or name/run_003, a path or URI.
     """
     with clean_exit():
-        a, b = xp.named(first), xp.named(second)
+        if len(words) not in (2, 3):
+            raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
+        a, b = (xp.chosen(words[0], run) if len(words) == 3 else xp.named(run) for run in words[-2:])
         found = comparison.difference(a, b)
         if as_json:
             click.echo(to_json({"a": a.place, "b": b.place} | found), nl=False)
@@ -95,7 +94,7 @@ def report(name: str, run: str, output: Path | None) -> None:
     from mlx_runtime import report
 
     with clean_exit():
-        folder = find_run(xp.storage(), name, run)
+        folder = xp.chosen(name, run)
         file = output or Path(f"{folder.experiment}-{folder.name}.html")
         report.write(report.of_run(folder), file)
         click.echo(file)
@@ -103,14 +102,14 @@ def report(name: str, run: str, output: Path | None) -> None:
 
 @group.command()
 @click.argument("name", shell_complete=experiments)
-@click.argument("run", shell_complete=runs)
+@click.argument("run", required=False, shell_complete=runs)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def rm(name: str, run: str, yes: bool) -> None:
+def rm(name: str, run: str | None, yes: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it trains."""
     from mlx_runtime import removal
 
     with clean_exit():
-        found = removal.doomed(name, run)
+        found = removal.doomed(name, _given(name, run, "rm"))
         if found.warning:
             click.echo(f"warning: {found.warning}", err=True)
         if not yes:
@@ -151,9 +150,14 @@ def ray(ray_address: str | None) -> None:
 def stop(name: str, run: str | None) -> None:
     """Save a checkpoint of a RUN (run_003, 3 or latest) of NAME at its next step, and end it."""
     with clean_exit():
-        if run is None and os.sep not in name:
-            raise UsageError(f"which run? For the latest: mlx xp stop {name} latest")
-        click.echo(xp.stop(name, run or "latest"))
+        click.echo(xp.stop(name, _given(name, run, "stop")))
+
+
+def _given(name: str, run: str | None, verb: str) -> str:
+    """The run that a command needs; none is ended or removed because nothing was said."""
+    if run is None and "/" not in name:
+        raise UsageError(f"which run? For the latest: mlx xp {verb} {name} latest")
+    return run or "latest"
 
 
 @group.command()
