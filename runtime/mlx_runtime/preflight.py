@@ -24,8 +24,14 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri
 from mlx_runtime.uploads import LIMIT_BYTES, Upload
 
-PROBE_S = 180.0
-"""How long the cluster has to run a small job; the environment of `--pip` is made in this time."""
+PROBE_S = 60.0
+"""How long the cluster has to run a small job."""
+
+NODE_S = 30.0
+"""Of it, how long each node has to answer."""
+
+INSTALL_S = 600.0
+"""How much longer each of these may take where an environment is made first, as for `--pip`."""
 
 SECRET = re.compile(
     r"(^|[._])(password|passwd|secret|credentials?|api_?key|(access|secret)_?key(_id)?)$", re.IGNORECASE
@@ -139,7 +145,8 @@ def _asked(
     Raises:
         ClusterError: it does not come to its end.
     """
-    question = question | {"variables": list(cfg.secrets)}
+    more = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
+    question = question | {"variables": list(cfg.secrets), "seconds": NODE_S + more}
     job = f"mlx-check-{uuid.uuid4().hex[:8]}"
     jobs.submit(
         ["python", "-m", "mlx_runtime.probe"],
@@ -149,11 +156,13 @@ def _asked(
         metadata={"mlx": "check"},
         runtime_env=runtime_env,
     )
-    until = time.monotonic() + PROBE_S
+    until = time.monotonic() + PROBE_S + 2 * more  # the head makes its own first
     while not (details := jobs.details(job)).ended:
         if time.monotonic() > until:
             jobs.stop(job)
-            raise ClusterError(f"the job {job} did not end within {PROBE_S:.0f} s; is there room on the head node?")
+            raise ClusterError(
+                f"the job {job} did not end within {PROBE_S + 2 * more:.0f} s; is there room on the head node?"
+            )
         time.sleep(0.2)
     log = jobs.log(job)
     for line in log.splitlines():

@@ -17,10 +17,7 @@ MARK = "mlx-probe "
 
 QUESTION = "MLX_PROBE"
 """Name of the environment variable with the questions, as JSON: `root` of the storage, `file` to read there and
-`content` of it, names of `variables` that must be set, or `show` a folder."""
-
-NODE_S = 30.0
-"""How long a node has to answer."""
+`content` of it, names of `variables` that must be set, and `seconds` that a node has to answer."""
 
 
 def answers(question: dict[str, Any]) -> dict[str, Any]:
@@ -41,11 +38,11 @@ def answers(question: dict[str, Any]) -> dict[str, Any]:
         ): node["NodeManagerAddress"]
         for number, node in enumerate(nodes)
     }
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=NODE_S)
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=question["seconds"])
     told = []
     for ref, ip in refs.items():
         if ref not in done:
-            told.append({"ip": ip, "error": f"did not answer within {NODE_S:.0f} s"})
+            told.append({"ip": ip, "error": f"did not answer within {question['seconds']:.0f} s"})
             continue
         try:
             told.append({"ip": ip, **ray.get(ref)})
