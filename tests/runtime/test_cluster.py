@@ -248,9 +248,15 @@ class Proxy:
             item.close()
 
 
-def test_the_token_is_asked_for_and_checked(user: User, ray_cluster: RayCluster, bound: Path) -> None:
-    done = user.types("train", "launch", "--ray-address", ray_cluster.url, RAY_AUTH_TOKEN="")
+def test_the_token_is_asked_for_and_checked(user: User, ray_cluster: RayCluster, bound: Path, tmp_path: Path) -> None:
+    nobody = {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, **nobody)
     assert done.returncode == 1
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("y" * 32)  # as Ray leaves it, which it starts for `mlx train run`
+    own = user.types("train", "launch", "--ray-address", ray_cluster.url, **nobody)
+    assert "refuses the token from" in own.stdout
+    assert "which Ray writes for its clusters on this machine. Set RAY_AUTH_TOKEN to its own" in own.stdout
     assert f"the cluster at {ray_cluster.url} (from --ray-address) wants a token. Set RAY_AUTH_TOKEN" in done.stdout
     done = user.types("train", "launch", RAY_AUTH_TOKEN="x" * 32, RAY_ADDRESS=ray_cluster.url)
     assert done.returncode == 1
