@@ -309,6 +309,19 @@ def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayClus
     assert "FAILED" in other.types("xp", "ls", "digits").stdout
 
 
+def test_two_gigabytes_are_refused_at_once_with_their_names(user: User, ray_cluster: RayCluster) -> None:
+    large = user.folder / "weights.bin"
+    with large.open("wb") as file:
+        file.truncate(2 << 30)
+    try:
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url)
+    finally:
+        large.unlink()
+    assert done.returncode == 1
+    assert re.search(r"FAIL +upload .* 2,147\.\d MB; a cluster takes 105 MB", done.stdout)
+    assert re.search(r"2,147\.5 MB  weights\.bin", done.stdout)
+
+
 def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) -> None:
     """Launched, listed, read and shown, with nothing of it in a folder that both sides see."""
     there = {"MLX_STORAGE": s3.format("launched")}
@@ -478,15 +491,3 @@ class TestUploads:
             assert (staged / "src" / "a.py").read_text() == "src/a.py"
             assert (staged / "mlx_runtime" / "uploads.py").is_file()
             assert not list(staged.rglob("*.pyc"))
-
-    def test_two_gigabytes_are_refused_at_once_with_their_names(self, user: User, ray_cluster: RayCluster) -> None:
-        large = user.folder / "weights.bin"
-        with large.open("wb") as file:
-            file.truncate(2 << 30)
-        try:
-            done = user.types("train", "launch", "--ray-address", ray_cluster.url)
-        finally:
-            large.unlink()
-        assert done.returncode == 1
-        assert re.search(r"FAIL +upload .* 2,147\.\d MB; a cluster takes 105 MB", done.stdout)
-        assert re.search(r"2,147\.5 MB  weights\.bin", done.stdout)
