@@ -159,8 +159,8 @@ Written by `make bench`: ratios against peers in one run, on {os.cpu_count()} co
 Two DDP workers over gloo, one thread each.
 
 """
-    body = "".join(f"## {name}\n{content}" for name, content in found.items())
-    page.write_text(head + body.rstrip() + "\n")
+    body = "\n\n".join(f"## {name}\n\n{content.strip()}" for name, content in found.items())
+    page.write_text(head + body + "\n")
 
 
 if __name__ == "__main__":
