@@ -18,6 +18,7 @@ Messages are written for the person at the terminal: what happened with the valu
 and the next command to type.
 """
 
+import atexit
 import contextlib
 import difflib
 import os
@@ -178,17 +179,16 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
         print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
         if error.cure:
             print(error.cure, file=sys.stderr)
-        _deaf()
+        atexit.register(_deaf)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
             raise
         print("error: interrupted", file=sys.stderr)
-        _deaf()
+        atexit.register(_deaf)
         sys.exit(RunStopped.exit_code)
 
 
 def _deaf() -> None:
-    """From here on the process ends; a second Ctrl-C shall not tear up what others do as it ends."""
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The process ends; a second Ctrl-C shall not tear up what others do as it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
