@@ -66,17 +66,23 @@ def digits(baked: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(baked, tmp_path / "digits"))
 
 
-@pytest.fixture
-def experiment(baked: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """`experiment("spec")`: an experiment folder around one of tests/experiments."""
+@pytest.fixture(scope="session")
+def make_in(baked: Path) -> Callable[[str, Path], Path]:
+    """`make_in("spec", place)`: an experiment folder around one of tests/experiments."""
 
-    def make(name: str) -> Path:
-        folder = tmp_path / name
+    def make(name: str, place: Path) -> Path:
+        folder = place / name
         shutil.copytree(EXPERIMENTS / name, folder / "src")
         shutil.copy(baked / "main.py", folder)
         return folder
 
     return make
+
+
+@pytest.fixture
+def experiment(make_in: Callable[[str, Path], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """`experiment("spec")`: the same, in the test's own folder."""
+    return lambda name: make_in(name, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -70,13 +70,14 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
     return [] if one == other or (one != one and other != other) else [f"{at}: {one} and {other}"]
 
 
+CLOCKS = ("time", "date", "hostname", "node_ip", "pid", "samples_per_s")
+"""How the names begin of what differs between two runs that do the same."""
+
+
 def reports(run: Path) -> list[dict[str, Any]]:
     """`metrics.jsonl` without clocks."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {key: value for key, value in line.items() if key not in ("timestamp", "samples_per_s") and "time/" not in key}
-        for line in lines
-    ]
+    return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
 
 
 def points(run: Path, name: str) -> list[tuple[int, float]]:

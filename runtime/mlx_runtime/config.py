@@ -1,7 +1,9 @@
 """`TrainConfig`: the settings that every experiment has, whatever it trains. `DataConfig`: those of every data job."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
+
+from mlx_runtime.trackers import TensorBoard
 
 
 @dataclass
@@ -37,6 +39,9 @@ class TrainConfig:
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder for runs, relative to the experiment; `MLX_STORAGE` overrides it.
         log_every_steps: training steps between two reductions of the metrics over the workers.
+        trackers: where numbers go beside the run's own `metrics.jsonl`, by name: those of `mlx_runtime.trackers`, or
+            any class of yours, as in `mlx_runtime.callbacks`; `null` takes one out.
+        callbacks: what else listens to a run, in the driver: any class of yours, as in `mlx_runtime.callbacks`.
         monitor: metric that decides which checkpoint is best, like `val/accuracy`; None keeps the newest.
         mode: whether a `max` or a `min` of `monitor` is best.
         checkpoint_every_steps: training steps between two checkpoints in the middle of an epoch, or None for only
@@ -71,6 +76,8 @@ class TrainConfig:
     deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = 10
+    trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
+    callbacks: dict[str, Any] = field(default_factory=dict)
     monitor: str | None = None
     mode: Literal["max", "min"] = "min"
     checkpoint_every_steps: int | None = None

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
@@ -15,13 +15,14 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import checkpoints, parallel
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
-from mlx_runtime.datasets import DatasetShards, Loader
+from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
 from mlx_runtime.errors import MlxError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
+from mlx_runtime.reduction import Exchange, Message, States, numbers, packed, reduced, syncs_itself
 from mlx_runtime.sampling import mixed
-from mlx_runtime.tracking import Tracker
+from mlx_runtime.tracking import Tracking
 
 BOUND_BY_INPUT_PCT = 20
 """Of an epoch's time spent waiting for data, above which a line tells how to read faster, if it took a second."""
@@ -54,7 +55,8 @@ class WorkerRun:
         worker: place in the group.
         tree: conf.yaml of the run.
         sink: takes progress events; None except on rank 0.
-        tracker: writes numbers; None except on rank 0.
+        tracking: takes numbers; None except on rank 0.
+        forwarded: whether the driver wants the numbers as well.
         allowed: raises when this run was taken over by another driver.
         stop_asked: whether this worker was asked to end the run.
         preemptible: whether the cluster may give notice that a node goes away.
@@ -65,7 +67,8 @@ class WorkerRun:
     worker: Worker
     tree: Mapping[str, Any]
     sink: Sink | None = None
-    tracker: Tracker | None = None
+    tracking: Tracking | None = None
+    forwarded: bool = False
     allowed: Callable[[], None] = lambda: None
     stop_asked: Callable[[], bool] = lambda: False
     preemptible: bool = False
@@ -84,7 +87,11 @@ class WorkerRun:
     stopping: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
     counted: Loader | None = None
+    exchange: Exchange = field(default_factory=Exchange)
+    sent: "Sent | None" = None
     stage: "Stage | None" = None
+    own_stage: "Stage" = field(default_factory=lambda: Stage("train", training=True, steps=0))
+    stage_name: str | None = None
     stages: "dict[str, Stage]" = field(default_factory=dict)
     logged: bool = False
     loaders: dict[str, Loader] = field(default_factory=dict)
@@ -118,11 +125,15 @@ class Stage:
     """A pass over a loader that is under way.
 
     Attributes:
-        name: of the dataset: `train`, `val`, …
+        name: of the dataset, `train`, `val`, …, or the one that user code gave it.
         training: whether its steps count as global steps.
         step, steps: taken and in all.
         given: steps taken since the pass began here; fewer than `step` when it was interrupted before.
         loader: that is read; None when the loop reads one of its own.
+        values: recorded in this pass.
+        said: groups that are to be recorded since the last time.
+        states: of their metrics, taken when user code said so.
+        sent_at, sent_step: when numbers were recorded last.
     """
 
     name: str
@@ -134,6 +145,22 @@ class Stage:
     started: float = field(default_factory=time.monotonic)
     last_event: float = 0.0
     values: dict[str, float] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+    states: States = field(default_factory=dict)
+    sent_at: float = field(default_factory=time.monotonic)
+    sent_step: int = 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Numbers on their way: which stage of the loop they are of, and what is known of them already."""
+
+    stage: Stage
+    title: str
+    last: bool
+    step: int
+    epoch: int
+    rates: Mapping[str, float]
 
 
 class BaseModule:
@@ -193,26 +220,70 @@ class BaseModule:
         """
         return [self._watched(shard.iter_torch_batches()) for shard in dataset_shards]
 
-    def save_metrics_and_losses(self, batch_idx: int, epoch: int) -> None:
+    def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
 
-        Values are reduced over all workers every `cfg.log_every_steps` training steps, and at the last batch of a
-        pass, where the value is the one of the whole pass since `reset_all_metrics_and_losses`. They are named after
-        the dataset being read, like `val/accuracy`.
+        Values are over all workers, since `reset_all_metrics_and_losses`. They are taken every `cfg.log_every_steps`
+        training steps and at the last batch of a pass; those of metrics that keep every row, like AUROC, only there.
 
         Args:
             batch_idx: of this batch in the pass, from 0.
             epoch: as counted by the loop.
+            stage: first part of their names, like `val` in `val/accuracy`; None means that of the dataset being read,
+                or of `self.stage`.
+
+        Raises:
+            MlxError: not all workers have called it since the last time.
         """
-        self._save(batch_idx, epoch, self.losses, self.metrics)
+        self._save(batch_idx, epoch, stage, "losses", "metrics")
 
-    def save_metrics(self, batch_idx: int, epoch: int) -> None:
+    def save_metrics(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Like `save_metrics_and_losses`, the metrics only."""
-        self._save(batch_idx, epoch, self.metrics)
+        self._save(batch_idx, epoch, stage, "metrics")
 
-    def save_losses(self, batch_idx: int, epoch: int) -> None:
+    def save_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Like `save_metrics_and_losses`, the losses only."""
-        self._save(batch_idx, epoch, self.losses)
+        self._save(batch_idx, epoch, stage, "losses")
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name what the block records, whatever it reads. Every worker must take part.
+
+        Args:
+            name: first part of the names. Steps of stages named `val…`, `test…`, `eval…`, `dev…` or `predict…` do not
+                count as training steps.
+        """
+        run = self._running()
+        before = run.stage, run.stage_name
+        run.stage, run.stage_name = Stage(name, not name.startswith(EVALUATION), steps=0), name
+        try:
+            yield
+            self._receive()
+            self._send(run.stage, last=True)
+            self._receive()
+        finally:
+            run.stage, run.stage_name = before
+
+    def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Record numbers of your own, as rank 0 has them; no worker waits for another.
+
+        Args:
+            values: like `{"gan/penalty": 0.3}`; each a number or a tensor of one element.
+        """
+        run = self._running()
+        if run.worker.writes:
+            found = {name: float(value) for name, value in values.items()}
+            run.latest |= found
+            self._report(found, run.global_step, run.epoch)
+
+    @property
+    def tensorboard(self) -> Any:
+        """Torch's `SummaryWriter` of the run, for images, histograms, text and graphs.
+
+        On workers that do not write, and in runs without TensorBoard, an object whose methods do nothing.
+        """
+        run = self._running()
+        return (run.tracking.tensorboard if run.tracking is not None else None) or _Silent()
 
     def reset_all_metrics_and_losses(self) -> None:
         """Forget what metrics and losses have seen; call it before each pass."""
@@ -301,6 +372,8 @@ class BaseModule:
             run.saver = Saver(run.checkpoints, self._stored, run.allowed)
         parallel.seed_everything(self.cfg.seed + run.worker.rank)  # models began alike; dropout must differ by rank
         self.restore_checkpoint()
+        if run.tracking is not None:
+            run.tracking.start()
 
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
@@ -372,7 +445,8 @@ class BaseModule:
         run.beat()
         name = loader.shard.name
         if loader.given == 1:
-            run.stages[name] = Stage(name, loader.shard.training, steps, loader)
+            title, training = run.stage_name or name, run.stage is None or run.stage_name is None or run.stage.training
+            run.stages[name] = Stage(title, loader.shard.training and training, steps, loader, sent_step=number - 1)
             run.send_once("loader", name=name, training=loader.shard.training, **_size(loader))
         stage = run.stages[name]
         stage.step, stage.given = number, loader.given
@@ -398,7 +472,7 @@ class BaseModule:
         if number == stage.steps or present - stage.last_event >= SECONDS_PER_EVENT:
             stage.last_event = present
             rate = (stage.given - 1) / max(present - stage.started, 1e-9)
-            fields = {"stage": name, "epoch": run.epoch, "step": number, "steps": stage.steps}
+            fields = {"stage": stage.name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
 
     def _updated(self) -> None:
@@ -408,9 +482,15 @@ class BaseModule:
             self._run.beat()
 
     def _between(self, loader: Loader) -> None:
-        """The loop is done with a step: the place for a checkpoint in the middle of a pass, and for stopping."""
+        """The loop is done with a step: the place to record numbers, for a checkpoint, and for stopping."""
         run = self._running()
         run.beat()
+        self._receive()
+        stage = run.stages[loader.shard.name]
+        if self._is_due(stage):
+            self._send(stage, last=stage.step == stage.steps)
+            if stage.step == stage.steps:
+                self._receive()  # what follows may ask for the values of the whole pass
         if loader is not run.counted or not loader.steps_left:
             return  # after the last step evaluation follows, and then the checkpoint of the epoch
         updated, run.updates_before = run.updates != run.updates_before, run.updates
@@ -446,6 +526,7 @@ class BaseModule:
     def _store(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
         """Gather what every rank has and hand it to the saver. Every worker must call this."""
         run = self._running()
+        self._receive()
         run.due = False
         device = run.worker.device
         parts: dict[str, Any] = {"random": parallel.rank_random_state(device)}
@@ -468,7 +549,7 @@ class BaseModule:
         state["on_device"] = checkpoints.on_device(self.tools)
         state["loaders"] = run.places | {name: loader.state_dict() for name, loader in run.loaders.items()}
         state["numbers"] = {"latest": dict(run.latest), "unreported": dict(run.unreported)}
-        state["logs"] = run.tracker.sizes() if run.tracker is not None else {}
+        state["tracking"] = run.tracking.state() if run.tracking is not None else None
         run.saver.save(state, Checkpoint(epoch, finished, run.global_step, dict(numbers)))
 
     def _stored(self, checkpoint: Checkpoint) -> None:
@@ -477,7 +558,10 @@ class BaseModule:
         saved = run.checkpoints
         saved.prune(self.cfg.keep_checkpoints, self.cfg.monitor, self.cfg.mode)
         fields = {"epoch": checkpoint.epoch, "finished": checkpoint.finished, "step": checkpoint.global_step}
-        run.send("checkpoint", **fields, path=saved.path(checkpoint), metrics=checkpoint.metrics)
+        facts = {**fields, "path": saved.path(checkpoint), "metrics": checkpoint.metrics}
+        run.send("checkpoint", **facts)
+        if run.tracking is not None:
+            run.tracking.stored(facts)
 
     def _found_state(self) -> State | None:
         """The state to go on from: of this run's latest checkpoint, else of `cfg.restore_checkpoint_path`."""
@@ -486,8 +570,8 @@ class BaseModule:
         tell = partial(run.send_once, "notice")
         found = parallel.shared(saved.newest(lambda text: tell(text=text)) if run.worker.writes else None)
         chosen = self.cfg.restore_checkpoint_path
-        if found is None and run.tracker is not None:
-            run.tracker.rewind({}, 0)  # of workers that were lost before their first checkpoint
+        if found is None and run.tracking is not None:
+            run.tracking.rewind(None, 0)  # of workers that were lost before their first checkpoint
         if found is None and not chosen:
             return None
         state = saved.load(found) if found else checkpoints.read(chosen)
@@ -497,8 +581,8 @@ class BaseModule:
                 tell(text=f"          {line}")
             tell(text=f"weights   of {where} (epoch {state['epoch'] + 1}); all else begins anew")
             return None
-        if found and run.tracker is not None:
-            run.tracker.rewind(state["logs"], state["global_step"])
+        if found and run.tracking is not None:
+            run.tracking.rewind(state["tracking"], state["global_step"])
         at = f"epoch {state['epoch'] + 1}, step {state['global_step']}"
         tell(text=f"restored  {where} ({at})")
         return state
@@ -552,55 +636,130 @@ class BaseModule:
                     run.send_once("notice", text=text)
             checkpoints.load_into(group, saved, name, then={}, now={}, only=set(saved))
 
-    def _save(self, batch_idx: int, epoch: int, *groups: Any) -> None:
+    def _save(self, batch_idx: int, epoch: int, stage_name: str | None, *groups: str) -> None:
         run = self._running()
         run.beat()
         run.epoch = epoch
         run.logged = True
-        stage = run.stage or Stage("train", training=True, steps=0)  # a loader of the user's own
-        step = stage.step if stage.loader is not None else batch_idx + 1  # the loop counts from 0 after a restart, too
+        stage = run.stage or run.own_stage
+        stage.name = stage_name or stage.name
+        stage.said.update(groups)
+        if stage.loader is None:  # the loop reads one of its own, and counts from 0 after a restart, too
+            run.global_step += stage.training and batch_idx + 1 != stage.step
+            stage.step = batch_idx + 1
+            if self._is_due(stage):
+                self._send(stage, last=False)
+                self._receive()
+        elif self._is_due(stage):
+            found = self._metrics(groups)
+            stage.states |= packed(found, whole_pass=stage.step == stage.steps)
+
+    def _is_due(self, stage: Stage) -> bool:
+        """Whether numbers of this step are recorded."""
         every = self.cfg.log_every_steps * (stage.loader.accumulate if stage.loader is not None else 1)
-        if step != stage.steps and not (stage.training and step % every == 0):
+        return stage.step == stage.steps or (stage.training and stage.step % every == 0)
+
+    def _metrics(self, groups: Iterable[str]) -> dict[str, Metric | MetricCollection]:
+        found = {name: item for group in groups for name, item in checkpoints.members(getattr(self, group)).items()}
+        return {name: item for name, item in found.items() if isinstance(item, Metric | MetricCollection)}
+
+    def _send(self, stage: Stage, *, last: bool) -> None:
+        """Tell all workers what this one has seen, in the background. Every worker must call this at the same places.
+
+        Args:
+            stage: that it was seen in.
+            last: the stage ends here.
+        """
+        run = self._running()
+        said = frozenset(stage.said)
+        late = {name: item for name, item in self._metrics(sorted(said)).items() if name not in stage.states}
+        states = packed(late, whole_pass=last) | stage.states
+        rates = self._rates(stage) if said and stage.training and run.worker.writes else {}
+        loader = stage.loader
+        waited = 100 * loader.waited_s / loader.seconds if loader is not None and stage.training else 0.0
+        run.sent = Sent(stage, stage.name, last, run.global_step, run.epoch, rates)
+        run.exchange.send(Message((stage.name, stage.step), said, waited, states))
+        stage.said, stage.states, stage.sent_at, stage.sent_step = set(), {}, time.monotonic(), stage.step
+
+    def _receive(self) -> None:
+        """Record what all workers have said, if they were asked. Every worker must call this at the same places."""
+        run = self._running()
+        sent, run.sent = run.sent, None
+        if sent is None:
             return
-        found = {name: item for group in groups for name, item in checkpoints.members(group).items()}
-        metrics = {name: item for name, item in found.items() if isinstance(item, Metric | MetricCollection)}
-        updated = agree([_is_updated(item) for item in metrics.values()], run.worker.device)
+        messages = run.exchange.receive()
+        if not messages[0].said:
+            return
         values: dict[str, float] = {}
-        for (name, metric), everywhere in zip(metrics.items(), updated, strict=True):
-            if everywhere is None:
-                raise MlxError(f"{name} was updated on some workers only; update it on all, or its value never comes")
-            if everywhere:
-                values |= _reduced(f"{stage.name}/{name}", metric)
-            else:
-                run.send_once("notice", text=f"{stage.name}/{name} is skipped: it was not updated")
-        stage.values |= values
+        for name, metric in self._metrics(sorted(messages[0].said)).items():
+            title = f"{sent.title}/{name}"
+            found: dict[str, float] | None = {}
+            if syncs_itself(metric):
+                found = self._synced(title, metric)
+            elif run.worker.writes and name in messages[0].states:
+                found = reduced(title, metric, [message.states[name] for message in messages])
+            if found is None:
+                run.send_once("notice", text=f"{title} is skipped: it was not updated")
+            values |= found or {}
+        sent.stage.values |= values
         run.latest |= values
         run.unreported |= values
-        rates = _learning_rates(self.optimizers) if stage.training else {}
-        if stage.training and step == stage.steps and stage.loader is not None:
-            rates |= self._input_rates(stage.loader)
-        if run.tracker is not None:
-            run.tracker.write(values | rates, step=run.global_step, epoch=epoch)
+        if not run.worker.writes:
+            return
+        rates = dict(sent.rates)
+        if sent.stage.training and sent.stage.loader is not None:
+            rates["time/data_wait_pct"] = waited = max(message.number for message in messages)
+            if sent.last:
+                self._input_rates(sent.stage.loader, rates["samples_per_s"], waited)
+        self._report(values | rates, sent.step, sent.epoch)
 
-    def _input_rates(self, loader: Loader) -> dict[str, float]:
-        """How fast a pass that ends read its rows, and how much of its time the slowest worker waited for them."""
+    def _synced(self, title: str, metric: Metric | MetricCollection) -> dict[str, float] | None:
+        """The value of a metric that comes to terms with other workers by itself; a collective."""
+        (updated,) = agree(
+            [metric.update_called if isinstance(metric, Metric) else True], self._running().worker.device
+        )
+        if updated is None:
+            raise MlxError(f"{title} was updated on some workers only; update it on all, or its value never comes")
+        return numbers(title, metric.compute()) if updated else None
+
+    def _rates(self, stage: Stage) -> dict[str, float]:
+        """What there is to say of training beside metrics: learning rates, speed, memory."""
+        rates = _learning_rates(self.optimizers)
+        device = self._running().worker.device
+        if stage.step > stage.sent_step:
+            rates["time/step_s"] = (time.monotonic() - stage.sent_at) / (stage.step - stage.sent_step)
+        if stage.loader is not None:
+            rates["samples_per_s"] = stage.loader.rows_read / stage.loader.seconds
+        if device.type == "cuda":
+            rates["gpu/memory"] = torch.cuda.max_memory_allocated(device) / 1e9
+        return rates
+
+    def _report(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        """Give numbers to the trackers, and to the driver if it wants them."""
         run = self._running()
-        waited = parallel.largest(100 * loader.waited_s / loader.seconds, run.worker.device)
-        run.input_rates = {"samples_per_s": loader.rows_read / loader.seconds, "data_wait_pct": waited}
+        if run.tracking is not None:
+            report = run.tracking.report(values, step=step, epoch=epoch)
+            if run.forwarded:
+                run.send("report", **vars(report))
+
+    def _input_rates(self, loader: Loader, samples_per_s: float, waited: float) -> None:
+        """How fast a pass that has ended read its rows, and how much of its time the slowest worker waited for them."""
+        run = self._running()
+        run.input_rates = {"samples_per_s": samples_per_s, "data_wait_pct": waited}
         if waited > BOUND_BY_INPUT_PCT and loader.seconds > 1 and loader.advice:
             run.send_once("notice", text=f"reading datasets.{loader.shard.name} holds up training; {loader.advice}")
-        return {"samples_per_s": run.input_rates["samples_per_s"], "time/data_wait_pct": waited}
 
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""
         run = self._running()
+        self._receive()
         seconds = time.monotonic() - run.epoch_started
         if run.unreported:
             fields = {"epoch": run.epoch, "epochs": self.cfg.num_epochs, "values": run.unreported, "seconds": seconds}
             run.send("epoch", **fields, **run.input_rates)
-            if run.tracker is not None:
-                run.tracker.write({"time/epoch_s": seconds}, step=run.global_step, epoch=run.epoch)
-                run.tracker.flush()
+            self._report({"time/epoch_s": seconds}, run.global_step, run.epoch)
+            if run.tracking is not None:
+                run.tracking.end_epoch(run.epoch, dict(run.unreported))
         run.unreported = {}
         run.input_rates = {}
         run.epoch_started = time.monotonic()
@@ -621,16 +780,11 @@ def _takes_over(stage: Stage, current: Stage, *, logged: bool) -> bool:
     return stage.given == 1 and (current.given > 1 or logged)  # side by side, both would be at their first batch
 
 
-def _is_updated(metric: Metric | MetricCollection) -> bool:
-    parts = metric.values() if isinstance(metric, MetricCollection) else [metric]
-    return all(part.update_called for part in parts)
+class _Silent:
+    """Stands for a writer where nothing is written."""
 
-
-def _reduced(name: str, metric: Metric | MetricCollection) -> dict[str, float]:
-    """A metric's value over all workers, as numbers by name; a collective."""
-    value = metric.compute()
-    found = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-    return {key: float(item) for key, item in found.items() if torch.as_tensor(item).numel() == 1}
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
 def _size(loader: Loader) -> dict[str, int]:

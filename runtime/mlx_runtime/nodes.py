@@ -22,6 +22,7 @@ from mlx_runtime.signatures import (
     Parameter,
     convert,
     groups,
+    is_factory,
     object_at,
     parameters,
     path_of,
@@ -92,6 +93,8 @@ class Description:
         if parameter.hint is MISSING and path_of(target).startswith("src."):
             self.notices.append(f"{key} has no type, so its value cannot be checked")
         default = parameter.default
+        if is_factory(default):
+            return
         if isinstance(default, torch.nn.Module) or (hasattr(default, "__dict__") and not callable(default)):
             here = (id(target), parameter.name)  # a class that is used twice shows its own default twice
             known = self._keys_of.setdefault(id(default), (key, here, default))

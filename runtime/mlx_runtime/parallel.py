@@ -186,15 +186,6 @@ class Vote:
         return wish
 
 
-def largest(value: float, device: torch.device) -> float:
-    """The largest of all workers' values; a collective."""
-    if not torch.distributed.is_initialized():
-        return value
-    tensor = torch.tensor(value, dtype=torch.float32, device=device)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return float(tensor)
-
-
 def preempted() -> bool:
     """Whether a node of this run has notice that it goes away; all workers must ask, about 5 ms."""
     return ray.train.get_preemption_info() is not None

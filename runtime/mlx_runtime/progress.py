@@ -6,6 +6,7 @@ its sender:
 
     step        stage, epoch, step, steps, rate (steps per second), values (latest, may be empty)
     epoch       epoch, epochs, values, seconds, samples_per_s and data_wait_pct where a training set was read
+    report      step, epoch, values, facts: sent only when a callback wants it
     checkpoint  epoch, finished, step, path, metrics
     notice      text
     hello       a worker is connected

@@ -20,6 +20,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import COLUMNS, Row, number, of, span
 from mlx_runtime.storage import Storage, size_text, write_atomic
+from mlx_runtime.tracking import FACTS
 
 PAGES = Path(__file__).parent / "pages"
 
@@ -146,7 +147,7 @@ def _series(lines: str) -> dict[str, list[Point]]:
             values = json.loads(line)
             step, epoch = int(values["step"]), int(values["epoch"]) + 1
             for name, value in values.items():
-                if name not in ("step", "epoch", "timestamp") and isinstance(value, int | float | None):
+                if name not in ("step", "epoch", *FACTS) and isinstance(value, int | float | None):
                     found.setdefault(name, []).append((step, value, epoch))
     return found
 

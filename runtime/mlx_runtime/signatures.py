@@ -82,6 +82,11 @@ class Calls:
         return self.named[id(value)][0] if id(value) in self.named else None
 
 
+def is_factory(default: Any) -> bool:
+    """Whether a dataclass field shows a stand-in because its default is made by a factory."""
+    return type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
+
+
 def path_of(thing: Any) -> str:
     """The dotted path that imports a class or function again.
 

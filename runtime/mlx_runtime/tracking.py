@@ -1,59 +1,115 @@
-"""Where numbers go: TensorBoard and `metrics.jsonl` in the run folder. Only rank 0 writes."""
+"""What rank 0 does with numbers: keeps the run's record of them, `metrics.jsonl`, and hands them to the trackers."""
 
 import contextlib
-import json
-import math
+import datetime
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
+from mlx_runtime.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.errors import StorageError
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.trackers import JSONL, TensorBoard
+
+FACTS = (
+    "training_iteration",
+    "timestamp",
+    "date",
+    "time_this_iter_s",
+    "time_total_s",
+    "hostname",
+    "node_ip",
+    "pid",
+)
+"""What a report says of itself, beside `step` and `epoch`."""
 
 
-class Tracker:
-    """Writes one line of `metrics.jsonl` and the same scalars to TensorBoard per report.
+class Tracking:
+    """Reports of a run, to its record and to the objects of `cfg.trackers`.
 
     Args:
+        run: what trackers get to know.
         folder: of the run.
+        trackers: by name, from `cfg.trackers`.
+        tell: takes a line about one that fails.
         ours: whether this run has not been taken over by another driver.
+        host: address of this machine.
     """
 
-    def __init__(self, folder: RunFolder, ours: Callable[[], bool] = lambda: True) -> None:
-        self._folder, self._ours = folder, ours
-        self._lines = folder.metrics.open("a", encoding="utf-8", buffering=1)  # a complete line is on disk
-        self._purge_step: int | None = None
+    def __init__(
+        self,
+        run: RunInfo,
+        folder: RunFolder,
+        trackers: Mapping[str, Any],
+        tell: Callable[[str], None],
+        ours: Callable[[], bool] = lambda: True,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._run, self._folder, self._ours = run, folder, ours
+        self._record = JSONL(folder.metrics.name)
+        self.trackers = Listeners(trackers, "trackers", tell)
+        self._where = {"hostname": socket.gethostname(), "node_ip": host, "pid": os.getpid()}
+        self._reports = 0
+        self._trained_s = 0.0
+        self._started = self._reported = time.monotonic()
+        self._begun = self._over = False
 
-    @cached_property
-    def _writer(self) -> SummaryWriter:
-        return SummaryWriter(str(self._folder.path), purge_step=self._purge_step)
+    def start(self) -> None:
+        """The run begins, or goes on; before the first report."""
+        self._record.on_run_start(self._run)
+        self.trackers.call("on_run_start", self._run)
+        self._begun = True
 
-    def write(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Record scalars.
+    def report(self, values: Mapping[str, float], *, step: int, epoch: int) -> Report:
+        """Record numbers.
 
         Args:
             values: like `{"train/loss": 0.3}`.
-            step: global step, the x axis in TensorBoard.
+            step: global step, the x axis.
             epoch: as user code counts them.
         """
-        line: dict[str, Any] = {"step": step, "epoch": epoch, "timestamp": round(time.time(), 3)}
-        line |= {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
-        self._lines.write(json.dumps(line) + "\n")
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        present, moment = time.monotonic(), time.time()
+        self._reports += 1
+        facts = {
+            "training_iteration": self._reports,
+            "timestamp": round(moment, 3),
+            "date": datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).isoformat(timespec="seconds"),
+            "time_this_iter_s": round(present - self._reported, 6),
+            "time_total_s": round(self._seconds(present), 3),
+            **self._where,
+        }
+        self._reported = present
+        report = Report(step, epoch, values, facts)
+        self._record.on_report(report)
+        self.trackers.call("on_report", report)
+        return report
 
-    def flush(self) -> None:
-        self._lines.flush()
-        self._writer.flush()
+    def end_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
+        self.trackers.call("on_epoch_end", epoch, values)
+
+    def stored(self, checkpoint: Mapping[str, Any]) -> None:
+        self.trackers.call("on_checkpoint", checkpoint)
+
+    def end(self, status: str, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
+        """The run ends here; only the first time counts."""
+        if not self._over and self._begun:
+            self._over = True
+            if error is not None:
+                self.trackers.call("on_exception", error)
+            self.trackers.call("on_run_end", status, metrics)
+
+    @property
+    def tensorboard(self) -> Any:
+        """Torch's SummaryWriter of this run, or None without one."""
+        found = [item for item in self.trackers if isinstance(item, TensorBoard)]
+        return found[0].writer if found else None
 
     def push(self, *, must: bool = False) -> None:
-        """Copy what is flushed to where the run is stored.
+        """Copy what trackers have written to where the run is stored.
 
         Args:
             must: a failure is an error, not made good for by the next time.
@@ -61,41 +117,52 @@ class Tracker:
         Raises:
             StorageError: the storage does not take it.
         """
-        self._folder.push(*self._files(), must=must)
+        self._folder.push(*self._files(append_only=False), must=must)
 
-    def sizes(self) -> dict[str, int]:
-        """How long each file is at present, in bytes: a checkpoint remembers it."""
-        self.flush()
-        return {file.name: file.stat().st_size for file in self._files()}
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint remembers: how long each growing file is, in bytes, and what was counted."""
+        self.trackers.call("flush")
+        sizes = {file.name: file.stat().st_size for file in self._files(append_only=True)}
+        return {"sizes": sizes, "reports": self._reports, "seconds": self._seconds(time.monotonic())}
 
-    def rewind(self, sizes: Mapping[str, int], step: int) -> None:
+    def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Take back what was written after a checkpoint, so that no step is recorded twice.
 
         Args:
-            sizes: of the files then.
-            step: global step then; later ones are also hidden in a TensorBoard that has read them already.
+            state: from the checkpoint, or None for the very beginning.
+            step: global step then.
         """
-        self.__dict__.pop("_writer", None)
-        self._purge_step = step + 1 if sizes else None
-        for file in self._files():
+        sizes = state["sizes"] if state else {}
+        self._reports, self._trained_s = (state["reports"], state["seconds"]) if state else (0, 0.0)
+        self._started = self._reported = time.monotonic()
+        for file in self._files(append_only=True):
             if file.name in sizes or file == self._folder.metrics:
                 os.truncate(file, min(sizes.get(file.name, 0), file.stat().st_size))
             else:
                 file.unlink()
                 self._folder.forget(file)
+        self.trackers.call("on_rewind", step if state else 0)
 
-    def _files(self) -> list[Path]:
-        return [self._folder.metrics, *sorted(self._folder.path.glob("events.out.tfevents.*"))]
+    def _seconds(self, present: float) -> float:
+        return self._trained_s + present - self._started
 
-    def __enter__(self) -> "Tracker":
+    def _files(self, *, append_only: bool) -> list[Path]:
+        """Of the run's record and its trackers; of those that only grow, or of all."""
+        makers = [item for item in (self._record, *self.trackers) if not append_only or hasattr(item, "append_only")]
+        patterns = [pattern for item in makers for pattern in getattr(item, "files", ())]
+        found = {file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()}
+        return sorted(found)
+
+    def __enter__(self) -> "Tracking":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lines.close()
-        if "_writer" in self.__dict__:
-            self._writer.close()
+        if error is not None:
+            stopped = isinstance(error, KeyboardInterrupt)
+            self.end("STOPPED" if stopped else "FAILED", {}, error)
+        self._record.on_run_end("", {})
         with contextlib.suppress(StorageError):
             if self._folder.uri is not None and self._ours():
                 self.push()

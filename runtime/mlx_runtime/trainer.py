@@ -20,6 +20,7 @@ import ray.train
 import ray.train.torch
 
 from mlx_runtime import checkpoints, datasets, preparation, registry
+from mlx_runtime.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.cluster import Cluster, start_ray
 from mlx_runtime.control import Control, Terminated
 from mlx_runtime.datasets import Reading
@@ -108,13 +109,16 @@ def _fit(
 ) -> Result:
     """Train the run that was claimed."""
     cfg, folder = config.cfg, record.folder
-    progress = _Progress(record, Display(sys.stdout, log.copy), config)
+    display = Display(sys.stdout, log.copy)
+    progress = _Progress(record, display, config, Listeners(cfg.callbacks, "callbacks", display.print))
     control = Control(folder, attempt)
     in_use = _InUse()
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
         write_atomic(folder.conf, config.yaml())
         folder.push(folder.conf, must=True)
         progress.start_lines(cluster)
+        info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.tree, attempt)
+        progress.callbacks.call("on_run_start", info)
         local = cfg.start_workers == 0
         if local and streams_of(config.tree):
             in_use.enter_context(start_ray(cfg))
@@ -131,6 +135,7 @@ def _fit(
     result = Result(folder, ending.metrics, progress.best)
     record.finish("SUCCEEDED", metrics=ending.metrics)
     progress.end_lines(result)
+    progress.callbacks.call("on_run_end", "SUCCEEDED", ending.metrics)
     return result
 
 
@@ -275,11 +280,13 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
             record.disown()
             raise MlxError(f"{run} was taken over by another driver; this one has ended") from None
         record.finish("STOPPED")
+        progress.ended("STOPPED", interrupt)
         message = f"stopped; {run} is marked STOPPED, its checkpoints are kept. Go on: {_resume_command(progress)}"
         raise RunStopped(message, 143 if isinstance(interrupt, Terminated) else 130) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
             record.finish("FAILED", error=str(error))
+        progress.ended("FAILED", error)
         if isinstance(error, WorkerLoopError | WorkerLostError | HangError):
             error.cure = f"Again from the last checkpoint: {_resume_command(progress)}"
         raise
@@ -515,6 +522,7 @@ class _Progress:
     record: registry.Record
     display: Display
     config: Config
+    callbacks: Listeners
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
     world_size: int = 0
@@ -533,6 +541,10 @@ class _Progress:
             self._loader_line(event)
         elif kind == "checkpoint":
             self._checkpoint(event)
+            names = ("path", "epoch", "finished", "step", "metrics")
+            self.callbacks.call("on_checkpoint", {name: event[name] for name in names})
+        elif kind == "report":
+            self.callbacks.call("on_report", Report(*(event[name] for name in ("step", "epoch", "values", "facts"))))
         elif kind == "end":
             self.metrics, self.stopped = event["metrics"], event["stopped"]
         elif kind == "lost":
@@ -541,6 +553,13 @@ class _Progress:
             if kind == "epoch":
                 self.record.note(epoch=event["epoch"], metrics=(self.record["metrics"] or {}) | event["values"])
             self.display.handle(event)
+            if kind == "epoch":
+                self.callbacks.call("on_epoch_end", event["epoch"], event["values"])
+
+    def ended(self, status: str, error: BaseException) -> None:
+        """The run has ended early."""
+        self.callbacks.call("on_exception", error)
+        self.callbacks.call("on_run_end", status, self.metrics or self.record["metrics"] or {})
 
     def start_lines(self, cluster: Cluster) -> None:
         folder, cfg = self.record.folder, self.config.cfg

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
+import ray.util
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mlx_runtime import checkpoints
+from mlx_runtime.callbacks import Listeners, RunInfo
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
@@ -35,7 +37,7 @@ from mlx_runtime.prepared import PreparedSet
 from mlx_runtime.progress import Event, Remote, Sink
 from mlx_runtime.signatures import object_at
 from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
-from mlx_runtime.tracking import Tracker
+from mlx_runtime.tracking import Tracking
 from mlx_runtime.watching import Watch
 
 
@@ -117,7 +119,7 @@ def work(job: Job, sink: Sink) -> Ending:
             groups, experiment = _built(job, worker, stack)
         cfg: TrainConfig = groups["cfg"]
         torch.set_num_threads(cfg.cpus_per_worker)
-        run = _run_of(job, worker, sink, stack)
+        run = _run_of(job, worker, cfg, sink, stack)
         if isinstance(sink, Remote):
             place = partial(_standing, run)
             watch = Watch(cfg.hang_timeout_s, lambda event: sink.send({"kind": "hang", **event}), place, job.project)
@@ -142,7 +144,10 @@ def work(job: Job, sink: Sink) -> Ending:
             if any(shard.dealt for shard in shards):
                 with contextlib.suppress(RuntimeError):  # another worker failed, and tells why
                     shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
-            return Ending(experiment._end(), stopped)
+            ending = Ending(experiment._end(), stopped)
+            if run.tracking is not None:
+                run.tracking.end("STOPPED" if stopped else "SUCCEEDED", ending.metrics)
+            return ending
 
 
 def _built(job: Job, worker: Worker, stack: contextlib.ExitStack) -> tuple[dict[str, Any], BaseModule]:
@@ -169,20 +174,25 @@ def _deterministic() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before[1]
 
 
-def _run_of(job: Job, worker: Worker, sink: Sink, stack: contextlib.ExitStack) -> WorkerRun:
+def _run_of(job: Job, worker: Worker, cfg: TrainConfig, sink: Sink, stack: contextlib.ExitStack) -> WorkerRun:
     """The run as this worker takes part in it."""
     folder = job.folder
     run = WorkerRun(folder, worker, job.tree, stop_asked=sink.stop_asked, preemptible=job.preemptible)
     if worker.writes:
-        folder.pull("metrics.jsonl", "events.out.tfevents.*")  # rank 0 may be on another machine than before
+        run.sink, run.forwarded = sink, Listeners(cfg.callbacks, "callbacks", print).wants("on_report")
+        files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
+        folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than before
         folder.path.mkdir(parents=True, exist_ok=True)
         ours = partial(_is_ours, folder, job.attempt)
-        run.sink, run.tracker = sink, stack.enter_context(Tracker(folder, ours))
-        run.allowed = partial(_push_if_ours, folder, job.attempt, run.tracker)
+        info = RunInfo(job.name, job.run, folder.path, folder.place, job.tree, job.attempt)
+        host = "127.0.0.1" if job.local else ray.util.get_node_ip_address()
+        tracking = Tracking(info, folder, cfg.trackers, lambda text: run.send("notice", text=text), ours, host)
+        run.tracking = stack.enter_context(tracking)
+        run.allowed = partial(_push_if_ours, folder, job.attempt, tracking)
     return run
 
 
-def _push_if_ours(folder: RunFolder, attempt: int, tracker: Tracker) -> None:
+def _push_if_ours(folder: RunFolder, attempt: int, tracking: Tracking) -> None:
     """Before a checkpoint becomes visible: what it remembers of the logs must be stored, and the run still ours.
 
     Raises:
@@ -190,7 +200,7 @@ def _push_if_ours(folder: RunFolder, attempt: int, tracker: Tracker) -> None:
     """
     if not _is_ours(folder, attempt):
         raise StorageError(f"{folder.title} was taken over by another driver; this one writes no more")
-    tracker.push(must=True)
+    tracking.push(must=True)
 
 
 def _is_ours(folder: RunFolder, attempt: int) -> bool:

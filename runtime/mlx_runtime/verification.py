@@ -20,7 +20,7 @@ from mlx_runtime.declarations import Declaration, declaring
 from mlx_runtime.errors import BindError, ConfigError
 from mlx_runtime.loading import build, fitted, parsed
 from mlx_runtime.nodes import DUMMY_PARAMS, Node
-from mlx_runtime.signatures import MISSING, groups, parameters, recorded_default
+from mlx_runtime.signatures import MISSING, groups, is_factory, parameters, recorded_default
 
 
 def verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
@@ -49,7 +49,7 @@ def verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
 
 
 def _difference(cls: type, name: str, default: Any, node: Any, key: str) -> str | None:
-    if _is_factory(default):
+    if is_factory(default):
         recorded = recorded_default(cls, name)
         assert recorded is not None, "what has no readable factory was refused before"
         default = recorded[0]
@@ -168,11 +168,6 @@ def _arguments(declaration: Declaration) -> dict[str, Any]:
 def _closure(function: types.FunctionType) -> list[Any]:
     cells = function.__closure__ or ()
     return [cell.cell_contents for cell in cells]
-
-
-def _is_factory(default: Any) -> bool:
-    """Whether a dataclass field shows a stand-in because its default is made by a factory."""
-    return type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
 
 
 def _open(node: Any) -> bool:

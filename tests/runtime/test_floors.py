@@ -10,11 +10,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"accumulation", "config", "sampling", "settings", "sources", "uploads"},
+    {"accumulation", "sampling", "settings", "sources", "uploads"},
     {"errors", "declarations"},
-    {"storage"},
+    {"callbacks", "reduction", "storage"},
+    {"trackers"},
+    {"config"},
     {"layout", "signatures", "parallel", "probe"},
-    {"nodes", "cluster", "reading", "checkpoints", "tracking", "progress", "registry", "control", "watching"},
+    {"nodes", "cluster", "reading", "checkpoints", "progress", "tracking", "registry", "control", "watching"},
     {"logs"},
     {"loading", "filling", "jobs"},
     {"prepared", "streaming"},

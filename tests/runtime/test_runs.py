@@ -173,7 +173,7 @@ def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make
         for run in ("run_001", "run_003")
     )
     assert resumed.pop("config") != whole.pop("config")  # it names the checkpoint
-    assert resumed.pop("logs") != whole.pop("logs")  # those of a new run
+    assert resumed.pop("tracking") != whole.pop("tracking")  # those of a new run
     assert differences(whole, resumed) == []
     seen = json.loads((folder / "seen" / "rank_0.json").read_text())
     assert (seen["started"], seen["counter"]) == (1, 3)

@@ -1,0 +1,116 @@
+"""How gradients flow: norms by layer every so many steps, a picture of them per epoch, and a look for NaN and infinity.
+
+A layer is a module with parameters of its own; it is named after its model and its place there, like `net.layers.0`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mlx_runtime.errors import MlxError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Gradients:
+    """Looks at gradients just before an optimizer takes its step.
+
+    Args:
+        every: steps between two looks at all layers; 0 means never.
+        stop_on_nan: whether each step is looked at, and one that is not finite ends the run.
+        report: takes norms by name; None on workers that do not write.
+        tell: takes a line about a layer whose gradient is not finite.
+    """
+
+    def __init__(
+        self,
+        every: int = 0,
+        stop_on_nan: bool = False,
+        report: Callable[[dict[str, float]], None] | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._every, self._stop = every, stop_on_nan
+        self._report, self._tell = report, tell
+        self._told = False
+        self._flow: dict[str, list[float]] = {}
+
+    def look(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
+        """An optimizer is about to step.
+
+        Args:
+            models: by name.
+            params: of the optimizer.
+            step: global step.
+
+        Raises:
+            MlxError: a gradient is not finite, and `stop_on_nan` says that this ends the run.
+        """
+        due = self._every > 0 and step % self._every == 0 and self._report is not None
+        if not (due or self._stop):
+            return
+        given = [param for param in params if param.grad is not None]
+        if not given or (not due and _finite([param.grad for param in given])):
+            return
+        layers = _layers(models, {id(param) for param in given})
+        gradient = _norms({name: [param.grad for param in found] for name, found in layers.items()})
+        broken = [name for name, norm in gradient.items() if not torch.isfinite(torch.tensor(norm))]
+        if broken and self._stop:
+            raise MlxError(
+                f"the gradient of {broken[0]}{_and_more(broken)} is not finite at step {step} (cfg.stop_on_nan)"
+            )
+        if broken and not self._told:
+            self._told = True
+            self._tell(f"the gradient of {broken[0]}{_and_more(broken)} is not finite at step {step}")
+        if due and self._report is not None:
+            weight = _norms({name: [param.detach() for param in found] for name, found in layers.items()})
+            for name, norm in gradient.items():
+                self._flow.setdefault(name, []).append(norm)
+            named = {f"gradient_norm/{name}": norm for name, norm in gradient.items()}
+            self._report(named | {f"weight_norm/{name}": norm for name, norm in weight.items()})
+
+    def picture(self) -> "Figure | None":
+        """Mean and largest norm of each layer since the last picture, first layer on top; None if none was seen."""
+        flow, self._flow = self._flow, {}
+        if not flow:
+            return None
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 1.5 + 0.22 * len(flow)), layout="constrained")
+        axes = figure.subplots()
+        names = list(flow)
+        axes.barh(names, [max(flow[name]) for name in names], color="#c6dbef", label="largest")
+        axes.barh(names, [sum(flow[name]) / len(flow[name]) for name in names], color="#2171b5", label="mean")
+        axes.invert_yaxis()
+        if any(norm > 0 for norms in flow.values() for norm in norms):
+            axes.set_xscale("log")
+        axes.set_xlabel("norm of the gradient")
+        axes.legend()
+        return figure
+
+
+def _finite(gradients: list[Any]) -> bool:
+    return bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
+
+
+def _layers(models: Mapping[str, Any], wanted: set[int]) -> dict[str, list[nn.Parameter]]:
+    """The parameters of each layer by its name; only those that are wanted."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for title, model in models.items():
+        for path, module in model.named_modules():
+            params = [param for param in module.parameters(recurse=False) if id(param) in wanted]
+            if params:
+                found[f"{title}.{path}" if path else title] = params
+    return found
+
+
+def _norms(tensors: Mapping[str, list[Any]]) -> dict[str, float]:
+    """The 2-norm of each list of tensors; they come from the device all at once."""
+    norms = torch.stack([nn.utils.get_total_norm(items).float() for items in tensors.values()])
+    return dict(zip(tensors, norms.tolist(), strict=True))
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more layers)" if len(names) > 1 else ""

@@ -1,0 +1,195 @@
+"""Metrics over several workers have the value that one worker would have seen, in one exchange."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics as tm
+from torchmetrics import Metric, MetricCollection
+
+from mlx_runtime.errors import MlxError
+from mlx_runtime.reduction import ROOM, Exchange, Message, numbers, packed, reduced, syncs_itself
+
+WORLD = 2
+
+
+def made() -> dict[str, Metric | MetricCollection]:
+    return {
+        "mse": tm.MeanSquaredError(),
+        "mean": tm.MeanMetric(),
+        "top": tm.MaxMetric(),
+        "low": tm.MinMetric(),
+        "pearson": tm.PearsonCorrCoef(),
+        "accuracy": tm.classification.MulticlassAccuracy(5),
+        "auroc": tm.classification.BinaryAUROC(),
+        "cat": tm.CatMetric(),
+        "range": tm.MinMaxMetric(tm.MeanMetric()),
+        "both": tm.MeanMetric() + tm.SumMetric(),
+        "group": MetricCollection(
+            [tm.classification.MulticlassAccuracy(5), tm.classification.MulticlassPrecision(5), tm.CatMetric()]
+        ),
+    }
+
+
+def see(metrics: dict[str, Metric | MetricCollection], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, generator=random), torch.randn(8, generator=random)
+    logits, labels = torch.randn(8, 5, generator=random), torch.randint(5, (8,), generator=random)
+    for name in ("mean", "top", "low", "cat", "range", "both"):
+        metrics[name].update(x)
+    for name in ("mse", "pearson"):
+        metrics[name].update(x, y)
+    metrics["accuracy"].update(logits, labels)
+    metrics["auroc"].update(x.sigmoid(), (y > 0).long())
+    metrics["group"].update(preds=logits, target=labels, value=x)
+
+
+def on_workers(work: Callable[[int, Path], None], folder: Path) -> list[object]:
+    """What `work(rank, folder)` saved on each of two processes, a gloo group."""
+    torch.multiprocessing.spawn(_joined, (work, folder), nprocs=WORLD)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+
+
+def _joined(rank: int, work: Callable[[int, Path], object], folder: Path) -> None:
+    store = torch.distributed.FileStore(str(folder / "store"), WORLD)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    torch.save(work(rank, folder), folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _values(rank: int, _: Path) -> dict[str, object]:
+    warnings.simplefilter("ignore")
+    metrics, exchange = made(), Exchange()
+    for step in range(6):
+        if step % WORLD == rank:
+            see(metrics, step)
+    before = {name: copy.deepcopy(metric.metric_state) for name, metric in metrics.items()}
+    found: dict[str, object] = {}
+    for part in ("a first time", "again"):  # what did not fit at first has room the next time
+        exchange.send(Message(("train", 3), frozenset({"metrics"}), float(rank), packed(metrics, whole_pass=True)))
+        heard = exchange.receive()
+        assert [item.number for item in heard] == [0.0, 1.0]
+        if rank == 0:
+            found[part] = {
+                name: reduced(name, metric, [item.states[name] for item in heard]) for name, metric in metrics.items()
+            }
+    alike = {name: str(before[name]) == str(metric.metric_state) for name, metric in metrics.items()}
+    return {"values": found, "unchanged": alike}
+
+
+def test_values_are_those_of_one_worker(tmp_path: Path) -> None:
+    first, second = on_workers(_values, tmp_path)
+    alone = made()
+    for step in range(6):
+        see(alone, step)
+    assert all(first["unchanged"].values())
+    assert second["values"] == {}
+    for found in first["values"].values():
+        assert found.keys() == alone.keys()
+        for name, metric in alone.items():
+            expected = numbers(name, metric.compute())
+            assert found[name].keys() == expected.keys()
+            for key, value in expected.items():
+                assert found[name][key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+
+
+def _large(rank: int, _: Path) -> list[int] | None:
+    exchange = Exchange()
+    metrics = {"cat": tm.CatMetric()}
+    metrics["cat"].update(torch.arange(rank + ROOM, dtype=torch.float32))
+    exchange.send(Message(("val", 1), frozenset({"metrics"}), states=packed(metrics, whole_pass=True)))
+    heard = exchange.receive()
+    return [sum(map(len, item.states["cat"][1][""]["value"])) for item in heard] if rank == 0 else None
+
+
+def test_what_does_not_fit_comes_later(tmp_path: Path) -> None:
+    assert on_workers(_large, tmp_path) == [[ROOM, ROOM + 1], None]
+
+
+def _alone(rank: int, folder: Path) -> str:
+    exchange = Exchange()
+    said = frozenset({"losses", "metrics"}) if rank == 0 else frozenset({"losses"})
+    exchange.send(Message(("train", 10), said))
+    with pytest.raises(MlxError) as told:
+        exchange.receive()
+    return str(told.value)
+
+
+def test_one_who_records_alone_is_told_everywhere(tmp_path: Path) -> None:
+    first, second = on_workers(_alone, tmp_path)
+    assert first == second
+    assert first.startswith("metrics were saved on some workers only: not on rank 1 until step 10 of train; every")
+
+
+def _apart(rank: int, folder: Path) -> str:
+    exchange = Exchange()
+    exchange.send(Message(("train", 10) if rank == 0 else ("val", 3), frozenset()))
+    with pytest.raises(MlxError) as told:
+        exchange.receive()
+    return str(told.value)
+
+
+def test_workers_at_different_places_are_told(tmp_path: Path) -> None:
+    first, _ = on_workers(_apart, tmp_path)
+    assert first.startswith("rank 0 records at step 10 of train, rank 1 at step 3 of val; every")
+
+
+def test_one_that_was_not_updated_has_no_value() -> None:
+    metrics = {"mean": tm.MeanMetric(), "group": MetricCollection([tm.MeanMetric()])}
+    states = packed(metrics, whole_pass=True)
+    assert [reduced(name, metric, [states[name]]) for name, metric in metrics.items()] == [None, None]
+    metrics["mean"].update(1.0)
+    with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
+        reduced("train/mean", metrics["mean"], [states["mean"], packed(metrics, whole_pass=True)["mean"]])
+
+
+def test_those_that_keep_rows_wait_for_the_end() -> None:
+    assert set(packed(made(), whole_pass=False)) == {
+        "mse",
+        "mean",
+        "top",
+        "low",
+        "pearson",
+        "accuracy",
+        "range",
+        "both",
+    }
+
+
+def test_what_was_packed_does_not_change_with_the_metric() -> None:
+    metric = tm.MeanMetric()
+    metric.update(1.0)
+    states = packed({"mean": metric}, whole_pass=False)
+    metric.update(5.0)
+    assert reduced("mean", metric, [states["mean"]]) == {"mean": 1.0}
+    assert metric.compute() == 3.0
+
+
+class Own(tm.MeanMetric):
+    def _sync_dist(self, dist_sync_fn=None, process_group=None) -> None:
+        raise AssertionError("not here")
+
+
+@pytest.mark.parametrize(
+    ("metric", "itself"),
+    [
+        (tm.MeanMetric(), False),
+        (tm.MeanMetric() + 1, False),
+        (tm.MeanMetric(sync_on_compute=False), True),
+        (Own(), True),
+        (MetricCollection([Own()]), True),
+    ],
+)
+def test_metrics_with_ways_of_their_own(metric: Metric, itself: bool) -> None:
+    assert syncs_itself(metric) is itself
+    assert ("it" in packed({"it": metric}, whole_pass=True)) is not itself
+
+
+def test_arrays_are_no_numbers() -> None:
+    found = numbers("val/x", {"a": torch.tensor([1.5]), "b": torch.zeros(2), "c": 2})
+    assert found == {"val/x_a": 1.5, "val/x_c": 2.0}
+    assert math.isnan(numbers("x", torch.tensor(math.nan))["x"])
