@@ -19,7 +19,6 @@ from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.contents import Place, Survey
-    from mlx_runtime.jobs import Jobs
     from mlx_runtime.loading import Config
     from mlx_runtime.prepared import Found, Store
 
@@ -93,6 +92,7 @@ def launch(
     folder = job_folder()
     projects.refuse_options(DATA_JOB, overrides, "launch")
     from mlx_runtime.datajob import place_of
+    from mlx_runtime.filling import being_filled
     from mlx_runtime.jobs import Address
     from mlx_runtime.launch import Launch
     from mlx_runtime.loading import storage_override
@@ -107,15 +107,15 @@ def launch(
     cfg: Any = launch.config.cfg
     place, job = place_of(cfg), launch.jobs.named(f"data-{cfg.name}")
     there = storage_override(storage_root(cfg.storage_path))
-    launch.send([*overrides, there], job, {"mlx": "data", "name": cfg.name, "folder": place})
+    made = launch.send([*overrides, there], job, {"mlx": "data", "name": cfg.name, "folder": place})
     say(f"job       {job}")
     say(f"folder    {place}")
-    say(f"dashboard {address.url}/#/jobs/{job}")
+    say(f"dashboard {made.dashboard}")
     for verb, title in (("logs --follow", "follow"), ("stop", "stop")):
         say(f"{title:<9} RAY_ADDRESS={address.url} ray job {verb} {job}")
     if follow:
-        return launch.jobs.follow(job, functools.partial(print, end="", flush=True)).code
-    say(f"status    {_begun(launch.jobs, job, place)}")
+        return made.follow()
+    say(f"status    {made.wait(lambda: being_filled(place)).status}")
     return 0
 
 
@@ -128,26 +128,6 @@ def _config(folder: Path, overrides: Sequence[str]) -> "Config":
     config = loading.load_config(job, overrides)
     datajob.refuse_present(config)
     return config
-
-
-def _begun(jobs: "Jobs", job: str, place: str) -> str:
-    """Wait until a job is at work, a while at the most, and say what it does.
-
-    Raises:
-        ClusterError: it has failed.
-    """
-    from mlx_runtime.filling import being_filled
-    from mlx_runtime.launch import DYING_LINES, START_S
-    from mlx_runtime.logs import last_lines
-
-    until = time.monotonic() + START_S
-    while not (details := jobs.details(job)).ended and time.monotonic() < until and not being_filled(place):
-        time.sleep(0.3)
-    if details.ended and details.code:
-        raise ClusterError(
-            f"{job} died as it began: {details.reason}\n{last_lines(jobs.log(job), DYING_LINES)}".rstrip()
-        )
-    return details.status
 
 
 def show(path: str | None, depth: int, limit: int, ray_address: str | None = None) -> "Survey":

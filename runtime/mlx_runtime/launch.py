@@ -1,5 +1,6 @@
 """A folder's `main.py` as a job of a cluster: look whether it would run, upload it, submit it."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from mlx_runtime import preflight, registry
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, UsageError
 from mlx_runtime.jobs import Address, Details, Jobs
 from mlx_runtime.layout import CONF, RunFolder, claim_run, commands, storage_root
+from mlx_runtime.logs import last_lines
 from mlx_runtime.preflight import Check
 from mlx_runtime.settings import Settings
 from mlx_runtime.uploads import Upload
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from mlx_runtime.loading import Config
 
 START_S = 30.0
-"""How long a launch waits for the run to begin; a job that dies before is told about at once."""
+"""How long a launch waits for the job to begin; one that dies before is told about at once."""
 
 DYING_LINES = 40
 """Of a job that dies as it starts, what is shown of its log."""
@@ -32,15 +34,13 @@ KEPT = ("command", "overrides", "git")
 
 @dataclass(frozen=True)
 class Launched:
-    """A run that was handed to a cluster.
+    """A job that was handed to a cluster.
 
     Attributes:
-        run: its folder.
         jobs: of the cluster.
         job: its id.
     """
 
-    run: RunFolder
     jobs: Jobs
     job: str
 
@@ -49,17 +49,26 @@ class Launched:
         """Where a browser shows the job."""
         return f"{self.jobs.cluster.address.url}/#/jobs/{self.job}"
 
-    def wait(self) -> Details | None:
-        """Until the run has begun, `START_S` at the most. How its job ended, if it did meanwhile."""
+    def follow(self) -> int:
+        """Pass on what it prints until it has ended. Its exit code."""
+        return self.jobs.follow(self.job, functools.partial(print, end="", flush=True)).code
+
+    def wait(self, begun: Callable[[], bool]) -> Details:
+        """Until it has begun or ended, `START_S` at the most. How it is doing then.
+
+        Args:
+            begun: whether it is at work.
+
+        Raises:
+            ClusterError: it died.
+        """
         until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            details = self.jobs.details(self.job)
-            if details.ended:
-                return details
-            if registry.recorded(self.run).get("status") != "PENDING":
-                return None
+        while not (details := self.jobs.details(self.job)).ended and time.monotonic() < until and not begun():
             time.sleep(0.3)
-        return None
+        if details.ended and details.code:
+            log = last_lines(self.jobs.log(self.job), DYING_LINES)
+            raise ClusterError(f"{self.job} died as it began: {details.reason}\n{log}".rstrip())
+        return details
 
 
 class Launch:
@@ -128,7 +137,7 @@ class Launch:
         if failed:
             raise ClusterError(f"it would not run there: {failed} check{'s' * (failed != 1)} failed, see above")
 
-    def submit(self) -> Launched:
+    def submit(self) -> tuple[RunFolder, Launched]:
         """Make the run's folder and record, upload, and submit. Only after `check` found nothing.
 
         Raises:
@@ -150,13 +159,13 @@ class Launch:
         origin = [f"--from={config.origin.place}"] if config.origin else []
         metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name}
         try:
-            self.send([f"--run={run.place}", *origin, *config.overrides], job, metadata)
+            made = self.send([f"--run={run.place}", *origin, *config.overrides], job, metadata)
         except ClusterError as error:
             record.finish("FAILED", error=str(error))
             raise
-        return Launched(run, jobs, job)
+        return run, made
 
-    def send(self, arguments: Sequence[str], job: str, metadata: Mapping[str, str]) -> None:
+    def send(self, arguments: Sequence[str], job: str, metadata: Mapping[str, str]) -> Launched:
         """Upload the folder and submit its `main.py`.
 
         Args:
@@ -177,6 +186,7 @@ class Launch:
                 metadata=metadata,
                 runtime_env=self._runtime_env(),
             )
+        return Launched(self.jobs, job)
 
     @property
     def _root(self) -> str:

@@ -1,13 +1,11 @@
 """The verbs of `mlx train`: make an experiment, bind its config, run it."""
 
-import functools
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_runtime import projects, registry
-from mlx_runtime.errors import ClusterError
 from mlx_runtime.layout import CONF, experiment_folder
 from mlx_runtime.projects import AN_EXPERIMENT
 from mlx_runtime.settings import Settings
@@ -127,11 +125,7 @@ def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> 
     Raises:
         ClusterError: the job died as it began.
     """
-    from mlx_runtime.launch import DYING_LINES
-    from mlx_runtime.logs import last_lines
-
-    made = launch.submit()
-    run = made.run
+    run, made = launch.submit()
     say(f"run       {run.experiment} {run.name}")
     say(f"folder    {run.place}")
     say(f"job       {made.job}")
@@ -142,14 +136,9 @@ def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> 
     for verb, title in (("logs -f", "follow"), ("board", "look"), ("stop", "stop")):
         say(f"{title:<9} mlx xp {verb} {shlex.join(words)}")
     if follow:
-        details = made.jobs.follow(made.job, functools.partial(print, end="", flush=True))
-        return details.code
-    ended = made.wait()
-    if ended is not None and ended.code:
-        log = last_lines(made.jobs.log(made.job), DYING_LINES)
-        raise ClusterError(f"{made.job} died as it began: {ended.reason}\n{log}".rstrip())
-    status = "has ended" if ended is not None else registry.recorded(run).get("status")
-    say(f"status    {status}")
+        return made.follow()
+    details = made.wait(lambda: registry.recorded(run).get("status") != "PENDING")
+    say(f"status    {'has ended' if details.ended else registry.recorded(run).get('status')}")
     return 0
 
 
