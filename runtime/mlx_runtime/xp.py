@@ -40,10 +40,8 @@ def storage() -> str:
         UsageError: neither says anything.
     """
     chosen = Settings.read().storage
-    if chosen is None and CONF.is_file():
-        from omegaconf import OmegaConf
-
-        chosen = OmegaConf.select(OmegaConf.load(CONF), "cfg.storage_path")
+    if chosen is None:
+        chosen = _configured("cfg.storage_path")
     if chosen is None:
         raise UsageError("which storage? Change into an experiment, or set MLX_STORAGE=FOLDER")
     return storage_root(str(chosen))
@@ -58,14 +56,19 @@ def named(text: str) -> RunFolder:
     """
     if is_uri(text) or Path(text, "run.json").is_file():
         return named_run(text, "", "")
-    here = None
-    if "/" not in text and CONF.is_file():
-        from omegaconf import OmegaConf
-
-        here = OmegaConf.select(OmegaConf.load(CONF), "cfg.name")
+    here = None if "/" in text else _configured("cfg.name")
     if "/" not in text and here is None:
         raise UsageError(f"{text!r} names no run here; write name/run_003, or the path of its folder")
     return named_run(text, storage(), str(here))
+
+
+def _configured(key: str) -> Any:
+    """What the conf.yaml here says; None without one."""
+    if not CONF.is_file():
+        return None
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(OmegaConf.load(CONF), key)
 
 
 def chosen(name: str, run: str) -> RunFolder:
@@ -240,12 +243,11 @@ def board(name: str | None, run: str | None, port: int) -> None:
         UsageError: no such experiment, run or folder.
     """
     place = _place(name, run)
-    root = Path(place)
     if is_uri(place):
         _mirrored_board(place, port)
-    if not root.is_dir():
-        raise UsageError(f"there are no runs in {root} yet; make one with: mlx train run")
-    os.execv(sys.executable, _tensorboard(root, port))
+    if not Path(place).is_dir():
+        raise UsageError(f"there are no runs in {place} yet; make one with: mlx train run")
+    os.execv(sys.executable, _tensorboard(place, port))
 
 
 def _mirrored_board(place: str, port: int) -> None:
@@ -253,7 +255,7 @@ def _mirrored_board(place: str, port: int) -> None:
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
         if not _mirror(place, Path(temporary)):
             raise UsageError(f"there are no runs in {place} yet; make one with: mlx train run")
-        server = subprocess.Popen(_tensorboard(Path(temporary), port))
+        server = subprocess.Popen(_tensorboard(temporary, port))
         try:
             while server.poll() is None:
                 with contextlib.suppress(OSError, MlxError):
@@ -278,16 +280,17 @@ def _mirror(place: str, folder: Path) -> int:
     return len(found)
 
 
-def _tensorboard(folder: Path, port: int) -> list[str]:
-    options = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+def _tensorboard(folder: str, port: int) -> list[str]:
+    options = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port)]
     return [sys.executable, "-m", "tensorboard.main", *options]
 
 
 def _place(name: str | None, run: str | None) -> str:
-    if name is not None and os.sep in name:
+    """What a board shows; unlike for `chosen`, a path or URI need not be that of a run."""
+    if name is None:
+        return storage()
+    if "/" in name:
         return name if is_uri(name) else str(Path(name).resolve())
     root = storage()
-    if name is None:
-        return root
     found = find_run(root, name, run or "latest")
     return found.place if run else joined(root, name)
