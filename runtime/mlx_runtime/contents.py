@@ -7,7 +7,6 @@ import contextlib
 import heapq
 import os
 import shutil
-import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -19,16 +18,10 @@ from typing import Any
 from mlx_runtime import registry
 from mlx_runtime.errors import StorageError, UsageError, first_line, near
 from mlx_runtime.filling import RECORD, job_record, job_status
-from mlx_runtime.layout import ATTEMPT, RunFolder, run_folder
+from mlx_runtime.layout import ATTEMPT, RunFolder, is_read_mark, run_folder
 from mlx_runtime.storage import Storage, is_uri, joined, size_text
 
 RUN = "run.json"
-
-READ_MARK = "used-"
-"""What the marks of those who read a prepared set begin with."""
-
-BUSY_S = 300
-"""How old a mark may be; the living refresh theirs more often."""
 
 REMOVING = ".removing-"
 """What a folder is named by while it is removed."""
@@ -328,7 +321,7 @@ def _measure_objects(storage: Storage, place: Place, found: Survey, depth: int) 
 
 def _is_mark(name: str, changed_s: float) -> bool:
     """Whether a file says what its folder is."""
-    return name in (RUN, RECORD) or (name.startswith(READ_MARK) and time.time() - changed_s < BUSY_S)
+    return name in (RUN, RECORD) or is_read_mark(name, changed_s)
 
 
 def _remember(found: Survey, relative: str, marks: set[str]) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,12 @@ STOP_NOTE = ".stop"
 
 ATTEMPT = ".attempt-"
 """What the folders begin with by which drivers claim a run."""
+
+READ_MARK = "used-"
+"""What the files begin with that mark a prepared set as being read."""
+
+BUSY_S = 300
+"""How old such a mark may be; the living refresh theirs more often."""
 
 EXPERIMENT = Path("src/experiment.py")
 """The file that makes a folder an experiment."""
@@ -253,6 +260,16 @@ def storage_root(storage_path: str) -> str:
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:
     """Where prepared sets are: the folder or URI that `cfg.prepared_path` names, else a folder in the storage."""
     return prepared_path or joined(storage_root(storage_path), ".prepared")
+
+
+def is_read_mark(name: str, changed_s: float) -> bool:
+    """Whether a file says that somebody reads the prepared set that it is in.
+
+    Args:
+        name: of the file.
+        changed_s: when it was last written, in seconds since 1970.
+    """
+    return name.startswith(READ_MARK) and time.time() - changed_s < BUSY_S
 
 
 def run_folder(root: str, experiment: str, run: str) -> RunFolder:

@@ -28,13 +28,11 @@ import pyarrow.fs
 import torch
 
 from mlx_runtime.errors import StorageError, first_line
+from mlx_runtime.layout import BUSY_S, READ_MARK, is_read_mark
 from mlx_runtime.reading import Batch, as_numpy, dtype_name
 from mlx_runtime.storage import Storage, write_atomic
 
 MANIFEST = "manifest.json"
-
-BUSY_S = 300
-"""A set is in use while a mark on it is younger than this; the marks of the living are refreshed more often."""
 
 CHUNK_BYTES = 1 << 20
 """Gathered at once: many small batches are then one gather, and a chunk still fits a cache."""
@@ -120,12 +118,12 @@ class Store:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        storage = Storage(root)
-        self._fs, self._path, self.local = storage.fs, storage.path, storage.local
+        self._storage = Storage(root)
+        self._fs, self.local = self._storage.fs, self._storage.local
 
     def names(self) -> list[str]:
         """Folders of sets, whole or not."""
-        return sorted(info.base_name for info in self._listed(self._path) if info.type == pyarrow.fs.FileType.Directory)
+        return sorted(info.base_name for info in self._listed(self._of()) if info.type == pyarrow.fs.FileType.Directory)
 
     def find(self, name: str) -> Manifest | None:
         """The set in a folder, if all of it is there and can be read."""
@@ -141,8 +139,7 @@ class Store:
             StorageError: nobody knows, since the storage did not answer, or another version wrote the manifest.
         """
         try:
-            with self._fs.open_input_stream(self._of(name, MANIFEST)) as stream:
-                manifest = Manifest.parsed(stream.read().decode())
+            manifest = Manifest.parsed(self._storage.read(name, MANIFEST).decode())
             files = [self._of(name, file) for file, _, _ in manifest.columns.values()]
             whole = sum(info.size or 0 for info in self._fs.get_file_info(files)) == manifest.size_bytes
         except FileNotFoundError:
@@ -156,10 +153,10 @@ class Store:
         sets = []
         for name in self.names():
             infos = self._listed(self._of(name))
-            ages = {info.base_name: max(0.0, time.time() - (info.mtime_ns or 0) / 1e9) for info in infos}
-            busy = any(mark.startswith("used-") and age < BUSY_S for mark, age in ages.items())
+            ages = [max(0.0, time.time() - (info.mtime_ns or 0) / 1e9) for info in infos]
+            busy = _busy(infos)
             size = sum(info.size or 0 for info in infos)
-            age = min(ages.values(), default=float("inf"))
+            age = min(ages, default=float("inf"))
             try:
                 manifest = self._find(name)
             except StorageError:
@@ -173,14 +170,14 @@ class Store:
 
         On a storage that cannot be written the set is used without a mark.
         """
-        mark = self._of(name, f"used-{uuid.uuid4().hex}")
+        mark = (name, f"{READ_MARK}{uuid.uuid4().hex}")
         last = -refresh_s
 
         def refresh() -> None:
             nonlocal last
             if time.monotonic() - last >= refresh_s:
                 last = time.monotonic()
-                self._put(mark, "")
+                self._storage.write(b"", *mark)
 
         with contextlib.suppress(OSError):
             refresh()
@@ -188,25 +185,23 @@ class Store:
             yield refresh
         finally:
             with contextlib.suppress(OSError):
-                self._fs.delete_file(mark)
+                self._storage.remove_file(*mark)
             with contextlib.suppress(OSError):
                 if self.find(name):
-                    self._put(self._of(name, "last_used"), "")
+                    self._storage.write(b"", name, "last_used")
 
     def remove(self, name: str) -> bool:
         """Delete a set unless somebody uses it or it may not be deleted. Returns whether it is gone."""
         try:
             manifest = self._find(name)
-            if self._busy(name):
+            if _busy(self._listed(self._of(name))):
                 return False
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.delete_file(self._of(name, MANIFEST))  # from here on nobody finds it
-            if self._busy(name):  # somebody did just before
+            self._storage.remove_file(name, MANIFEST)  # from here on nobody finds it
+            if _busy(self._listed(self._of(name))):  # somebody did just before
                 if manifest is not None:
-                    self._put(self._of(name, MANIFEST), manifest.text())
+                    self._storage.write(manifest.text().encode(), name, MANIFEST)
                 return False
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.delete_dir(self._of(name))
+            self._storage.remove_folder(name)
         except (OSError, StorageError):
             return False
         return True
@@ -277,16 +272,11 @@ class Store:
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
             else:
-                copies._put(copies._of(manifest.name, "last_used"), "")
+                copies._storage.write(b"", manifest.name, "last_used")
             return _mapped(folder, manifest)  # what is mapped stays readable, whoever removes the files
 
-    def _busy(self, name: str) -> bool:
-        present = time.time()
-        marks = [info for info in self._listed(self._of(name)) if info.base_name.startswith("used-")]
-        return any(present - (info.mtime_ns or 0) / 1e9 < BUSY_S for info in marks)
-
     def _of(self, *parts: str) -> str:
-        return "/".join([self._path, *parts])
+        return self._storage.of(*parts)
 
     def _listed(self, path: str) -> list[pyarrow.fs.FileInfo]:
         selector = pyarrow.fs.FileSelector(path, allow_not_found=True)
@@ -296,30 +286,27 @@ class Store:
             raise StorageError(f"cannot read {self.root}: {first_line(error)}") from error
         return [info for info in infos if not info.base_name.startswith(".")]
 
-    def _put_new(self, path: str, text: str) -> bool:
+    def _put_new(self, data: bytes, *parts: str) -> bool:
         """Write a small file if there is none. Returns whether it was written; on a folder only one writer can win."""
         if not self.local:
-            if self._fs.get_file_info(path).type != pyarrow.fs.FileType.NotFound:
+            if self._storage.size_bytes(*parts) is not None:
                 return False
-            self._put(path, text)
+            self._storage.write(data, *parts)
             return True
-        temporary = Path(f"{path}.{uuid.uuid4().hex}")
-        write_atomic(temporary, text)
+        temporary = Path(f"{self._of(*parts)}.{uuid.uuid4().hex}")
+        write_atomic(temporary, data)
         try:
-            os.link(temporary, path)
+            os.link(temporary, self._of(*parts))
         except FileExistsError:
             return False
         finally:
             temporary.unlink()
         return True
 
-    def _put(self, path: str, text: str) -> None:
-        """Write a small file so that readers see all of it or nothing."""
-        if self.local:
-            write_atomic(Path(path), text)
-        else:
-            with self._fs.open_output_stream(path) as stream:
-                stream.write(text.encode())
+
+def _busy(infos: Sequence[pyarrow.fs.FileInfo]) -> bool:
+    """Whether somebody reads a set, by what is in its folder."""
+    return any(is_read_mark(info.base_name, (info.mtime_ns or 0) / 1e9) for info in infos)
 
 
 def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -399,13 +386,13 @@ class Writer:
         with self._storage_errors():
             for stream in self._streams.values():
                 stream.close()
-            path = store._of(self._name, MANIFEST)
-            if store._put_new(path, manifest.text()):
+            text = manifest.text().encode()
+            if store._put_new(text, self._name, MANIFEST):
                 self._streams = {}
                 return manifest
             present = store.find(self._name)
             if present is None:  # the files of an older attempt were damaged
-                store._put(path, manifest.text())
+                store._storage.write(text, self._name, MANIFEST)
                 self._streams = {}
         return present or manifest
 
@@ -414,11 +401,11 @@ class Writer:
             with contextlib.suppress(OSError):
                 stream.close()
             with contextlib.suppress(OSError):
-                self._store._fs.delete_file(self._store._of(self._name, self._columns[column][0]))
+                self._store._storage.remove_file(self._name, self._columns[column][0])
         self._mark.close()
         with contextlib.suppress(OSError):
             if not self._store._listed(self._store._of(self._name)):
-                self._store._fs.delete_dir(self._store._of(self._name))
+                self._store._storage.remove_folder(self._name)
 
     def _write(self, column: str, data: Any) -> None:
         self._streams[column].write(data)
