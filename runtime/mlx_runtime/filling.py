@@ -213,15 +213,15 @@ def refuse_present(place: str, *, overwrite: bool) -> None:
         OSError: the storage does not answer.
     """
     target = Storage(place)
-    record = job_record(target)
-    for known in [record, *(job_record(Storage(str(left))) for left in _beside(target))]:
-        if known is not None and job_status(known) in registry.LIVING:
-            raise UsageError(
-                f"{place} is being filled by process {known.get('pid')} on {known.get('host')}, last heard of "
-                f"{max(0, registry.age_s(known)):.0f} s ago; wait for it, or choose another cfg.path"
-            )
+    filler = _filler(target)
+    if filler is not None:
+        raise UsageError(
+            f"{place} is being filled by process {filler.get('pid')} on {filler.get('host')}, last heard of "
+            f"{max(0, registry.age_s(filler)):.0f} s ago; wait for it, or choose another cfg.path"
+        )
     if not (Path(target.path).exists() if target.local else target.names()):
         return
+    record = job_record(target)
     if record is None:
         raise UsageError(f"{place} is there already, and no data job made it; choose another cfg.path, or move it away")
     if not overwrite and (target.local or job_status(record) == "SUCCEEDED"):
@@ -233,9 +233,13 @@ def refuse_present(place: str, *, overwrite: bool) -> None:
 
 def being_filled(place: str) -> bool:
     """Whether a job is at it, or was until a moment ago."""
-    target = Storage(place)
-    records = [job_record(target), *(job_record(Storage(str(left))) for left in _beside(target))]
-    return any(record is not None and job_status(record) in registry.LIVING for record in records)
+    return _filler(Storage(place)) is not None
+
+
+def _filler(target: Storage) -> dict[str, Any] | None:
+    """The record of the job that is at it, or was until a moment ago."""
+    records = (job_record(target), *(job_record(Storage(str(left))) for left in _beside(target)))
+    return next((record for record in records if record and job_status(record) in registry.LIVING), None)
 
 
 def _put_back(target: Storage) -> None:
