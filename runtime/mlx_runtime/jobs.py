@@ -40,6 +40,9 @@ AGENT_S = 60.0
 SILENT_S = 30.0
 """A connection that has brought nothing for so long may be dead; another one is made."""
 
+REFUSED = (401, 403)
+"""What a cluster answers that wants a token, or another one."""
+
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -125,22 +128,16 @@ def reached(address: Address, timeout_s: float = REACH_S) -> Reached:
 
     started = time.monotonic()
     where = f"{address.url} (from {address.source})"
-    found, token, source = None, None, None
     try:
-        found = _asked(f"{address.url}/api/version", timeout_s)
-        if found.status_code in (401, 403):
-            token, source = _token()
-            if token is None:
+        found, headers, source = _let_in(f"{address.url}/api/version", timeout_s, {})
+        if found.status_code in REFUSED:
+            if source is None:
                 raise ClusterError(
                     f"the cluster at {where} wants a token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file"
                 )
-            found = _asked(f"{address.url}/api/version", timeout_s, _headers(token))
-            if found.status_code in (401, 403):
-                if source == str(_ray_token_file()):
-                    source += ", which Ray writes for its clusters on this machine"
-                raise ClusterError(
-                    f"the cluster at {where} refuses the token from {source}; set RAY_AUTH_TOKEN to its own"
-                )
+            if source == str(_ray_token_file()):
+                source += ", which Ray writes for its clusters on this machine"
+            raise ClusterError(f"the cluster at {where} refuses the token from {source}; set RAY_AUTH_TOKEN to its own")
         version = found.json()["ray_version"]
     except (requests.Timeout, requests.ConnectionError) as error:
         unknown = "resolve" in str(error)
@@ -156,7 +153,7 @@ def reached(address: Address, timeout_s: float = REACH_S) -> Reached:
         raise ClusterError(
             f"{where} answers, but is no Ray dashboard; its port is {DASHBOARD_PORT} by default"
         ) from error
-    return Reached(address, str(version), _headers(token), source, time.monotonic() - started)
+    return Reached(address, str(version), headers, source, time.monotonic() - started)
 
 
 def statuses(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -375,18 +372,26 @@ class Details:
         return 0 if self.status == "SUCCEEDED" else 1
 
 
-def _asked(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
+def _asked(url: str, timeout_s: float, headers: dict[str, str]) -> Any:
     import requests
 
-    return requests.get(url, timeout=timeout_s, headers=dict(headers or {}))
+    return requests.get(url, timeout=timeout_s, headers=headers)
 
 
-def _statuses(address: str, headers: Mapping[str, str] | None = None, timeout_s: float = LOOK_S) -> dict[str, str]:
+def _let_in(url: str, timeout_s: float, headers: dict[str, str]) -> tuple[Any, dict[str, str], str | None]:
+    """The answer to a request, the headers that it took, and where the token in them is from if it took ours."""
+    answer, source = _asked(url, timeout_s, headers), None
+    if answer.status_code in REFUSED and not headers:
+        token, source = _token()
+        if token is not None:
+            headers = {"Authorization": f"Bearer {token}"}
+            answer = _asked(url, timeout_s, headers)
+    return answer, headers, source
+
+
+def _statuses(address: str, headers: dict[str, str] | None = None, timeout_s: float = LOOK_S) -> dict[str, str]:
     with contextlib.suppress(Exception):
-        answer = _asked(f"{address}/api/jobs/", timeout_s, headers)
-        if answer.status_code in (401, 403) and not headers:
-            token, _ = _token()
-            answer = _asked(f"{address}/api/jobs/", timeout_s, _headers(token))
+        answer, _, _ = _let_in(f"{address}/api/jobs/", timeout_s, headers or {})
         return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
     return {}
 
@@ -405,10 +410,6 @@ def _token() -> tuple[str | None, str | None]:
 
 def _ray_token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
-
-
-def _headers(token: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _reason(error: Exception) -> str:
