@@ -1,0 +1,25 @@
+"""A storage with some data in it.
+
+<storage>/
+    data/digits/          a.bin 3,000 bytes, b.bin 1,000, deep/er/c.bin 500, deep/er/d.bin 500
+"""
+
+from pathlib import Path
+
+from mlx_runtime.storage import Storage
+
+SIZES = {"data/digits/a.bin": 3000, "data/digits/b.bin": 1000, "data/digits/deep/er/c.bin": 500}
+SIZES |= {"data/digits/deep/er/d.bin": 500}
+
+
+def put(root: str, files: dict[str, bytes]) -> None:
+    storage = Storage(root)
+    for name, content in files.items():
+        if storage.local:
+            Path(storage.of(name)).parent.mkdir(parents=True, exist_ok=True)
+        storage.write(content, *name.split("/"))
+
+
+def files(root: str) -> list[str]:
+    storage = Storage(root)
+    return sorted(info.path.removeprefix(storage.path + "/") for info in storage.below())
