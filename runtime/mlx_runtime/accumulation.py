@@ -19,10 +19,13 @@ class Accumulation:
     Attributes:
         first, last: whether the present step is the first, the last of its update.
         steps: how many make the present update.
+        in_place: whether the loop adds the gradients up by itself, with `BaseModule.backward`, so that optimizers step
+            as they are.
     """
 
     def __init__(self) -> None:
         self.first = self.last = True
+        self.in_place = False
         self.steps = 1
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._patched: set[int] = set()
@@ -41,7 +44,7 @@ class Accumulation:
             each: steps per update; the last update of a pass may have fewer.
         """
         self.first, self.last = number % each == 1 or each == 1, number % each == 0 or number == of
-        self.steps = (number - 1) % each + 1 if self.last else each
+        self.steps = min(each, of - (number - 1) // each * each)
 
     def patch(self, members: Iterable[Any]) -> None:
         """Make optimizers and schedulers obey; those that do already are left alone."""
@@ -59,6 +62,8 @@ class Accumulation:
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)  # torch's schedulers leave a mark on it, and look for it
         def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self.in_place:
+                return original(*args, **kwargs)
             for param in [item for group in optimizer.param_groups for item in group["params"]]:
                 parts = [item for item in (self._sums.pop(param, None), param.grad) if item is not None]
                 if parts and not self.last:

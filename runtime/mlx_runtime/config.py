@@ -35,6 +35,12 @@ class TrainConfig:
         prepared_path: folder or URI of prepared sets; None means `.prepared` in the storage.
         prepared_max_days: days after which an unused prepared set is removed, whenever others are made.
         prepared_max_gb: size of all prepared sets above which those unused longest are removed then.
+        precision: `bf16` or `fp16` runs the models' forward in autocast of that type, and returns float32.
+        accumulate_grad_batches: steps whose gradients make one update, for loops that call `self.backward` and
+            `self.optimizer_step`.
+        gradient_clip: greatest norm of an optimizer's gradients, for loops that call `self.optimizer_step`; None leaves
+            them as they are.
+        compile: compiles the models: true, or the name of a backend of `torch.compile`.
         deterministic: torch uses algorithms that give the same numbers each time, or refuses; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder for runs, relative to the experiment; `MLX_STORAGE` overrides it.
@@ -73,6 +79,10 @@ class TrainConfig:
     prepared_max_days: float = 30
     prepared_max_gb: float = 200
     seed: int = 0
+    precision: Literal[32, "bf16", "fp16"] = 32
+    accumulate_grad_batches: int = 1
+    gradient_clip: float | None = None
+    compile: bool | str = False
     deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = 10

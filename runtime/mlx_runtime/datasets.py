@@ -82,6 +82,7 @@ class DatasetShard:
         remote: reads samples on spare CPUs.
         wanted_workers: of whom this group, when it is smaller or larger, keeps the global batch; None keeps that of
             each worker.
+        accumulate: `cfg.accumulate_grad_batches`.
     """
 
     name: str
@@ -94,6 +95,7 @@ class DatasetShard:
     dealt: DealtReader | None = None
     remote: RemoteReaders | None = None
     wanted_workers: int | None = None
+    accumulate: int = 1
 
     @property
     def dataset(self) -> Any:
@@ -177,8 +179,8 @@ class Loader:
 
     @property
     def accumulate(self) -> int:
-        """Steps whose gradients make one update; more than 1 only in a group that is smaller than it should be."""
-        return self._micro[1]
+        """Steps whose gradients make one update: as the config says, and more in a group smaller than it should be."""
+        return self._micro[1] * (self.shard.accumulate if self.shard.training else 1)
 
     @cached_property
     def _micro(self) -> tuple[int, int]:

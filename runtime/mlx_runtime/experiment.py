@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import checkpoints, parallel
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
 from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, near
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
 from mlx_runtime.reduction import Exchange, Message, States, numbers, packed, reduced, syncs_itself
 from mlx_runtime.sampling import mixed
+from mlx_runtime.stepping import Stepping, compile_model, in_half_precision, share_gradients
 from mlx_runtime.tracking import Tracking
 
 BOUND_BY_INPUT_PCT = 20
@@ -86,6 +88,7 @@ class WorkerRun:
     interrupted: bool = False
     stopping: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
+    stepping: Stepping = field(default_factory=Stepping)
     counted: Loader | None = None
     exchange: Exchange = field(default_factory=Exchange)
     sent: "Sent | None" = None
@@ -220,6 +223,51 @@ class BaseModule:
         """
         return [self._watched(shard.iter_torch_batches()) for shard in dataset_shards]
 
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """`loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` want it. Every worker must call this.
+
+        Args:
+            loss: of this step, a mean over its rows.
+            options: of `torch.Tensor.backward`, like `retain_graph=True`.
+
+        Raises:
+            MlxError: gradients shall be accumulated, and the loop reads data of its own.
+        """
+        run = self._running()
+        if run.counted is None and self.cfg.accumulate_grad_batches > 1:
+            raise MlxError(
+                "cfg.accumulate_grad_batches needs the loaders of self.generate_loaders, which know the last step of a "
+                "pass; read one of them, or set it to 1"
+            )
+        run.stepping.backward(loss, self._optimizers().values(), **options)
+
+    def optimizer_step(self, name: str | None = None) -> bool:
+        """At the last step of an update clip the gradients, step, and zero them. Every worker must call this.
+
+        With `cfg.precision=fp16` a step whose gradients are not finite is left out, and losses are scaled less then.
+
+        Args:
+            name: of the optimizer in `Optimizers`; may be left out when there is only one.
+
+        Returns:
+            Whether this was the last step of an update, the same on every worker: the moment for a scheduler's step.
+
+        Raises:
+            MlxError: there is no such optimizer, or the loop has not called `backward`.
+        """
+        run = self._running()
+        optimizers = self._optimizers()
+        if name is None and len(optimizers) == 1:
+            name = next(iter(optimizers))
+        if name is None:
+            raise MlxError(f"self.optimizer_step() needs the name of an optimizer.{near('', optimizers)}")
+        if name not in optimizers:
+            raise MlxError(f"self.optimizer_step({name!r}): there is no such optimizer.{near(name, optimizers)}")
+        done = run.stepping.step(optimizers[name])
+        if done:
+            self._updated()  # also when the scaler has left the step out
+        return done
+
     def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
 
@@ -312,6 +360,9 @@ class BaseModule:
             text = f"cfg.monitor is {self.cfg.monitor!r}, which was not recorded; the newest checkpoints are kept"
             run.send_once("notice", text=f"{text}.{_choices(numbers)}")
         finished = not self._in_a_pass()
+        if not finished and not run.accumulation.last:
+            run.due = True  # once the update is complete: its gradients are not part of checkpoints
+            return
         if finished:
             self._close_epoch()
         self._store(epoch, numbers, finished=finished)
@@ -339,6 +390,7 @@ class BaseModule:
             self._load(name, state)
         run.present = {name: set(checkpoints.members(self._group(name))) for name in SAVED}
         self._load_rank(state)
+        run.stepping.restore(state.get("scaler", {}))
         run.global_step = state["global_step"]
         run.latest, run.unreported = dict(state["numbers"]["latest"]), dict(state["numbers"]["unreported"])
         run.places = dict(state["loaders"])
@@ -366,6 +418,7 @@ class BaseModule:
             for member in checkpoints.members(group).values():
                 if isinstance(member, nn.Module):  # metrics are modules too
                     member.to(run.worker.device)
+        self._prepare_stepping()
         run.vote = Vote(run.worker)
         if run.worker.writes:
             run.checkpoints.clean()
@@ -374,6 +427,17 @@ class BaseModule:
         self.restore_checkpoint()
         if run.tracking is not None:
             run.tracking.start()
+
+    def _prepare_stepping(self) -> None:
+        """Make of models and gradients what the config says."""
+        run, device = self._running(), self._running().worker.device
+        scaler = torch.amp.GradScaler(device.type) if self.cfg.precision == "fp16" else None
+        run.stepping = Stepping(run.accumulation, self.cfg.gradient_clip, scaler)
+        for model in checkpoints.members(self.models).values():
+            if isinstance(model, nn.Module) and self.cfg.precision != 32:
+                in_half_precision(model, device, self.cfg.precision)
+            if isinstance(model, nn.Module) and self.cfg.compile:
+                compile_model(model, self.cfg.compile)
 
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
@@ -423,7 +487,9 @@ class BaseModule:
         rates; resetting the metrics is right before a whole pass, and undone before the rest of one.
         """
         run = self._running()
-        run.accumulation.begin()
+        if loader is run.counted or not self._in_a_pass():  # not beside or in the middle of a training pass
+            run.stepping.forget(self._optimizers().values())
+            run.accumulation.begin()
         state = run.restored
         if state is None or not (state["finished"] or state["loaders"].get(loader.shard.name, {}).get("steps")):
             return  # an evaluation before the pass that was interrupted
@@ -460,10 +526,15 @@ class BaseModule:
             return  # read beside another
         run.logged = False
         if stage.training:
+            run.stepping.settle()
             if loader.accumulate > 1:
-                run.accumulation.over(number, steps, loader.accumulate)
-                groups = (self.optimizers, self.tools, self._group("own"))
-                run.accumulation.patch([item for group in groups for item in checkpoints.members(group).values()])
+                run.accumulation.over(loader.given, loader.given + steps - number, loader.accumulate)
+                groups = (self.models, self.optimizers, self.tools, self._group("own"))
+                items = [item for group in groups for item in checkpoints.members(group).values()]
+                if self.cfg.accumulate_grad_batches > 1:
+                    share_gradients(items, now=run.accumulation.last)
+                else:
+                    run.accumulation.patch(items)
             run.global_step += run.accumulation.first
             run.counted = loader
             every = self.cfg.checkpoint_every_steps
@@ -474,6 +545,15 @@ class BaseModule:
             rate = (stage.given - 1) / max(present - stage.started, 1e-9)
             fields = {"stage": stage.name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
+
+    def _updating(self) -> None:
+        """An optimizer is about to make a step."""
+        if self._run is None:
+            return
+        self._run.stepping.refuse_plain_step(accumulates=self.cfg.accumulate_grad_batches > 1)
+        if self.cfg.gradient_clip is not None and not self._run.stepping.inside:
+            text = "cfg.gradient_clip is for self.optimizer_step(); optimizer.step() takes gradients as they are"
+            self._run.send_once("notice", text=text)
 
     def _updated(self) -> None:
         """An optimizer has made a step."""
@@ -495,7 +575,7 @@ class BaseModule:
             return  # after the last step evaluation follows, and then the checkpoint of the epoch
         updated, run.updates_before = run.updates != run.updates_before, run.updates
         run.stopping = run.stopping or self._stop_voted()
-        if not updated and run.updates:
+        if not run.accumulation.last or (not updated and run.updates):
             return  # between two parts of an accumulated gradient, which a restart would not have
         if run.due or run.stopping:
             self._store(run.epoch, run.latest, finished=False)
@@ -546,6 +626,7 @@ class BaseModule:
             for item in left_out:
                 where = f"{name}.{item}".removeprefix("own.")
                 run.send_once("notice", text=f"{where} is not part of checkpoints: only numbers, text and tensors are")
+        state["scaler"] = run.stepping.state()
         state["on_device"] = checkpoints.on_device(self.tools)
         state["loaders"] = run.places | {name: loader.state_dict() for name, loader in run.loaders.items()}
         state["numbers"] = {"latest": dict(run.latest), "unreported": dict(run.unreported)}
@@ -604,6 +685,12 @@ class BaseModule:
                 and id(item) not in grouped
             }
         )
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name."""
+        return {
+            name: item for name, item in checkpoints.members(self.optimizers).items() if isinstance(item, Optimizer)
+        }
 
     def _load(self, name: str, state: State, only: set[str] | None = None) -> None:
         """Restore the members of a group."""

@@ -34,6 +34,7 @@ from mlx_runtime.storage import Storage, is_uri
 Tree = dict[str, Any]
 
 LEAST = {
+    "accumulate_grad_batches": 1,
     "checkpoint_every_steps": 1,
     "cpus_per_worker": 1,
     "hang_timeout_s": 1,
@@ -370,7 +371,7 @@ def _ranges(cfg: TrainConfig) -> list[str]:
         f"cfg.{name} is {value!r}; the least is {least}"
         for name, least in LEAST.items()
         if (value := getattr(cfg, name, least)) is not None and value < least
-    ] + _worker_range(cfg)
+    ] + [*_worker_range(cfg), *_clip_range(cfg)]
 
 
 def _worker_range(cfg: TrainConfig) -> list[str]:
@@ -378,6 +379,13 @@ def _worker_range(cfg: TrainConfig) -> list[str]:
     if least <= cfg.start_workers <= most or cfg.start_workers == 0:
         return []
     return [f"cfg.start_workers is {cfg.start_workers}, not between cfg.min_workers={least} and cfg.max_workers={most}"]
+
+
+def _clip_range(cfg: TrainConfig) -> list[str]:
+    clip = getattr(cfg, "gradient_clip", None)
+    if clip is None or clip > 0:
+        return []
+    return [f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null to leave gradients as they are"]
 
 
 def _mapping_problems(tree: Tree, wanted: dict[str, type]) -> list[str]:

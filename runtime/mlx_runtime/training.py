@@ -12,7 +12,7 @@ from typing import Any
 import ray.train
 import ray.util
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import checkpoints
 from mlx_runtime.callbacks import Listeners, RunInfo
@@ -126,6 +126,8 @@ def work(job: Job, sink: Sink) -> Ending:
             stack.callback(watch.close)
             sink.where, run.beat = watch.stands, watch.beat
         hook = register_optimizer_step_post_hook(lambda *_: experiment._updated())
+        stack.callback(hook.remove)
+        hook = register_optimizer_step_pre_hook(lambda *_: experiment._updating())
         stack.callback(hook.remove)
         stack.callback(experiment._settle)  # a checkpoint under way is stored, whatever happens next
         with _user_errors(worker.rank, job.project):
@@ -270,6 +272,7 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
                 dealt=dealt.get(name),
                 remote=remote,
                 wanted_workers=cfg.start_workers if cfg.keep_global_batch and not job.local else None,
+                accumulate=cfg.accumulate_grad_batches,
             )
             for name in nodes
         }

@@ -15,7 +15,7 @@ FLOORS = [
     {"callbacks", "reduction", "storage"},
     {"trackers"},
     {"config"},
-    {"layout", "signatures", "parallel", "probe"},
+    {"layout", "signatures", "parallel", "probe", "stepping"},
     {"nodes", "cluster", "reading", "checkpoints", "progress", "tracking", "registry", "control", "watching"},
     {"logs"},
     {"loading", "filling", "jobs"},
