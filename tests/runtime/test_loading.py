@@ -71,6 +71,15 @@ def test_overrides_win_and_keep_their_types(conf: Path) -> None:
     assert config.cfg.monitor == "val/x"
 
 
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("precision=32", 32), ("precision=bf16", "bf16"), ("compile=true", True), ("compile=x", "x")],
+)
+def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> None:
+    found = getattr(load_config(Experiment, [f"cfg.{override}"], conf).cfg, override.partition("=")[0])
+    assert (found, type(found)) == (value, type(value))
+
+
 def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_line(
     conf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +96,12 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             "override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
         ),
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the least is 0"),
+        (["cfg.precision=16"], "cfg.precision is 16; mlx_runtime.config.TrainConfig wants Literal[32, 'bf16', 'fp16']"),
+        (["cfg.accumulate_grad_batches=0"], "cfg.accumulate_grad_batches is 0; the least is 1"),
+        (
+            ["cfg.gradient_clip=0"],
+            "cfg.gradient_clip is 0; write a norm above 0, or null to leave gradients as they are",
+        ),
         (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the least is 1"),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.config.TrainConfig wants int"),
