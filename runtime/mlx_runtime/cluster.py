@@ -81,7 +81,8 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         ray.init(logging_level=level, log_to_driver=True, runtime_env={"env_vars": known})
     else:
         # Ray places workers by logical CPUs. More of them than cores lets any number of workers run on a laptop.
-        print(f"ray       starting on {os.cpu_count()} cores", flush=True)
+        if not Settings.read().quiet:
+            print(f"ray       starting on {os.cpu_count()} cores", flush=True)
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
         most = cfg.max_workers or cfg.start_workers
         needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too

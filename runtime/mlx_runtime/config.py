@@ -27,6 +27,10 @@ class TrainConfig:
         max_failures: how often lost workers are replaced before the run fails; -1 means always.
         hang_timeout_s: seconds without a step after which workers that wait for each other are told about, and the run
             fails.
+        limit_batches: batches of each pass over any set, per worker; None reads all. For a quick look.
+        overfit_batches: so many batches of each training set, the same in the same order in every epoch, and of each
+            other set; a model that learns nothing from them has a bug.
+        profile: rank 0 traces a few training steps, for Perfetto and TensorBoard.
         prefetch_batches: batches that each reading process of a loader prepares ahead.
         loader: how samples of datasets that are not prepared are read: `auto` in the worker itself, `workers=N` by N
             processes beside each worker, `ray` by processes on spare CPUs of the whole cluster (`ray=N`: N per worker).
@@ -72,6 +76,9 @@ class TrainConfig:
     keep_global_batch: bool = False
     max_failures: int = 3
     hang_timeout_s: float = 600
+    limit_batches: int | None = None
+    overfit_batches: int | None = None
+    profile: bool = False
     prefetch_batches: int = 2
     loader: str = "auto"
     prepared: Literal["auto", "make", "never"] = "auto"

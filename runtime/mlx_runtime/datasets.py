@@ -83,6 +83,8 @@ class DatasetShard:
         wanted_workers: of whom this group, when it is smaller or larger, keeps the global batch; None keeps that of
             each worker.
         accumulate: `cfg.accumulate_grad_batches`.
+        limit: batches of a pass, of the wanted group; None means all.
+        repeats: each pass reads the same rows in the same order, whatever the dataset says.
     """
 
     name: str
@@ -96,6 +98,8 @@ class DatasetShard:
     remote: RemoteReaders | None = None
     wanted_workers: int | None = None
     accumulate: int = 1
+    limit: int | None = None
+    repeats: bool = False
 
     @property
     def dataset(self) -> Any:
@@ -110,7 +114,7 @@ class DatasetShard:
     @property
     def shuffle(self) -> bool:
         """Training sets are shuffled globally each epoch; a dataset's own `shuffle` attribute decides otherwise."""
-        return bool(self.attribute("shuffle", self.training))
+        return not self.repeats and bool(self.attribute("shuffle", self.training))
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """What the dataset says about its loading, without making a dataset that is prepared."""
@@ -196,13 +200,23 @@ class Loader:
             return size, 1
         return micro_batches(size, wanted, workers)
 
-    @cached_property
+    @property
     def rows(self) -> int:
-        """Rows in all, over all workers.
+        """Rows that a pass has to read, over all workers.
 
         Raises:
             DatasetError: the dataset does not say.
         """
+        return self._all_rows if self._most is None else min(self._all_rows, self._most)
+
+    @property
+    def _most(self) -> int | None:
+        """Rows of a pass that is limited."""
+        limit = self.shard.limit
+        return None if limit is None else limit * self.accumulate * self.batch_size * self.shard.worker.world_size
+
+    @cached_property
+    def _all_rows(self) -> int:
         if self.shard.prepared is not None:
             return self.shard.prepared.manifest.rows
         if self.shard.dealt is not None:
@@ -275,7 +289,8 @@ class Loader:
             return dict(self._resumed)
         if self._plan is None or self._taken == self._plan.steps:
             return {"epoch": self.epoch, "steps": 0}
-        plan = {name: getattr(self._plan, name) for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
+        names = ("rows", "world_size", "batch_size", "drop_last", "chunk", "most")
+        plan = {name: getattr(self._plan, name) for name in names}
         return plan | {"epoch": self.epoch - 1, "steps": self._taken, "read": [list(part) for part in self._plan.read]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -300,13 +315,14 @@ class Loader:
                 "interrupted in the middle of an epoch; restore a checkpoint from the end of one"
             )
         fields = {name: state[name] for name in ("rows", "world_size", "batch_size", "drop_last", "chunk")}
-        before = Plan(**fields, read=tuple((start, stop) for start, stop in state["read"]))
+        most = state.get("most")  # the limit of this pass when it began
+        before = Plan(**fields, read=tuple((start, stop) for start, stop in state["read"]), most=most)
         shuffles_turns = self.shard.prepared is None and self.shard.dealt is not None and self.shard.shuffle
         seed = mixed(self.shard.seed, self.epoch) if shuffles_turns else None
         same = (plan.world_size, plan.batch_size, plan.drop_last, plan.chunk)
         if (before.world_size, before.batch_size, before.drop_last, before.chunk) == same:
             return before, state["steps"], self.epoch
-        return Plan(plan.rows, *same, read=before.read_after(state["steps"], seed)), 0, self.epoch
+        return Plan(plan.rows, *same, read=before.read_after(state["steps"], seed), most=most), 0, self.epoch
 
     def _whole_pass(self) -> Plan:
         """How a pass is dealt.
@@ -317,7 +333,7 @@ class Loader:
         shard, size = self.shard, self.batch_size
         chunk = max(1, WINDOW_ROWS // size) if shard.dealt is not None else 1
         drop_last = bool(shard.attribute("drop_last", False))
-        plan = Plan(self.rows, shard.worker.world_size, size, drop_last, chunk)
+        plan = Plan(self._all_rows, shard.worker.world_size, size, drop_last, chunk, most=self._most)
         if plan.rows == 0:
             raise DatasetError(f"datasets.{shard.name} has no rows")
         fewer = " or cfg.start_workers" if plan.world_size > 1 else ""
@@ -336,6 +352,7 @@ class Loader:
     def _batches(self, plan: Plan, skip: int, epoch: int) -> Iterator[Batch]:
         """What is left of a pass, from whatever reads it."""
         shard, rank = self.shard, self.shard.worker.rank
+        epoch = 0 if shard.repeats else epoch
         seed = mixed(shard.seed, epoch)
         if shard.prepared is None and shard.dealt is not None:
             return shard.dealt.batches(plan, rank, skip, seed=seed, shuffle=shard.shuffle)

@@ -63,6 +63,7 @@ class WorkerRun:
         stop_asked: whether this worker was asked to end the run.
         preemptible: whether the cluster may give notice that a node goes away.
         beat: called at each step.
+        step_done: called with the global step after each training step.
     """
 
     folder: RunFolder
@@ -75,6 +76,7 @@ class WorkerRun:
     stop_asked: Callable[[], bool] = lambda: False
     preemptible: bool = False
     beat: Callable[[], None] = lambda: None
+    step_done: Callable[[int], None] = lambda number: None
     vote: Vote | None = None
     votes: int = 0
     preempted: bool = False
@@ -571,6 +573,8 @@ class BaseModule:
             self._send(stage, last=stage.step == stage.steps)
             if stage.step == stage.steps:
                 self._receive()  # what follows may ask for the values of the whole pass
+        if loader is run.counted:
+            run.step_done(run.global_step)
         if loader is not run.counted or not loader.steps_left:
             return  # after the last step evaluation follows, and then the checkpoint of the epoch
         updated, run.updates_before = run.updates != run.updates_before, run.updates

@@ -128,7 +128,8 @@ class Launch:
         """
         if self._address.notice:
             say(f"note      {self._address.notice}")
-        say(f"checking  {self._address.url} (from {self._address.source})")
+        if not Settings.read().quiet:
+            say(f"checking  {self._address.url} (from {self._address.source})")
         failed = 0
         for found in self.check():
             failed += not found.ok
@@ -198,7 +199,8 @@ class Launch:
     def _environment() -> dict[str, str]:
         """What the job's processes find in theirs."""
         found = {"MLX_IN_JOB": "1", "RAY_JOB_STOP_WAIT_TIME_S": str(KILL_S)}
-        return found | ({"MLX_VERBOSE": "1"} if Settings.read().verbose else {})
+        said = Settings.read()
+        return found | ({"MLX_VERBOSE": "1"} if said.verbose else {}) | ({"MLX_QUIET": "1"} if said.quiet else {})
 
     def _runtime_env(self) -> dict[str, Any]:
         assert self.config is not None

@@ -6,6 +6,7 @@
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
+    profile/              traces of training steps, with `cfg.profile` (see `profiling`)
     logs/driver.log       what the driver printed; rank_0.log and so on, the workers (see `logs`)
     .attempt-001          one folder per driver that has taken on the run
 """

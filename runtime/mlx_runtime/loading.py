@@ -39,17 +39,24 @@ LEAST = {
     "cpus_per_worker": 1,
     "hang_timeout_s": 1,
     "keep_checkpoints": 1,
+    "limit_batches": 1,
     "log_every_steps": 1,
     "max_failures": -1,
     "max_workers": 1,
     "min_workers": 1,
     "num_epochs": 0,
+    "overfit_batches": 1,
     "prefetch_batches": 0,
     "seed": 0,
     "start_epoch": 0,
     "start_workers": 0,
 }
 """The least value of each setting that makes sense."""
+
+FAST_DEV_RUN = "--fast-dev-run"
+
+FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
+"""What it implies; overrides that are typed win."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,7 @@ class Config:
         run: to go on with, or None for a new one.
         claimed: folder that was made for this run, not begun yet, or None.
         origin: the run whose conf.yaml this is instead of the experiment's, or None.
+        fast: only a look whether all code runs; nothing of the run is kept.
     """
 
     tree: Tree
@@ -71,6 +79,7 @@ class Config:
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
+    fast: bool = False
 
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
@@ -83,7 +92,8 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         experiment: its class.
         overrides: of Hydra; among them `--resume=RUN` goes on with a run, the same as `cfg.resume=RUN`, and
             `--from=RUN` starts a new run. Both take the conf.yaml of that run, then the overrides. `--run=RUN` goes on
-            with a run if it has begun, and begins it if it was only claimed.
+            with a run if it has begun, and begins it if it was only claimed. `--fast-dev-run` is short for `FAST`, in a
+            storage that is removed at the end.
         path: of conf.yaml.
 
     Raises:
@@ -91,7 +101,12 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         UsageError: there is no such run.
         RunFinished: the run to go on with has succeeded, and no more epochs are asked for.
     """
+    fast = FAST_DEV_RUN in overrides
+    if fast:
+        overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
     run, claimed, origin, typed, forced = _chosen_run(path, overrides)
+    if fast and run is not None:
+        raise UsageError(f"{FAST_DEV_RUN} keeps nothing, and so cannot go on with a run; give it without --resume")
     with _conf_of(run or origin) as conf:
         try:
             config = _load(experiment, [*typed, *forced], conf or path)
@@ -101,7 +116,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
             raise ConfigError(str(error).replace(str(conf), f"{there.place}/{there.conf.name}")) from None
         if run is not None:
             _refuse_finished(run, conf or path, config.cfg)
-    return replace(config, overrides=tuple(typed), run=run, claimed=claimed, origin=origin)
+    return replace(config, overrides=tuple(typed), run=run, claimed=claimed, origin=origin, fast=fast)
 
 
 def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:

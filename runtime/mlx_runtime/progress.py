@@ -33,6 +33,9 @@ Event = dict[str, Any]
 LINES_PER_EPOCH = 5
 """In a pipe, how many lines a long stage of an epoch prints at the most."""
 
+RECENT_EPOCHS = 5
+"""By how many of the latest epochs the time left is told; the first take longer."""
+
 SECONDS_PER_LINE = 2.0
 """In a pipe, the shortest time between two lines of one stage, so that short epochs print only their summary."""
 
@@ -190,10 +193,16 @@ class Display:
     Args:
         stream: to draw on.
         copy: gets the same as a pipe would.
+        epochs: of the run, to tell the time it still takes.
+        quiet: draw only what is printed in spite of it; the copy is complete.
     """
 
-    def __init__(self, stream: TextIO, copy: TextIO | None = None) -> None:
-        self._copy = Display(copy) if copy is not None else None
+    def __init__(
+        self, stream: TextIO, copy: TextIO | None = None, *, epochs: int | None = None, quiet: bool = False
+    ) -> None:
+        self._copy = Display(copy, epochs=epochs) if copy is not None else None
+        self._quiet = quiet
+        self._time_left = TimeLeft(epochs)
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -203,18 +212,22 @@ class Display:
     def handle(self, event: Event) -> None:
         if self._copy is not None:
             self._copy.handle(event)
+        if self._quiet:
+            return
         if event["kind"] == "step":
             self._step(event)
         elif event["kind"] == "epoch":
+            self._time_left.epoch(event)
             self._epoch(event)
         elif event["kind"] == "notice":
             self._line(event["text"])
 
-    def print(self, text: str = "") -> None:
-        """A line of text, above the bar when there is one."""
+    def print(self, text: str = "", *, always: bool = False) -> None:
+        """A line of text, above the bar when there is one; one that is printed `always` on a quiet display, too."""
         if self._copy is not None:
             self._copy.print(text)
-        self._line(text)
+        if always or not self._quiet:
+            self._line(text)
 
     def preparing(self, name: str, done: int, rows: int) -> None:
         """Rows of a dataset that are prepared, of all."""
@@ -224,9 +237,11 @@ class Display:
         """How many of something are done, of all: a bar, or in a pipe a line per tenth at the most."""
         if self._copy is not None:
             self._copy.counting(title, done, total, unit)
+        if self._quiet:
+            return
         tenth = 10 * done // total
         if self._console.is_terminal:
-            self._draw_bar(title, done, total, "")
+            self._draw_bar(title, done, total, None)
             if done == total:
                 self.close()
         elif (title, tenth) != self._stage and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
@@ -246,26 +261,22 @@ class Display:
         stage = (event["stage"], event["epoch"])
         if stage != self._stage:
             self._stage, self._last_line = stage, time.monotonic()
+        left = self._time_left.text(event)
         if self._console.is_terminal:
             title = f"epoch {event['epoch'] + 1} {event['stage']}"
-            self._draw_bar(title, event["step"], event["steps"], " | ".join(_rate_and_values(event)))
+            self._draw_bar(title, event["step"], event["steps"], " | ".join(_numbers(event, left)))
             return
         every = max(1, event["steps"] // LINES_PER_EPOCH)
         if event["step"] % every == 0 and time.monotonic() - self._last_line >= SECONDS_PER_LINE:
             self._last_line = time.monotonic()
-            self._line(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_rate_and_values(event)]))
+            self._line(" | ".join([event["stage"], f"{event['step']}/{event['steps']}", *_numbers(event, left)]))
 
-    def _draw_bar(self, title: str, done: int, total: int, note: str) -> None:
+    def _draw_bar(self, title: str, done: int, total: int, note: str | None) -> None:
         if self._bar is None:
-            columns = [
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeRemainingColumn(),
-            ]
-            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar = Progress(console=self._console, transient=True)
             self._bar.start()
+        said = TimeRemainingColumn() if note is None else TextColumn("{task.fields[note]}")
+        self._bar.columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), said)
         if self._task is None:
             self._task = self._bar.add_task(title, total=total, note=note)
         self._bar.update(self._task, description=title, total=total, completed=done, note=note)
@@ -286,10 +297,52 @@ class Display:
         self._line(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
 
 
-def _rate_and_values(event: Event) -> list[str]:
-    """`33.1 it/s`, `loss 0.1234`; the stage is said already."""
+class TimeLeft:
+    """How long a pass and the whole run still take, by what was measured so far.
+
+    Args:
+        epochs: of the run; without it, only the pass is told about.
+    """
+
+    def __init__(self, epochs: int | None) -> None:
+        self._epochs = epochs
+        self._seconds: dict[int, float] = {}
+        self._since: float | None = None
+
+    def epoch(self, event: Event) -> None:
+        """An epoch has ended, or what came after its checkpoint."""
+        self._seconds[event["epoch"]] = self._seconds.get(event["epoch"], 0.0) + event["seconds"]
+        self._since = time.monotonic()
+
+    def text(self, event: Event) -> str:
+        """`8 s left, 3 min in all` for a step; the second part only where it is known and more."""
+        present = time.monotonic()
+        self._since = present if self._since is None else self._since
+        if not event["rate"]:
+            return ""
+        of_pass = (event["steps"] - event["step"]) / event["rate"]
+        told = f"{_time(of_pass)} left"
+        if self._epochs is None or event["epoch"] in self._seconds:
+            return told  # after the epoch's end nobody knows whether another follows
+        elapsed = present - self._since
+        recent = list(self._seconds.values())[-RECENT_EPOCHS:]
+        of_one = sum(recent) / len(recent) if recent else elapsed + of_pass
+        of_epoch = max(of_pass, of_one - elapsed)
+        more = self._epochs - event["epoch"] - 1
+        return f"{told}, {_time(of_epoch + more * of_one)} in all" if more > 0 or of_epoch > of_pass else told
+
+
+def _time(seconds: float) -> str:
+    for unit, length in (("s", 1), ("min", 60)):
+        if seconds < 99.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 3600:.1f} h"
+
+
+def _numbers(event: Event, left: str) -> list[str]:
+    """`33.1 it/s`, `8 s left`, `loss 0.1234`; the stage is said already."""
     numbers = [_number(name.partition("/")[2], value) for name, value in event["values"].items()]
-    return ([f"{event['rate']:.1f} it/s"] if event["rate"] else []) + numbers
+    return ([f"{event['rate']:.1f} it/s"] if event["rate"] else []) + ([left] if left else []) + numbers
 
 
 def _number(name: str, value: float) -> str:

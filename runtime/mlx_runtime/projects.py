@@ -167,7 +167,9 @@ def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     Raises:
         UsageError: it names the first.
     """
-    known = ("--resume", "--from=") if kind is AN_EXPERIMENT else ()
+    known: tuple[str, ...] = ("--resume", "--from=") if kind is AN_EXPERIMENT else ()
+    if kind is AN_EXPERIMENT and verb == "run":
+        known += ("--fast-dev-run",)
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
     if options:
         raise UsageError(f"there is no option {options[0]}; see: {kind.command} {verb} --help")

@@ -72,6 +72,7 @@ class Plan:
         drop_last: leave out rows at the end that do not fill a batch of every worker.
         chunk: batches in a row that a worker is dealt at once; more than one keeps neighbours in a stream together.
         read: places in the order that were read before, disjoint and rising; by any number of workers.
+        most: rows that the whole pass reads at the most, those read before included; None means all.
     """
 
     rows: int
@@ -80,6 +81,7 @@ class Plan:
     drop_last: bool = False
     chunk: int = 1
     read: tuple[Range, ...] = field(default=())
+    most: int | None = None
 
     @cached_property
     def unread(self) -> tuple[Range, ...]:
@@ -95,10 +97,12 @@ class Plan:
     @property
     def dealt(self) -> int:
         """Rows of these that this plan reads; fewer rows than workers cannot be shared out, and none of them is."""
+        before = self.rows - self.left
+        rows = self.left if self.most is None else max(0, min(self.left, self.most - before))
         if self.drop_last:
             step = self.world_size * self.batch_size
-            return self.left // step * step
-        return self.left if self.left >= self.world_size else 0
+            return rows // step * step
+        return rows if rows >= self.world_size else 0
 
     @property
     def steps(self) -> int:

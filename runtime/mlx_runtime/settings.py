@@ -30,6 +30,7 @@ class Settings:
     Attributes:
         storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml.
         verbose: `MLX_VERBOSE=1`, show what Ray prints.
+        quiet: `MLX_QUIET=1`, print of a run only its folder and how it ended.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
         cache: `MLX_CACHE`, a folder of this machine for copies of prepared sets from object stores.
         job: `MLX_JOB` and `MLX_JOB_ADDRESS`, id and cluster of the job that this process belongs to, or None.
@@ -37,6 +38,7 @@ class Settings:
 
     storage: str | None
     verbose: bool
+    quiet: bool
     debug: bool
     cache: Path
     job: dict[str, str] | None
@@ -47,6 +49,7 @@ class Settings:
         return cls(
             storage=os.environ.get("MLX_STORAGE") or None,
             verbose=_on("MLX_VERBOSE"),
+            quiet=_on("MLX_QUIET"),
             debug=_on("MLX_DEBUG"),
             cache=Path(os.environ.get("MLX_CACHE") or Path.home() / ".cache" / "mlx"),
             job={"id": job, "address": os.environ.get("MLX_JOB_ADDRESS", "")} if job else None,
@@ -65,6 +68,11 @@ def be_verbose() -> None:
     for name, value in QUIET_RAY.items():
         if os.environ.get(name) == value:
             del os.environ[name]
+
+
+def be_quiet() -> None:
+    """`--quiet`: print little, here and in every process started from here."""
+    os.environ["MLX_QUIET"] = "1"
 
 
 def _on(name: str) -> bool:

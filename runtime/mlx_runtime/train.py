@@ -126,19 +126,21 @@ def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> 
         ClusterError: the job died as it began.
     """
     run, made = launch.submit()
-    say(f"run       {run.experiment} {run.name}")
+    quiet = Settings.read().quiet
+    tell: Callable[[str], None] = (lambda text: None) if quiet else say
+    tell(f"run       {run.experiment} {run.name}")
     say(f"folder    {run.place}")
-    say(f"job       {made.job}")
-    say(f"dashboard {made.dashboard}")
+    tell(f"job       {made.job}")
+    tell(f"dashboard {made.dashboard}")
     assert launch.config is not None
     elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in launch.config.overrides)
     words = [run.place] if elsewhere else [run.experiment, run.name]
     for verb, title in (("logs -f", "follow"), ("board", "look"), ("stop", "stop")):
-        say(f"{title:<9} mlx xp {verb} {shlex.join(words)}")
+        tell(f"{title:<9} mlx xp {verb} {shlex.join(words)}")
     if follow:
         return made.follow()
     details = made.wait(lambda: registry.recorded(run).get("status") != "PENDING")
-    say(f"status    {'has ended' if details.ended else registry.recorded(run).get('status')}")
+    tell(f"status    {'has ended' if details.ended else registry.recorded(run).get('status')}")
     return 0
 
 

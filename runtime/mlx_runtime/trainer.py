@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import ray.train
 import ray.train.torch
@@ -87,8 +87,11 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
     if cfg.restore_checkpoint_path and config.run is None:
         checkpoints.read(cfg.restore_checkpoint_path)
     reading = _reading(config, cluster)
-    record, attempt = _claimed(config)
-    with Log(record.folder) as log:
+    with contextlib.ExitStack() as stack:
+        if config.fast:
+            config = stack.enter_context(_nowhere(config))
+        record, attempt = _claimed(config)
+        log = stack.enter_context(Log(record.folder))
         if attempt > 1:
             log.write(f"\n--- {registry.now()}: attempt {attempt}\n")
         try:
@@ -96,6 +99,24 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         except BaseException as error:
             log.write(f"error: {error}\n")
             raise
+
+
+@contextlib.contextmanager
+def _nowhere(config: Config) -> Iterator[Config]:
+    """The same config with a storage that is gone after the block; prepared sets are those of the real one."""
+    prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # making takes long
+    with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
+        changed = {"storage_path": storage, "prepared_path": _root(config.cfg), "prepared": prepared}
+        tree = config.tree | {"cfg": config.tree["cfg"] | changed}
+        yield dataclasses.replace(config, tree=tree, cfg=build(tree["cfg"], "cfg"))
+
+
+def _display(config: Config, log: Log) -> Display:
+    """What draws a run on this process's terminal or pipe, and completely into the log."""
+    epochs = config.cfg.num_epochs
+    if Settings.read().quiet:
+        return Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
+    return Display(sys.stdout, log.copy, epochs=epochs)
 
 
 def _fit(
@@ -109,7 +130,7 @@ def _fit(
 ) -> Result:
     """Train the run that was claimed."""
     cfg, folder = config.cfg, record.folder
-    display = Display(sys.stdout, log.copy)
+    display = _display(config, log)
     progress = _Progress(record, display, config, Listeners(cfg.callbacks, "callbacks", display.print))
     control = Control(folder, attempt)
     in_use = _InUse()
@@ -281,13 +302,16 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
             raise MlxError(f"{run} was taken over by another driver; this one has ended") from None
         record.finish("STOPPED")
         progress.ended("STOPPED", interrupt)
+        code = 143 if isinstance(interrupt, Terminated) else 130
+        if progress.config.fast:
+            raise RunStopped("stopped; nothing of this run is kept", code) from None
         message = f"stopped; {run} is marked STOPPED, its checkpoints are kept. Go on: {_resume_command(progress)}"
-        raise RunStopped(message, 143 if isinstance(interrupt, Terminated) else 130) from None
+        raise RunStopped(message, code) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
             record.finish("FAILED", error=str(error))
         progress.ended("FAILED", error)
-        if isinstance(error, WorkerLoopError | WorkerLostError | HangError):
+        if isinstance(error, WorkerLoopError | WorkerLostError | HangError) and not progress.config.fast:
             error.cure = f"Again from the last checkpoint: {_resume_command(progress)}"
         raise
     finally:
@@ -563,8 +587,12 @@ class _Progress:
 
     def start_lines(self, cluster: Cluster) -> None:
         folder, cfg = self.record.folder, self.config.cfg
-        self.display.print(f"run       {folder.experiment} {folder.name}")
-        self.display.print(f"folder    {folder.place}")
+        if self.config.fast:
+            look = f"a quick look: {cfg.limit_batches or 'all'} batches of each pass, nothing is kept"
+            self.display.print(f"run       {folder.experiment}, {look}")
+        else:
+            self.display.print(f"run       {folder.experiment} {folder.name}")
+            self.display.print(f"folder    {folder.place}", always=True)
         workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
         self.display.print(f"workers   {f'{workers} in {cluster.title}' if cfg.start_workers else cluster.title}")
         if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
@@ -584,18 +612,18 @@ class _Progress:
     def end_lines(self, result: Result) -> None:
         folder = result.folder
         rows = [(name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("test")]
-        if result.best:
+        if result.best and not self.config.fast:
             where = f"epoch {result.best['epoch'] + 1}, {result.best['path'].removeprefix(folder.place + '/')}"
             rows.append((f"best {self.config.cfg.monitor}", f"{result.best['value']:.4f} ({where})"))
-        rows += [
-            ("took", f"{time.monotonic() - self.started:.1f} s"),
-            ("run", folder.place),
-            ("TensorBoard", _board_command(folder, self.config.overrides)),
-        ]
+        rows.append(("took", f"{time.monotonic() - self.started:.1f} s"))
+        if self.config.fast:
+            rows.append(("run", "all code ran; nothing of this run is kept"))
+        else:
+            rows += [("run", folder.place), ("TensorBoard", _board_command(folder, self.config.overrides))]
         width = max(len(name) for name, _ in rows) + 2
-        self.display.print()
+        self.display.print(always=True)
         for name, value in rows:
-            self.display.print(f"{name:<{width}}{value}")
+            self.display.print(f"{name:<{width}}{value}", always=True)
 
     def _facts_line(self, event: Event) -> None:
         before, self.world_size = self.world_size, event["world_size"]

@@ -34,6 +34,7 @@ from mlx_runtime.loading import build, build_optimizers
 from mlx_runtime.logs import Log
 from mlx_runtime.parallel import Worker, lost_peer, quiet_ray_train, seed_everything, seeded, shared
 from mlx_runtime.prepared import PreparedSet
+from mlx_runtime.profiling import Profile
 from mlx_runtime.progress import Event, Remote, Sink
 from mlx_runtime.signatures import object_at
 from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
@@ -120,6 +121,9 @@ def work(job: Job, sink: Sink) -> Ending:
         cfg: TrainConfig = groups["cfg"]
         torch.set_num_threads(cfg.cpus_per_worker)
         run = _run_of(job, worker, cfg, sink, stack)
+        if cfg.profile and worker.writes:
+            tell = partial(run.send, "notice")
+            run.step_done = stack.enter_context(Profile(job.folder, worker.device, lambda text: tell(text=text))).step
         if isinstance(sink, Remote):
             place = partial(_standing, run)
             watch = Watch(cfg.hang_timeout_s, lambda event: sink.send({"kind": "hang", **event}), place, job.project)
@@ -258,6 +262,7 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
         dealers = shared({name: start_dealer(nodes[name], name, *place) for name in streams} if first else None)
     dealt = {name: DealtReader(dealer, name) for name, dealer in dealers.items()}
     ahead = {"processes": job.reading.count, "prefetch_batches": cfg.prefetch_batches}
+    limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
     remote = RemoteReaders(nodes, cfg.seed, job.project, **ahead) if job.reading.by == "ray" else None
     return DatasetShards(
         {
@@ -273,6 +278,8 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
                 remote=remote,
                 wanted_workers=cfg.start_workers if cfg.keep_global_batch and not job.local else None,
                 accumulate=cfg.accumulate_grad_batches,
+                limit=min(limits, default=None),
+                repeats=cfg.overfit_batches is not None,
             )
             for name in nodes
         }

@@ -148,6 +148,63 @@ def test_other_workers_go_on_with_the_rows_that_are_left(dataset: Dataset) -> No
     assert sorted(seen) == list(range(53))
 
 
+@pytest.mark.parametrize("dataset", [Rows(rows=53), Numbers(rows=53)])
+@pytest.mark.parametrize("reading", [Reading("worker"), Reading("processes", 1)])
+def test_a_limited_pass_reads_as_many_batches_and_goes_on_where_it_stood(dataset: Dataset, reading: Reading) -> None:
+    loaders = [shard(dataset, rank, 2, limit=4, reading=reading).iter_torch_batches() for rank in range(2)]
+    assert [(len(loader), loader.rows) for loader in loaders] == [(4, 24)] * 2
+    whole = [read(loader) for loader in loaders]
+    assert [[len(batch) for batch in batches] for batches in whole] == [[3] * 4] * 2
+    assert len({row for batches in whole for batch in batches for row in batch}) == 24
+    interrupted = shard(dataset, 0, 2, limit=4).iter_torch_batches()
+    passing = iter(interrupted)
+    begun = [next(passing)["x"][:, 0].tolist() for _ in range(3)]
+    assert interrupted.steps_left == 1
+    other = shard(dataset, 0, 2, limit=4).iter_torch_batches()
+    other.load_state_dict(interrupted.state_dict())
+    assert begun + read(other) == whole[0]
+    alone = shard(dataset, limit=4).iter_torch_batches()
+    alone.load_state_dict(interrupted.state_dict())
+    assert sum(len(batch) for batch in read(alone)) == 6  # what the two workers had left of their 24 rows
+
+
+def test_a_limit_beyond_the_end_changes_nothing() -> None:
+    limited, whole = (shard(Rows(), limit=limit).iter_torch_batches() for limit in (9, None))
+    assert (len(limited), limited.rows) == (len(whole), whole.rows) == (4, 10)
+    assert read(limited) == read(whole)
+
+
+def test_a_limit_counts_batches_of_the_wanted_group() -> None:
+    # of four workers one is left, which takes four steps for each of theirs
+    wanted = shard(Rows(rows=53), 0, 4, limit=2, wanted_workers=4).iter_torch_batches()
+    alone = shard(Rows(rows=53), limit=2, wanted_workers=4).iter_torch_batches()
+    assert (alone.rows, len(alone), alone.accumulate) == (24, 8, 4)
+    assert (wanted.rows, len(wanted), wanted.accumulate) == (24, 2, 1)
+    assert [len(batch) for batch in read(alone)] == [3] * 8
+
+
+class Renewed(Numbers):
+    """Another order in each epoch, by its own choice."""
+
+    shuffle = True
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(self.rows).roll(self.epoch))
+
+
+@pytest.mark.parametrize("dataset", [Rows(rows=53), Renewed(rows=53)])
+def test_what_repeats_reads_the_same_rows_in_each_pass(dataset: Dataset) -> None:
+    loader = shard(dataset, limit=2, repeats=True).iter_torch_batches()
+    first = read(loader)
+    assert read(loader) == first
+    assert sum(map(len, first)) == 6
+    if type(dataset) is Rows:
+        assert first == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_a_finished_pass_is_not_read_again() -> None:
     loader = shard(Rows()).iter_torch_batches()
     read(loader)

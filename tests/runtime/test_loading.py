@@ -102,6 +102,8 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             ["cfg.gradient_clip=0"],
             "cfg.gradient_clip is 0; write a norm above 0, or null to leave gradients as they are",
         ),
+        (["cfg.limit_batches=0"], "cfg.limit_batches is 0; the least is 1"),
+        (["cfg.overfit_batches=0"], "cfg.overfit_batches is 0; the least is 1"),
         (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the least is 1"),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.config.TrainConfig wants int"),
@@ -227,7 +229,7 @@ def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
     assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
     conf.write_text(conf.read_text().replace("monitor: 2024-01-01", "monitor: off  # which?"))
     with pytest.raises(
-        ConfigError, match='line 2.: monitor: off could be a word or a boolean; write "off", true or false'
+        ConfigError, match=r'line \d+: monitor: off could be a word or a boolean; write "off", true or false'
     ):
         load_config(Experiment, path=conf)
 

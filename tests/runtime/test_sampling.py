@@ -1,5 +1,6 @@
 """Plans: every row once, the same number of steps on every rank, and the rest of a pass dealt again in any way."""
 
+import dataclasses
 import random
 from itertools import pairwise
 
@@ -67,6 +68,25 @@ def test_what_is_dealt_in_turn_is_what_each_rank_reads() -> None:
                 found[rank] += range(place, place + count)
             place += count
         assert found == dealt(plan)
+
+
+def test_a_limited_pass_ends_early_whoever_goes_on_with_it() -> None:
+    chance = random.Random(2)
+    for _ in range(400):
+        whole = random_plan(chance)
+        limit = chance.randint(1, 8)
+        most = limit * whole.world_size * whole.batch_size
+        plan = dataclasses.replace(whole, most=most)
+        assert plan.steps == min(limit, whole.steps)
+        if most <= whole.dealt:
+            read = sorted(place for of_rank in dealt(plan) for place in of_rank)
+            assert read == list(range(most))
+            assert {tuple(plan.sizes(rank)) for rank in range(plan.world_size)} == {(plan.batch_size,) * limit}
+        before = plan.read_after(chance.randint(0, plan.steps))
+        rest = dataclasses.replace(plan, world_size=chance.randint(1, 9), drop_last=False, read=before)
+        left = min(most, plan.rows) - sum(stop - start for start, stop in before)
+        assert sum(len(places) for places in dealt(rest)) == (left if left >= rest.world_size else 0)
+        assert len({len(rest.sizes(rank)) for rank in range(rest.world_size)}) == 1
 
 
 def test_the_example_of_the_docstring() -> None:

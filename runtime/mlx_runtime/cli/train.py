@@ -9,7 +9,7 @@ import click
 from mlx_runtime import train
 from mlx_runtime.cli.words import address_option
 from mlx_runtime.errors import UsageError, clean_exit
-from mlx_runtime.settings import be_verbose
+from mlx_runtime.settings import be_quiet, be_verbose
 
 
 @click.group("train")
@@ -50,7 +50,11 @@ def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
 
 @group.command(context_settings={"ignore_unknown_options": True})
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-@click.option("--verbose", is_flag=True, help="Show what Ray prints.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the run's folder, how it ended, and errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what Ray prints.")
+@click.option("--fast-dev-run", "fast", is_flag=True, help="See in seconds whether all code runs; keep nothing.")
+@click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
+@click.option("--profile", is_flag=True, help="Trace a few training steps, and tell what took longest.")
 @click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if they are not.")
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of datasets that are prepared.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Go on with RUN, or the latest.")
@@ -58,7 +62,11 @@ def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
 @click.argument("overrides", nargs=-1)
 def run(
     debug: bool,
+    quiet: bool,
     verbose: bool,
+    fast: bool,
+    overfit: int | None,
+    profile: bool,
     make: bool,
     never: bool,
     resume: str | None,
@@ -68,12 +76,17 @@ def run(
     """Train here. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
     if debug:
         os.environ["MLX_DEBUG"] = "1"
-    if verbose:
-        be_verbose()
     with clean_exit():
+        _be(quiet=quiet, verbose=verbose)
         if make and never:
             raise UsageError("--prepare-batches and --no-prepared contradict each other; give one")
+        if make and fast:
+            raise UsageError("--prepare-batches takes its time and --fast-dev-run takes none; give one")
         chosen = ["cfg.prepared=make"] if make else ["cfg.prepared=never"] if never else []
+        # with ++ also where conf.yaml was bound before there were these settings
+        chosen += ["--fast-dev-run"] if fast else []
+        chosen += [f"++cfg.overfit_batches={overfit}"] if overfit else []
+        chosen += ["++cfg.profile=true"] if profile else []
         chosen += ["--resume", resume] if resume else []  # `resume` may be the first override
         chosen += [f"--from={origin}"] if origin else []
         train.run([*overrides, *chosen])
@@ -89,7 +102,8 @@ def run(
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Go on with RUN (run_003, 3 or latest).")
 @click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-@click.option("--verbose", is_flag=True, help="Let Ray print in the job's log.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the run's folder, and errors; the job's log, too.")
+@click.option("-v", "--verbose", is_flag=True, help="Let Ray print in the job's log.")
 @click.argument("overrides", nargs=-1)
 def launch(
     ray_address: str | None,
@@ -101,13 +115,13 @@ def launch(
     resume: str | None,
     origin: str | None,
     debug: bool,
+    quiet: bool,
     verbose: bool,
     overrides: tuple[str, ...],
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    if verbose:
-        be_verbose()
     with clean_exit(debug=debug):
+        _be(quiet=quiet, verbose=verbose)
         chosen = ["cfg.prepared=make"] if make else []
         chosen += [f"cfg.name={name}"] if name else []
         chosen += [f"--resume={resume}"] if resume else []
@@ -122,7 +136,7 @@ def launch(
 
 @group.command(context_settings={"ignore_unknown_options": True})
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-@click.option("--verbose", is_flag=True, help="Show what Ray prints.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what Ray prints.")
 @click.argument("overrides", nargs=-1)
 def prepare(debug: bool, verbose: bool, overrides: tuple[str, ...]) -> None:
     """Map every dataset through ray_map_batches once and store it for later runs."""
@@ -130,3 +144,12 @@ def prepare(debug: bool, verbose: bool, overrides: tuple[str, ...]) -> None:
         be_verbose()
     with clean_exit(debug=debug):
         train.prepare(overrides)
+
+
+def _be(*, quiet: bool, verbose: bool) -> None:
+    if quiet and verbose:
+        raise UsageError("--quiet and --verbose contradict each other; give one")
+    if quiet:
+        be_quiet()
+    if verbose:
+        be_verbose()

@@ -1,0 +1,123 @@
+"""What is drawn of a run on a terminal and in a pipe, and how much time it is said to take."""
+
+import io
+import os
+import pty
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlx_runtime.progress import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
+
+
+def step(number: int, epoch: int = 0, stage: str = "train", rate: float = 10.0) -> dict[str, Any]:
+    place = {"stage": stage, "epoch": epoch, "step": number, "steps": 100}
+    return {"kind": "step", **place, "rate": rate, "values": {f"{stage}/loss": 0.5}}
+
+
+def ended(epoch: int, seconds: float) -> dict[str, Any]:
+    return {"kind": "epoch", "epoch": epoch, "epochs": 5, "values": {"train/loss": 0.25}, "seconds": seconds}
+
+
+def draw(display: Display) -> None:
+    """The beginning and an epoch of a run, as its driver draws them."""
+    display.print("workers   2")
+    display.print("folder    /runs/run_001", always=True)
+    for number in (1, 20, 60):
+        display.handle(step(number))
+        time.sleep(SECONDS_PER_LINE / 2 + 0.1)
+    display.handle({"kind": "notice", "text": "a notice"})
+    display.preparing("train", 5, 10)
+    display.handle(ended(0, 12.0))
+    display.close()
+
+
+def on_a_terminal(act: Callable[[Display], None], **options: Any) -> str:
+    """What is written to a terminal, with all that moves its cursor, but without colours."""
+    here, there = pty.openpty()
+    said = bytearray()
+
+    def read() -> None:
+        try:
+            while piece := os.read(here, 4096):
+                said.extend(piece)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(there, "w") as stream:
+        act(Display(stream, **options))
+    reader.join()
+    os.close(here)
+    return re.sub(r"\x1b\[[\d;]*m", "", said.decode())
+
+
+class TestTimeLeft:
+    def test_nothing_is_said_before_there_is_a_rate(self) -> None:
+        assert TimeLeft(5).text(step(1, rate=0.0)) == ""
+
+    def test_in_the_first_epoch_the_others_are_taken_to_be_like_it(self) -> None:
+        left = TimeLeft(5)
+        left.text(step(0, rate=0.0))
+        time.sleep(1)
+        assert left.text(step(90)) == "1 s left, 9 s in all"  # 1 s, and four times the two seconds of this one
+
+    def test_later_ones_are_told_by_the_latest_of_those_that_ended(self) -> None:
+        left = TimeLeft(20)
+        left.epoch(ended(0, 1000.0))
+        for epoch in range(1, 1 + RECENT_EPOCHS):
+            left.epoch(ended(epoch, 60.0))
+        assert left.text(step(20, epoch=10)) == "8 s left, 10 min in all"
+        assert left.text(step(20, epoch=19)) == "8 s left, 60 s in all"  # evaluation follows the pass
+        assert left.text(step(20, epoch=19, rate=1.0)) == "80 s left"
+
+    def test_what_comes_after_the_checkpoint_belongs_to_its_epoch(self) -> None:
+        left = TimeLeft(3)
+        left.epoch(ended(0, 40.0))
+        assert left.text(step(20, epoch=0, stage="test")) == "8 s left"  # whether another epoch follows is not known
+        left.epoch(ended(0, 20.0))
+        assert left.text(step(20, epoch=1)) == "8 s left, 2 min in all"
+
+    def test_without_the_number_of_epochs_only_the_pass_is_told(self) -> None:
+        assert TimeLeft(None).text(step(20)) == "8 s left"
+
+    @pytest.mark.parametrize(("rate", "text"), [(1.0, "80 s"), (0.1, "13 min"), (0.01, "2.2 h")])
+    def test_units(self, rate: float, text: str) -> None:
+        assert TimeLeft(None).text(step(20, rate=rate)) == f"{text} left"
+
+
+class TestPipe:
+    def test_lines(self) -> None:
+        stream = io.StringIO()
+        draw(Display(stream, epochs=5))
+        first, folder, train, *rest = stream.getvalue().splitlines()
+        assert (first, folder) == ("workers   2", "folder    /runs/run_001")
+        assert re.fullmatch(r"train \| 60/100 \| 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", train)
+        assert rest == ["a notice", "epoch 1/5 | train loss 0.2500 | 12.0 s"]
+
+    def test_a_quiet_one_prints_only_what_must_be_and_its_copy_everything(self) -> None:
+        stream, copy = io.StringIO(), io.StringIO()
+        draw(Display(stream, copy, epochs=5, quiet=True))
+        assert stream.getvalue() == "folder    /runs/run_001\n"
+        lines = [line.split(" | ")[0] for line in copy.getvalue().splitlines()]
+        assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", "epoch 1/5"]
+
+
+class TestTerminal:
+    def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "120")
+        text = on_a_terminal(draw, epochs=5)
+        assert re.search(r"epoch 1 train .*━.* 60/100 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", text)
+        assert "epoch 1/5 | train loss 0.2500 | 12.0 s" in text
+        assert "prepare train" in text
+        assert text.endswith("\x1b[2K")  # its line is wiped
+
+    def test_a_quiet_one_has_none(self) -> None:
+        copy = io.StringIO()
+        assert on_a_terminal(draw, copy=copy, epochs=5, quiet=True) == "folder    /runs/run_001\r\n"
+        assert "4 s left" in copy.getvalue()
