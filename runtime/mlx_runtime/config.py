@@ -49,6 +49,9 @@ class TrainConfig:
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder for runs, relative to the experiment; `MLX_STORAGE` overrides it.
         log_every_steps: training steps between two reductions of the metrics over the workers.
+        watch_gradients: updates between two records of each layer's norms of gradient and weights; 0 means none. Each
+            epoch has a picture of them in TensorBoard.
+        stop_on_nan: looks at all gradients before each update, and ends the run at the first that is not finite.
         trackers: where numbers go beside the run's own `metrics.jsonl`, by name: those of `mlx_runtime.trackers`, or
             any class of yours, as in `mlx_runtime.callbacks`; `null` takes one out.
         callbacks: what else listens to a run, in the driver: any class of yours, as in `mlx_runtime.callbacks`.
@@ -93,6 +96,8 @@ class TrainConfig:
     deterministic: bool = False
     storage_path: str = "runs"
     log_every_steps: int = 10
+    watch_gradients: int = 0
+    stop_on_nan: bool = False
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
     callbacks: dict[str, Any] = field(default_factory=dict)
     monitor: str | None = None

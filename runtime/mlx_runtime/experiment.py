@@ -18,6 +18,7 @@ from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
 from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
 from mlx_runtime.errors import MlxError, near
+from mlx_runtime.gradients import Gradients
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
@@ -91,6 +92,7 @@ class WorkerRun:
     stopping: bool = False
     accumulation: Accumulation = field(default_factory=Accumulation)
     stepping: Stepping = field(default_factory=Stepping)
+    gradients: Gradients = field(default_factory=Gradients)
     counted: Loader | None = None
     exchange: Exchange = field(default_factory=Exchange)
     sent: "Sent | None" = None
@@ -421,6 +423,7 @@ class BaseModule:
                 if isinstance(member, nn.Module):  # metrics are modules too
                     member.to(run.worker.device)
         self._prepare_stepping()
+        self._watch_gradients()
         run.vote = Vote(run.worker)
         if run.worker.writes:
             run.checkpoints.clean()
@@ -440,6 +443,17 @@ class BaseModule:
                 in_half_precision(model, device, self.cfg.precision)
             if isinstance(model, nn.Module) and self.cfg.compile:
                 compile_model(model, self.cfg.compile)
+
+    def _watch_gradients(self) -> None:
+        run, cfg = self._running(), self.cfg
+
+        def report(values: Mapping[str, float]) -> None:
+            self._report(values, run.global_step, run.epoch)
+
+        tell = partial(run.send, "notice")
+        run.gradients = Gradients(
+            cfg.watch_gradients, cfg.stop_on_nan, report if run.worker.writes else None, lambda text: tell(text=text)
+        )
 
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
@@ -548,7 +562,7 @@ class BaseModule:
             fields = {"stage": stage.name, "epoch": run.epoch, "step": number, "steps": stage.steps}
             run.send("step", **fields, rate=rate, values=stage.values)
 
-    def _updating(self) -> None:
+    def _updating(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make a step."""
         if self._run is None:
             return
@@ -556,6 +570,9 @@ class BaseModule:
         if self.cfg.gradient_clip is not None and not self._run.stepping.inside:
             text = "cfg.gradient_clip is for self.optimizer_step(); optimizer.step() takes gradients as they are"
             self._run.send_once("notice", text=text)
+        models = {name: item for name, item in checkpoints.members(self.models).items() if isinstance(item, nn.Module)}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._run.gradients.look(models, params, self._run.global_step)
 
     def _updated(self) -> None:
         """An optimizer has made a step."""
@@ -849,6 +866,8 @@ class BaseModule:
             fields = {"epoch": run.epoch, "epochs": self.cfg.num_epochs, "values": run.unreported, "seconds": seconds}
             run.send("epoch", **fields, **run.input_rates)
             self._report({"time/epoch_s": seconds}, run.global_step, run.epoch)
+            if (figure := run.gradients.picture()) is not None:
+                self.tensorboard.add_figure("gradient_flow", figure, run.global_step)
             if run.tracking is not None:
                 run.tracking.end_epoch(run.epoch, dict(run.unreported))
         run.unreported = {}

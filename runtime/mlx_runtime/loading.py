@@ -50,6 +50,7 @@ LEAST = {
     "seed": 0,
     "start_epoch": 0,
     "start_workers": 0,
+    "watch_gradients": 0,
 }
 """The least value of each setting that makes sense."""
 

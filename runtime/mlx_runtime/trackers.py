@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from mlx_runtime.callbacks import Report, RunInfo
 
@@ -189,7 +189,9 @@ class WandB:
 
     files = ("wandb-run-id", "wandb/**/*")
 
-    def __init__(self, project: str | None = None, mode: str = "online", entity: str | None = None):
+    def __init__(
+        self, project: str | None = None, mode: Literal["online", "offline"] = "online", entity: str | None = None
+    ):
         self.project, self.mode, self.entity = project, mode, entity
         self._run: Any = None
 

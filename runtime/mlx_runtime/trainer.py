@@ -103,10 +103,14 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
 
 @contextlib.contextmanager
 def _nowhere(config: Config) -> Iterator[Config]:
-    """The same config with a storage that is gone after the block; prepared sets are those of the real one."""
+    """The same config with nobody who listens, and a storage that is gone after the block.
+
+    Prepared sets are those of the real one.
+    """
     prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # making takes long
     with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
-        changed = {"storage_path": storage, "prepared_path": _root(config.cfg), "prepared": prepared}
+        changed: dict[str, Any] = {"storage_path": storage, "prepared_path": _root(config.cfg), "prepared": prepared}
+        changed |= {"trackers": {}, "callbacks": {}}
         tree = config.tree | {"cfg": config.tree["cfg"] | changed}
         yield dataclasses.replace(config, tree=tree, cfg=build(tree["cfg"], "cfg"))
 

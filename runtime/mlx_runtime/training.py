@@ -131,7 +131,7 @@ def work(job: Job, sink: Sink) -> Ending:
             sink.where, run.beat = watch.stands, watch.beat
         hook = register_optimizer_step_post_hook(lambda *_: experiment._updated())
         stack.callback(hook.remove)
-        hook = register_optimizer_step_pre_hook(lambda *_: experiment._updating())
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: experiment._updating(optimizer))
         stack.callback(hook.remove)
         stack.callback(experiment._settle)  # a checkpoint under way is stored, whatever happens next
         with _user_errors(worker.rank, job.project):

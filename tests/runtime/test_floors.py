@@ -50,6 +50,8 @@ HOMES = {
     "cookiecutter": {"projects"},
     "hydra": {"loading"},
     "jinja2": {"report"},
+    "matplotlib": {"gradients"},
+    "mlflow": {"trackers"},
     "omegaconf": {"binding", "data", "loading", "xp"},
     "pathspec": {"uploads"},
     "plotly": {"report"},
@@ -58,6 +60,8 @@ HOMES = {
     "requests": {"jobs"},
     "rich": {"listing", "progress"},
     "ruamel": {"binding", "origins"},
+    "tensorboard": {"trackers"},
+    "wandb": {"trackers"},
     "yaml": {"loading"},
 }
 
