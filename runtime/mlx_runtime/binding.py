@@ -199,6 +199,8 @@ class _Merge:
             self.binding.updated.append(f"{key}._target_")
         else:
             self.binding.kept.append(f"{key}._target_")
+            if old.get("_partial_"):  # whoever calls it gives the other arguments
+                users = {name: value for name, value in users.items() if name in old}
             _Merge(self.binding, {}, self.of_class).into(old, users, key)  # former defaults were another class's
 
 

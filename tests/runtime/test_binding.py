@@ -243,6 +243,19 @@ class TestAgainstTheFormerDefaults:
         binding.write()
         assert not bind(Annotated, path).stale
 
+    def test_a_partial_of_another_class_gets_no_argument_that_its_caller_gives(self, path: Path) -> None:
+        """`make: partial(nn.Linear, 3, bias=False)`, of Conv2d now, with one argument too many."""
+        linear, conv = (
+            f"make:\n      _target_: torch.nn.modules.{name}\n" for name in ("linear.Linear", "conv.Conv2d")
+        )
+        assert linear in path.read_text()
+        path.write_text(path.read_text().replace(linear, f"{conv}      in_feature: 3\n"))
+        binding = bind(Annotated, path)
+        assert (binding.added, binding.dropped) == ([], ["models.net.make.in_feature"])
+        assert f"{conv}      _partial_: true\n      bias: false\n      _args_:\n        - 3\n" in binding.after
+        binding.write()
+        assert not bind(Annotated, path).stale
+
     @pytest.mark.parametrize("schema", [True, False])
     def test_a_class_that_the_code_has_left_is_replaced(self, path: Path, schema: bool) -> None:
         path.write_text(path.read_text().replace("test_binding.Block", "test_binding.Gone"))
