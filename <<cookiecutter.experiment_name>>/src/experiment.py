@@ -3,7 +3,9 @@
 Every default below becomes a line of src/conf.yaml (`make bind`), and is built from there for each run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from mlx_runtime import DUMMY_PARAMS, BaseModule
@@ -11,6 +13,7 @@ from mlx_runtime.datasets import DatasetShards, Loader
 from ray.train.torch import prepare_model
 from torch import nn
 from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from src.config import TrainConfig
@@ -18,7 +21,7 @@ from src.datasets import Digits
 from src.losses import CrossEntropy
 from src.metrics import MeanConfidence
 from src.models import DigitsNet
-from src.tools import EarlyStopping, WarmupCosine
+from src.tools import BestWeights, EarlyStopping, warmup_cosine
 
 
 @dataclass
@@ -55,7 +58,8 @@ class Metrics:
 @dataclass
 class Tools:
     early_stopping: EarlyStopping = EarlyStopping()
-    schedule: WarmupCosine = WarmupCosine()
+    best: BestWeights = BestWeights(mode="max")
+    schedule: Callable[..., LRScheduler] = partial(warmup_cosine, warmup_steps=20)  # called in worker_loop
 
 
 class Experiment(BaseModule):
@@ -71,17 +75,19 @@ class Experiment(BaseModule):
         """What every worker runs."""
         self.models.net = prepare_model(self.models.net)  # DDP
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
-        self.tools.schedule.total_steps = len(train) * self.cfg.num_epochs
+        total_steps = len(train) * self.cfg.num_epochs
+        self.scheduler = self.tools.schedule(self.optimizers.adam, total_steps=total_steps)  # on self: checkpointed
 
-        epoch = self.cfg.start_epoch - 1  # of a restored run with nothing left to train
-        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+        epoch = self.cfg.start_epoch
+        while epoch < self.cfg.num_epochs and not self.tools.early_stopping.stopped:
             self.train(train, epoch)
-            val_loss = self.evaluate(val, epoch)
-            stop = self.tools.early_stopping(val_loss)
+            self.evaluate(val, epoch)
+            self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # over all rows and workers
+            self.tools.best.update(self.metrics.accuracy.compute().item(), epoch, self.models.net)
             self.save_checkpoint(epoch=epoch)
-            if stop:
-                break
-        self.evaluate(test, epoch)
+            epoch += 1
+        self.tools.best.restore(self.models.net)
+        self.evaluate(test, epoch - 1)
 
     def train(self, loader: Loader, epoch: int) -> None:
         self.models.net.train()
@@ -90,15 +96,14 @@ class Experiment(BaseModule):
             logits = self.models.net(batch["image"])
             loss = self.losses.cross_entropy(logits, batch["label"])
             loss.backward()
-            self.tools.schedule.step(self.optimizers.adam)
             self.optimizers.adam.step()
             self.optimizers.adam.zero_grad()
+            self.scheduler.step()
             self.update_metrics(logits.detach(), batch["label"])
             self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
 
     @torch.no_grad()
-    def evaluate(self, loader: Loader, epoch: int) -> float:
-        """Loss over all rows of all workers."""
+    def evaluate(self, loader: Loader, epoch: int) -> None:
         self.models.net.eval()
         self.reset_all_metrics_and_losses()
         for batch_idx, batch in enumerate(loader):
@@ -106,7 +111,6 @@ class Experiment(BaseModule):
             self.losses.cross_entropy.update(logits, batch["label"])
             self.update_metrics(logits, batch["label"])
             self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
-        return self.losses.cross_entropy.compute().item()
 
     def update_metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.metrics.accuracy.update(logits, labels)

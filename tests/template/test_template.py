@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Mlx, edit
+from faults import differences, final_state, reports, wait_for
 from torchmetrics.classification import MulticlassAccuracy
 
 
@@ -55,22 +57,63 @@ def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str
     assert rates[-1] < max(rates) / 2
 
 
-def test_a_metric_over_two_workers_is_the_one_over_all_rows(
-    trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path, str], split: str) -> None:
     """The best checkpoint, evaluated here in one process, gives the value that two workers reported."""
     run = trained[0] / "runs" / "digits" / "run_001"
-    best = json.loads((run / "run.json").read_text())["best"]
+    record = json.loads((run / "run.json").read_text())
+    best = record["best"]
     script = (
         "import torch; from src.models import DigitsNet; from src.datasets import Digits\n"
         f"state = torch.load({best['path'] + '/state.pt'!r})['models']['net']\n"
         "net = DigitsNet(); net.load_state_dict(state); net.eval()\n"
-        "data = Digits(split='val'); torch.save((net(data.images), data.labels), 'out.pt')"
+        f"data = Digits(split={split!r}); torch.save((net(data.images), data.labels), 'out.pt')"
     )
     subprocess.run([sys.executable, "-c", script], cwd=trained[0], check=True, timeout=60)
     logits, labels = torch.load(trained[0] / "out.pt")
     value = MulticlassAccuracy(num_classes=10, average="micro")(logits, labels)
-    assert value.item() == pytest.approx(best["value"], abs=1e-6)
+    reported = best["value"] if split == "val" else record["metrics"]["test/accuracy"]
+    assert value.item() == pytest.approx(reported, abs=1e-6)
+
+
+def test_an_interrupted_run_ends_like_one_that_was_not(
+    trained: tuple[Path, str], mlx: Mlx, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Stopped in the middle of the fourth epoch, then broken off between the last epoch and the test."""
+    whole = trained[0] / "runs" / "digits" / "run_001"
+    folder = Path(shutil.copytree(trained[0], tmp_path / "digits", ignore=shutil.ignore_patterns("runs")))
+    run, code = folder / "runs" / "digits" / "run_001", folder / "src" / "experiment.py"
+    text = code.read_text()
+
+    edit(code, "self.scheduler.step()", "self.scheduler.step(), __import__('time').sleep(self.global_step > 60)")
+    command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.checkpoint_every_steps=2"]
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: list(run.glob("checkpoints/epoch_0004_step_*")))
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == 143, output
+    assert re.fullmatch(r"epoch_0004_step_\d+", max(path.name for path in (run / "checkpoints").iterdir()))
+
+    code.write_text(text)
+    edit(code, "self.tools.best.restore(", "raise ValueError('on purpose')\n        self.tools.best.restore(")
+    done = mlx(folder, "train", "run", "--resume")
+    assert "error: ValueError: on purpose" in done.stderr
+    code.write_text(text)
+    done = mlx(folder, "train", "run", "--resume")
+    assert (done.returncode, done.stderr) == (0, "")
+
+    state = final_state(whole)
+    assert differences(state, final_state(run)) == []
+    assert reports(run) == reports(whole)
+    assert state["own"]["scheduler"]["last_epoch"] == state["global_step"]
+    assert state["tools"]["early_stopping"]["waited"] == 5
+    best = json.loads((whole / "run.json").read_text())["best"]
+    assert state["tools"]["best"]["epoch"] == best["epoch"] < state["epoch"]
+    kept = torch.load(best["path"] + "/state.pt", weights_only=True)["models"]["net"]
+    assert differences(dict(kept), state["tools"]["best"]["weights"]) == []
 
 
 def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[str, str]) -> None:
