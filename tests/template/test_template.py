@@ -76,6 +76,7 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path,
     assert value.item() == pytest.approx(reported, abs=1e-6)
 
 
+@pytest.mark.timeout(900)
 def test_an_interrupted_run_ends_like_one_that_was_not(
     trained: tuple[Path, str], mlx: Mlx, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -144,6 +145,26 @@ def test_overrides_reach_the_run_through_make(trained: tuple[Path, str], environ
     lines = (trained[0] / "runs" / "other" / "run_001" / "metrics.jsonl").read_text().splitlines()
     assert max(json.loads(line).get("lr/adam", 0) for line in lines) <= 1e-4
     assert "  lr: 0.0001" in (trained[0] / "runs" / "other" / "run_001" / "conf.yaml").read_text()
+
+
+def test_conf_yaml_may_name_one_of_torchs_schedules(digits: Path, mlx: Mlx) -> None:
+    """What the experiment's README shows, bound again and overridden."""
+    mlx(digits, "train", "bind")
+    conf = digits / "src" / "conf.yaml"
+    shown = re.search(r"```yaml\n(  schedule:\n.*?)```", (digits / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    before, _, written = conf.read_text().partition("  schedule:\n")
+    assert written == "    _target_: src.tools.warmup_cosine\n    _partial_: true\n    warmup_steps: 20\n"
+    conf.write_text(before + shown[1])
+    assert "added" not in mlx(digits, "train", "bind").stdout
+    assert shown[1] in conf.read_text()
+    options = ("cfg.start_workers=0", "cfg.num_epochs=1", "tools.schedule.max_lr=0.02", "cfg.log_every_steps=1")
+    done = mlx(digits, "train", "run", *options)
+    assert done.returncode == 0, done.stderr
+    lines = (digits / "runs" / "digits" / "run_001" / "metrics.jsonl").read_text().splitlines()
+    rates = [line["lr/adam"] for line in map(json.loads, lines) if "lr/adam" in line]
+    assert max(rates) == pytest.approx(0.02, rel=0.01)
+    assert rates[-1] < 1e-4
 
 
 def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
