@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 
+PARTS = ("reading", "logging", "checkpoints")
+
 CONTENDERS = {
     "torchrun": "torchrun, DDP, DataLoader",
     "torchrun-2": "the same, `num_workers=2`",
@@ -32,17 +34,22 @@ CONTENDERS = {
 def measure(contender: str, folder: Path) -> dict:
     """One run of a contender in a process group of its own."""
     out = folder / f"{contender}.json"
+    prepared = "auto" if contender == "mlx-prepared" else "never"
+    run_once(contender, folder, out, [f"cfg.prepared={prepared}"])
+    return json.loads(out.read_text())
+
+
+def run_once(contender: str, folder: Path, out: Path, overrides: list[str]) -> None:
+    """Let a contender write what it measures; the overrides are those of mlx."""
     out.unlink(missing_ok=True)
     if contender.startswith("mlx"):
-        prepared = "auto" if contender == "mlx-prepared" else "never"
-        command = [BIN / "mlx", "train", "run", f"cfg.prepared={prepared}", f"cfg.out={out}"]
+        command = [BIN / "mlx", "train", "run", *overrides, f"cfg.out={out}"]
     else:
         command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "peers.py", contender, out]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode or not out.exists():
         sys.exit(f"{contender} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(out.read_text())
 
 
 def table(rounds: dict[str, list[dict]]) -> str:
@@ -123,6 +130,39 @@ the background is taken from them. Medians of four epochs each.
 """
 
 
+def logging(rounds: int) -> str:
+    """The section on what recording metrics costs: epochs with and without it, in turns in the same run."""
+    titles = {
+        "writer": "torchrun, TorchMetrics' `compute()`, SummaryWriter",
+        "lightning": "Lightning, `self.log` of metrics, TensorBoardLogger",
+        "mlx-untracked": "**mlx**, no trackers",
+        "mlx": "**mlx**, TensorBoard",
+    }
+    measured: dict[str, list[dict]] = {contender: [] for contender in titles}
+    with tempfile.TemporaryDirectory(prefix="bench-") as place:
+        folder = workplace(Path(place), "logging")
+        for number in range(rounds):
+            for contender in titles:
+                out = folder / "measured.json"
+                run_once(contender, folder, out, ["~cfg.trackers.tensorboard"] * (contender == "mlx-untracked"))
+                measured[contender].append(json.loads(out.read_text()))
+                print(f"round {number + 1}/{rounds}  {contender:<14}{measured[contender][-1]}", flush=True)
+    lines = ["| | a step without, ms | with | more per step |", "|---" * 4 + "|"]
+    for contender, found in measured.items():
+        without = statistics.median(item["off"] for item in found)
+        ratio = statistics.median(item["on"] / item["off"] for item in found)
+        more = statistics.median(item["on"] - item["off"] for item in found)
+        lines.append(f"| {titles[contender]} | {1000 * without:.2f} | {ratio:.3f}x | {1e6 * more:.0f} µs |")
+    rows = "\n".join(lines)
+    return f"""Four metrics and two losses of TorchMetrics see every batch, in all epochs. In every other one they are
+also recorded: with mlx by `save_metrics_and_losses` at each step, and so by Lightning; by hand every tenth step. All
+write to TensorBoard every tenth step; the values of mlx and of the loop by hand are over both workers, those of
+Lightning over one, until the epoch's end. Medians over epochs of 200 steps, in {rounds} alternating rounds.
+
+{rows}
+"""
+
+
 def workplace(place: Path, name: str) -> Path:
     """An experiment of this folder, bound."""
     folder = Path(shutil.copytree(ROOT / "benchmarks" / name, place / name))
@@ -135,14 +175,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, help="with torchrun, the contenders to run")
-    parser.add_argument("--part", choices=("reading", "checkpoints"), help="measure, and write, only this section")
+    parser.add_argument("--part", choices=PARTS, help="measure, and write, only this section")
     options = parser.parse_args()
-    if options.part != "checkpoints":
+    chosen = [options.part] if options.part else PARTS
+    if "reading" in chosen:
         text = reading(options.rounds, options.only)
         print(text)
         if not options.only:
             write("Reading data", text)
-    if options.part != "reading" and not options.only:
+    if "logging" in chosen and not options.only:
+        write("Logging", logging(options.rounds))
+    if "checkpoints" in chosen and not options.only:
         write("Checkpoints", checkpoints())
 
 
