@@ -90,7 +90,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.checkpoint_every_steps=2"]
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        wait_for(lambda: list(run.glob("checkpoints/epoch_0004_step_*")))
+        wait_for(lambda: list(run.glob("checkpoints/epoch_0004_step_*")) or process.poll() is not None, seconds=400)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=100)
     finally:
