@@ -1,15 +1,19 @@
 """Where the time of training steps goes: a trace of a few of them, and the operators that took longest."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from mlx_runtime.errors import StorageError, first_line
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.storage import joined
 
 WAIT, WARMUP, ACTIVE = 1, 1, 5
 """Training steps that are passed over, since they are slower than others, that warm the profiler up, and that are
@@ -54,7 +58,8 @@ class Profile:
         self._steps += 1
         if self._steps == WAIT + WARMUP:
             self._first = number + 1
-        self._profiler.step()
+        with _native_errors_hidden() if self._steps == WAIT else contextlib.nullcontext():
+            self._profiler.step()
         if self._steps == WAIT + WARMUP + ACTIVE:
             self._stop()
 
@@ -82,17 +87,31 @@ class Profile:
         except (OSError, RuntimeError, StorageError) as error:
             self._tell(f"profile   the trace cannot be stored: {first_line(error)}")
         else:
-            self._tell(f"profile   {self._folder.place}/profile/{file.name}; open it in https://ui.perfetto.dev")
+            place = joined(self._folder.place, "profile", file.name)
+            self._tell(f"profile   {place}; open it in https://ui.perfetto.dev")
         self._tell("\n".join(_table(profiler.key_averages())))
 
 
+@contextlib.contextmanager
+def _native_errors_hidden() -> Iterator[None]:
+    """Without what libraries write to file 2: Kineto calls it an error to be set up outside the main thread."""
+    before = os.dup(2)
+    with Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def _table(operators: Any) -> list[str]:
-    """The operators that took longest, without those that they called."""
+    """The operators that took longest, without those that they called; kernels count for what has started them."""
     on_gpu = any(item.self_device_time_total for item in operators)
     took = {
         item.key: (item.self_device_time_total if on_gpu else item.self_cpu_time_total, item.count)
         for item in operators
-        if not item.key.startswith("ProfilerStep")
+        if item.device_type == DeviceType.CPU and not item.key.startswith("ProfilerStep")
     }
     total = sum(microseconds for microseconds, _ in took.values()) or 1
     longest = sorted(took, key=lambda key: took[key], reverse=True)[:OPERATORS]

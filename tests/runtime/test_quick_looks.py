@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import Mlx, edit
 
+from mlx_runtime.storage import Storage, joined
+
 Make = Callable[[str], Path]
 
 HERE = ("cfg.start_workers=0",)
@@ -158,13 +160,11 @@ class TestProfile:
         options = (f"cfg.storage_path='{storage}'", "cfg.num_epochs=1", *HERE)
         done = mlx(digits, "train", "run", "--profile", *options, MLX_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, done.stdout + done.stderr
-        place = re.search(r"^profile   (\S+); open it", done.stdout, re.MULTILINE)
-        assert place is not None
-        from mlx_runtime.storage import Storage
-
         names = Storage(storage).names("digits", "run_001", "profile")
         assert names == ["step_00000003.pt.trace.json"]
         trace = json.loads(Storage(storage).read("digits", "run_001", "profile", names[0]))
+        place = joined(storage, "digits", "run_001", "profile", *names)
+        assert f"profile   {place}; open it in" in done.stdout
         assert any(event.get("name") == "ProfilerStep#3" for event in trace["traceEvents"])
 
 
