@@ -387,11 +387,17 @@ def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> None:
 def test_half_precision_goes_on_where_it_was(
     mlx: Mlx, baked: Path, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    here = ("cfg.start_workers=0", "cfg.precision=fp16", "models.net.dropout=0.3", *ACCUMULATE)
+    here = (
+        "cfg.start_workers=0",
+        "cfg.precision=fp16",
+        "models.net.dropout=0.3",
+        "datasets.train.rows=20",
+        *ACCUMULATE,
+    )
     whole = whole_run(mlx, baked, tmp_path / "whole", *here)
     folder = experiment("steps")
     interrupt(mlx, folder, *here)
-    assert final(whole[0])["scaler"]["_growth_tracker"] == 9
+    assert final(whole[0])["scaler"]["scale"] < 2.0**16
     assert differences(final(whole[0]), final(folder)) == []
 
 
