@@ -186,9 +186,9 @@ class Browser:
         while not any(item["method"] == method and item.get("sessionId") == session for item in self.events):
             self._next(until, method)
 
-    def page(self, *, width: int = 1200, height: int = 900, dark: bool = False) -> "Page":
-        """A new page without a network."""
-        return Page(self, width, height, dark)
+    def page(self, *, width: int = 1200, height: int = 900, dark: bool = False, offline: bool = True) -> "Page":
+        """A new page, without a network unless it shall have one."""
+        return Page(self, width, height, dark, offline)
 
     def _next(self, until: float, what: str) -> dict[str, Any]:
         try:
@@ -231,16 +231,17 @@ class Page:
         browser: that shows it.
         width, height: of the window.
         dark: whether the person prefers dark colours.
+        offline: whether it has no network, not even that of this machine.
     """
 
-    def __init__(self, browser: Browser, width: int, height: int, dark: bool) -> None:
+    def __init__(self, browser: Browser, width: int, height: int, dark: bool, offline: bool) -> None:
         self._browser = browser
         target = browser.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
         self._call(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0
+            "Network.emulateNetworkConditions", offline=offline, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -252,11 +253,23 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._call("Emulation.setEmulatedMedia", features=features)
 
-    def open(self, file: Path) -> None:
-        """Load a file, until its scripts have run."""
+    def open(self, place: Path | str) -> None:
+        """Load a file or an address, until its scripts have run."""
         self._browser.events.clear()
-        self._call("Page.navigate", url=file.absolute().as_uri())
+        self._call("Page.navigate", url=place.absolute().as_uri() if isinstance(place, Path) else place)
         self._browser.wait_for("Page.loadEventFired", self._session)
+
+    def until(self, expression: str, timeout_s: float = 60) -> None:
+        """Wait until a JavaScript expression is true.
+
+        Raises:
+            TimeoutError: it never was.
+        """
+        end = time.monotonic() + timeout_s
+        while not self.evaluate(expression):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{expression} was not true within {timeout_s:g} s")
+            time.sleep(0.2)
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; waits for promises."""

@@ -1,0 +1,67 @@
+"""Train the template's experiment, open it in TensorBoard, and write docs/tensorboard.png as a browser shows it."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import Browser, Page  # noqa: E402 - it is found only now
+
+MLX = (sys.executable, "-m", "mlx_runtime")
+
+
+@contextlib.contextmanager
+def board(folder: Path, *names: str) -> Iterator[str]:
+    """The address of a TensorBoard that `mlx xp board NAMES` has opened in an experiment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([*MLX, "xp", "board", *names, "--port", str(port)], cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(url, timeout=5)
+                break
+            if server.poll() is not None or time.monotonic() > until:
+                raise RuntimeError("TensorBoard does not answer")
+            time.sleep(0.3)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def curves(browser: Browser, url: str, least: int) -> Page:
+    """The page with the curves of all runs, once so many are drawn."""
+    page = browser.page(width=1400, height=1000, offline=False)
+    page.open(f"{url}/?darkMode=false#timeseries")
+    page.until(f"document.querySelectorAll('scalar-card line-chart svg path').length >= {least}")
+    time.sleep(1)  # they move into place
+    return page
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([*MLX, "train", "new", "digits", "-o", place], check=True, stdout=subprocess.DEVNULL)
+        folder = Path(place, "digits")
+        subprocess.run(
+            [*MLX, "train", "run", "cfg.log_every_steps=5", "cfg.watch_gradients=10"], cwd=folder, check=True
+        )
+        (folder / "browser").mkdir()
+        with Browser(folder / "browser") as browser, board(folder, "digits", "run_001") as url:
+            curves(browser, url, least=4).picture(ROOT / "docs" / "tensorboard.png")
+
+
+if __name__ == "__main__":
+    main()
