@@ -226,6 +226,13 @@ class TestErrors:
         with pytest.raises(MlxError, match=r"scales gradients for cfg.precision=fp16; call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
+    def test_a_plain_step_that_shall_clip_is_told_once(self, begin: Begin) -> None:
+        module, sent = begin(gradient_clip=1.0), []
+        module._running().sink = SimpleNamespace(send=sent.append)
+        for _ in range(2):
+            module.optimizers.sgd.step()
+        assert [event["text"].partition(";")[0] for event in sent] == ["cfg.gradient_clip is for self.optimizer_step()"]
+
     def test_a_plain_backward(self, begin: Begin) -> None:
         module = begin()
         module.models.net(torch.ones(1, 3)).sum().backward()
