@@ -1,9 +1,9 @@
 """A folder's `main.py` as a job of a cluster: look whether it would run, upload it, submit it."""
 
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class Launched:
 
     def follow(self) -> int:
         """Pass on what it prints until it has ended. Its exit code."""
-        return self.jobs.follow(self.job, functools.partial(print, end="", flush=True)).code
+        return self.jobs.follow(self.job, partial(print, end="", flush=True)).code
 
     def wait(self, begun: Callable[[], bool]) -> Details:
         """Until it has begun or ended, `START_S` at the most. How it is doing then.
@@ -89,7 +89,11 @@ class Launch:
         self.jobs: Jobs | None = None
         self.config: Config | None = None
         self._folder, self._address, self._load, self._pip = folder, address, load, pip
-        self._upload = Upload.of(folder)
+
+    @cached_property
+    def _upload(self) -> Upload:
+        """What the job gets; listed once the config was loaded, which may have written conf.yaml first."""
+        return Upload.of(self._folder)
 
     def check(self) -> Iterator[Check]:
         """Look whether it would run; each finding as soon as it is known."""

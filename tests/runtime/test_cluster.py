@@ -112,7 +112,8 @@ LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.k
 
 @pytest.fixture(scope="module")
 def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
-    """A run of three epochs, launched and followed to its end."""
+    """A run of three epochs, launched before anything was bound, and followed to its end."""
+    (user.folder / "src" / "conf.yaml").unlink()
     return subprocess.run(
         ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
         cwd=user.folder,

@@ -132,7 +132,7 @@ class TestProfile:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr == ""
         self.check(digits, done.stdout, 3)
-        done = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=4")
+        done = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=4", *HERE)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "restored" in done.stdout
         self.check(digits, done.stdout, 11)
