@@ -22,7 +22,7 @@ from mlx_runtime.gradients import Gradients
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
-from mlx_runtime.reduction import Exchange, Message, States, numbers, packed, reduced, syncs_itself
+from mlx_runtime.reduction import Exchange, Known, Message, States, numbers, packed
 from mlx_runtime.sampling import mixed
 from mlx_runtime.stepping import Stepping, compile_model, in_half_precision, share_gradients
 from mlx_runtime.tracking import Tracking
@@ -95,6 +95,7 @@ class WorkerRun:
     gradients: Gradients = field(default_factory=Gradients)
     counted: Loader | None = None
     exchange: Exchange = field(default_factory=Exchange)
+    known: dict[str, Known] = field(default_factory=dict)
     sent: "Sent | None" = None
     stage: "Stage | None" = None
     own_stage: "Stage" = field(default_factory=lambda: Stage("train", training=True, steps=0))
@@ -767,9 +768,14 @@ class BaseModule:
         every = self.cfg.log_every_steps * (stage.loader.accumulate if stage.loader is not None else 1)
         return stage.step == stage.steps or (stage.training and stage.step % every == 0)
 
-    def _metrics(self, groups: Iterable[str]) -> dict[str, Metric | MetricCollection]:
+    def _metrics(self, groups: Iterable[str]) -> dict[str, Known]:
+        """The metrics of some groups by name."""
+        known = self._running().known
         found = {name: item for group in groups for name, item in checkpoints.members(getattr(self, group)).items()}
-        return {name: item for name, item in found.items() if isinstance(item, Metric | MetricCollection)}
+        for name, item in found.items():
+            if isinstance(item, Metric | MetricCollection) and (name not in known or known[name].metric is not item):
+                known[name] = Known(item)
+        return {name: known[name] for name in found if name in known}
 
     def _send(self, stage: Stage, *, last: bool) -> None:
         """Tell all workers what this one has seen, in the background. Every worker must call this at the same places.
@@ -802,10 +808,10 @@ class BaseModule:
         for name, metric in self._metrics(sorted(messages[0].said)).items():
             title = f"{sent.title}/{name}"
             found: dict[str, float] | None = {}
-            if syncs_itself(metric):
+            if metric.syncs_itself:
                 found = self._synced(title, metric)
             elif run.worker.writes and name in messages[0].states:
-                found = reduced(title, metric, [message.states[name] for message in messages])
+                found = metric.reduced(title, [message.states[name] for message in messages])
             if found is None:
                 run.send_once("notice", text=f"{title} is skipped: it was not updated")
             values |= found or {}
@@ -821,14 +827,12 @@ class BaseModule:
                 self._input_rates(sent.stage.loader, rates["samples_per_s"], waited)
         self._report(values | rates, sent.step, sent.epoch)
 
-    def _synced(self, title: str, metric: Metric | MetricCollection) -> dict[str, float] | None:
+    def _synced(self, title: str, known: Known) -> dict[str, float] | None:
         """The value of a metric that comes to terms with other workers by itself; a collective."""
-        (updated,) = agree(
-            [metric.update_called if isinstance(metric, Metric) else True], self._running().worker.device
-        )
+        (updated,) = agree([known.updated()], self._running().worker.device)
         if updated is None:
             raise MlxError(f"{title} was updated on some workers only; update it on all, or its value never comes")
-        return numbers(title, metric.compute()) if updated else None
+        return numbers(title, known.metric.compute()) if updated else None
 
     def _rates(self, stage: Stage) -> dict[str, float]:
         """What there is to say of training beside metrics: learning rates, speed, memory."""

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
 
 from mlx_runtime.errors import MlxError
 
-Group = Mapping[str, Metric | MetricCollection]
 State = tuple[bool, dict[str, dict[str, Any]]]
 """Of one metric: whether it was updated, and its states by path of the metric in it and name."""
 
@@ -107,71 +106,86 @@ class Exchange:
         return [part.numpy() for part in heard or ()]
 
 
-def packed(group: Group, *, whole_pass: bool) -> States:
-    """A copy of what metrics have seen, on the CPU.
+class Known:
+    """A metric, and what is found out about it once: recording happens often.
+
+    Attributes:
+        metric: of this worker.
+        parts: the metric and those inside it, by path.
+        keeps_rows: whether its states grow with each row, as those of AUROC do.
+        syncs_itself: whether it has ways of its own to come to terms with other workers.
+    """
+
+    def __init__(self, metric: Metric | MetricCollection) -> None:
+        self.metric = metric
+        self.parts = {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
+        self.keeps_rows = any(
+            isinstance(item, list) for part in self.parts.values() for item in part._defaults.values()
+        )
+        self.syncs_itself = any(
+            part.dist_sync_fn is not None
+            or part.process_group is not None
+            or not part.sync_on_compute
+            or (type(part)._sync_dist is not Metric._sync_dist and part._reductions)
+            for part in self.parts.values()
+        )
+
+    def updated(self) -> bool:
+        """Whether it has seen anything."""
+        if isinstance(self.metric, MetricCollection):
+            return all(map(_is_updated, self.metric.values()))
+        return any(part.update_called for part in self.parts.values())
+
+    def state(self) -> State:
+        """A copy of what it has seen, on the CPU."""
+        updated = self.updated()  # which gives members of a collection their own, up-to-date states
+        return updated, {
+            path: {key: _copied(getattr(part, key)) for key in part._reductions} for path, part in self.parts.items()
+        }
+
+    def reduced(self, name: str, states: Sequence[State]) -> dict[str, float] | None:
+        """Its value over all workers, as numbers by name; None when it has seen nothing. It is left as it is.
+
+        Args:
+            name: of the metric, with that of the stage.
+            states: of all workers.
+
+        Raises:
+            MlxError: it was updated on some workers only.
+        """
+        updated = {item for item, _ in states}
+        if len(updated) == 2:
+            raise MlxError(f"{name} was updated on some workers only; update it on all, or its value never comes")
+        if updated == {False}:
+            return None
+        joined = {
+            path: {
+                key: _on(_joined([item[path][key] for _, item in states], reduction), part.device)
+                for key, reduction in part._reductions.items()
+            }
+            for path, part in self.parts.items()
+        }
+        before = {
+            path: {key: vars(part)[key] for key in (*part._reductions, *_ALONE)} for path, part in self.parts.items()
+        }
+        try:
+            for path, part in self.parts.items():
+                vars(part).update(joined[path] | _ALONE)  # states are plain attributes
+            return numbers(name, self.metric.compute())
+        finally:
+            for path, part in self.parts.items():
+                vars(part).update(before[path])
+
+
+def packed(group: Mapping[str, Known], *, whole_pass: bool) -> States:
+    """A copy of what metrics have seen, by name.
 
     Args:
         group: metrics by name.
-        whole_pass: those that keep every row, like AUROC, too; they grow, and are worth their price once per pass.
+        whole_pass: those that keep every row, too; they grow, and are worth their price once per pass.
     """
-    found: States = {}
-    for name, metric in group.items():
-        if syncs_itself(metric):
-            continue
-        parts = _parts(metric)
-        if not whole_pass and any(
-            isinstance(state, list) for part in parts.values() for state in part._defaults.values()
-        ):
-            continue
-        own = metric.values() if isinstance(metric, MetricCollection) else [metric]
-        states = {path: {key: _copied(getattr(part, key)) for key in part._reductions} for path, part in parts.items()}
-        found[name] = all(map(_is_updated, own)), states
-    return found
-
-
-def syncs_itself(metric: Metric | MetricCollection) -> bool:
-    """Whether a metric has ways of its own to come to terms with other workers."""
-    return any(
-        part.dist_sync_fn is not None
-        or part.process_group is not None
-        or not part.sync_on_compute
-        or (type(part)._sync_dist is not Metric._sync_dist and part._reductions)
-        for part in _parts(metric).values()
-    )
-
-
-def reduced(name: str, metric: Metric | MetricCollection, states: Sequence[State]) -> dict[str, float] | None:
-    """The value of a metric over all workers, as numbers by name; None when it has seen nothing.
-
-    Args:
-        name: of the metric, with that of the stage.
-        metric: of this worker; it is left as it is.
-        states: of all workers, from `packed`.
-
-    Raises:
-        MlxError: it was updated on some workers only.
-    """
-    updated = {item for item, _ in states}
-    if len(updated) == 2:
-        raise MlxError(f"{name} was updated on some workers only; update it on all, or its value never comes")
-    if updated == {False}:
-        return None
-    parts = _parts(metric)
-    joined = {
-        path: {
-            key: _on(_joined([item[path][key] for _, item in states], reduction), part.device)
-            for key, reduction in part._reductions.items()
-        }
-        for path, part in parts.items()
-    }
-    before = {path: {key: vars(part)[key] for key in (*part._reductions, *_ALONE)} for path, part in parts.items()}
-    try:
-        for path, part in parts.items():
-            vars(part).update(joined[path] | _ALONE)  # states are plain attributes
-        return numbers(name, metric.compute())
-    finally:
-        for path, part in parts.items():
-            vars(part).update(before[path])
+    chosen = {name: item for name, item in group.items() if not item.syncs_itself}
+    return {name: item.state() for name, item in chosen.items() if whole_pass or not item.keeps_rows}
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:
@@ -188,13 +202,6 @@ _ALONE: dict[str, Any] = {"_computed": None, "distributed_available_fn": lambda:
 """Attributes of a metric that has all states already, and has not computed its value yet."""
 
 
-def _parts(metric: Metric | MetricCollection) -> dict[str, Metric]:
-    """A metric and those inside it, by path, each with its present states."""
-    if isinstance(metric, MetricCollection):
-        list(metric.values())  # gives members of one compute group their own, up-to-date states
-    return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
-
-
 def _joined(states: Sequence[Any], reduction: Any) -> Any:
     """One state of all workers, as TorchMetrics joins them."""
     if isinstance(states[0], list):
@@ -202,6 +209,8 @@ def _joined(states: Sequence[Any], reduction: Any) -> Any:
         return dim_zero_cat(items) if items and reduction is dim_zero_cat else items
     if reduction is dim_zero_cat:
         return torch.cat([state.reshape(-1) if state.ndim == 0 else state for state in states])
+    if reduction is dim_zero_sum and len(states) <= 2:  # as the sum over a stack of them, in half the time
+        return sum(states[1:], states[0])
     stacked = torch.stack(tuple(states))
     return stacked if reduction is None else reduction(stacked)
 
@@ -209,10 +218,12 @@ def _joined(states: Sequence[Any], reduction: Any) -> Any:
 def _copied(state: Any) -> Any:
     if isinstance(state, list):
         return [_copied(item) for item in state]
-    return state.detach().to("cpu", copy=True)
+    return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
 
 
 def _on(state: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return state
     return [item.to(device) for item in state] if isinstance(state, list) else state.to(device)
 
 

@@ -60,14 +60,11 @@ class TestTwoWorkers:
 
     def test_values_are_over_all_workers(self, run: Path) -> None:
         found = series(run)
-        assert (
-            found["train/mean"][2] == found["train/mean"][5] or found["train/mean"][2][1] == found["train/mean"][5][1]
-        )
         assert found["train/mean"][2][1] == pytest.approx(sum(range(48)) / 48 / 48, rel=1e-6)
         assert found["val/mean"] == found["val_again/mean"]
         assert found["val/mean"][0][1] == pytest.approx(sum(range(16)) / 16 / 16, rel=1e-6)
         assert found["test_own/mean"][0][1] == pytest.approx(sum(range(8)) / 8 / 8, rel=1e-6)
-        assert found["train/auroc"][0][1] == 1.0
+        assert found["train/auroc"][0][1] == pytest.approx(1.0, rel=1e-6)
 
     def test_tensorboard_has_the_same(self, run: Path) -> None:
         events = EventAccumulator(str(run)).Reload()

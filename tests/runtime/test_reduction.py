@@ -12,7 +12,7 @@ import torchmetrics as tm
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime.errors import MlxError
-from mlx_runtime.reduction import ROOM, Exchange, Message, numbers, packed, reduced, syncs_itself
+from mlx_runtime.reduction import ROOM, Exchange, Known, Message, States, numbers, packed
 
 WORLD = 2
 
@@ -48,6 +48,10 @@ def see(metrics: dict[str, Metric | MetricCollection], seed: int) -> None:
     metrics["group"].update(preds=logits, target=labels, value=x)
 
 
+def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool = True) -> States:
+    return packed({name: Known(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
+
+
 def on_workers(work: Callable[[int, Path], None], folder: Path) -> list[object]:
     """What `work(rank, folder)` saved on each of two processes, a gloo group."""
     torch.multiprocessing.spawn(_joined, (work, folder), nprocs=WORLD)
@@ -70,12 +74,13 @@ def _values(rank: int, _: Path) -> dict[str, object]:
     before = {name: copy.deepcopy(metric.metric_state) for name, metric in metrics.items()}
     found: dict[str, object] = {}
     for part in ("a first time", "again"):  # what did not fit at first has room the next time
-        exchange.send(Message(("train", 3), frozenset({"metrics"}), float(rank), packed(metrics, whole_pass=True)))
+        exchange.send(Message(("train", 3), frozenset({"metrics"}), float(rank), states_of(metrics)))
         heard = exchange.receive()
         assert [item.number for item in heard] == [0.0, 1.0]
         if rank == 0:
             found[part] = {
-                name: reduced(name, metric, [item.states[name] for item in heard]) for name, metric in metrics.items()
+                name: Known(metric).reduced(name, [item.states[name] for item in heard])
+                for name, metric in metrics.items()
             }
     alike = {name: str(before[name]) == str(metric.metric_state) for name, metric in metrics.items()}
     return {"values": found, "unchanged": alike}
@@ -101,7 +106,7 @@ def _large(rank: int, _: Path) -> list[int] | None:
     exchange = Exchange()
     metrics = {"cat": tm.CatMetric()}
     metrics["cat"].update(torch.arange(rank + ROOM, dtype=torch.float32))
-    exchange.send(Message(("val", 1), frozenset({"metrics"}), states=packed(metrics, whole_pass=True)))
+    exchange.send(Message(("val", 1), frozenset({"metrics"}), states=states_of(metrics)))
     heard = exchange.receive()
     return [sum(map(len, item.states["cat"][1][""]["value"])) for item in heard] if rank == 0 else None
 
@@ -140,15 +145,15 @@ def test_workers_at_different_places_are_told(tmp_path: Path) -> None:
 
 def test_one_that_was_not_updated_has_no_value() -> None:
     metrics = {"mean": tm.MeanMetric(), "group": MetricCollection([tm.MeanMetric()])}
-    states = packed(metrics, whole_pass=True)
-    assert [reduced(name, metric, [states[name]]) for name, metric in metrics.items()] == [None, None]
+    states = states_of(metrics)
+    assert [Known(metric).reduced(name, [states[name]]) for name, metric in metrics.items()] == [None, None]
     metrics["mean"].update(1.0)
     with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
-        reduced("train/mean", metrics["mean"], [states["mean"], packed(metrics, whole_pass=True)["mean"]])
+        Known(metrics["mean"]).reduced("train/mean", [states["mean"], states_of(metrics)["mean"]])
 
 
 def test_those_that_keep_rows_wait_for_the_end() -> None:
-    assert set(packed(made(), whole_pass=False)) == {
+    assert set(states_of(made(), whole_pass=False)) == {
         "mse",
         "mean",
         "top",
@@ -163,9 +168,9 @@ def test_those_that_keep_rows_wait_for_the_end() -> None:
 def test_what_was_packed_does_not_change_with_the_metric() -> None:
     metric = tm.MeanMetric()
     metric.update(1.0)
-    states = packed({"mean": metric}, whole_pass=False)
+    states = states_of({"mean": metric})
     metric.update(5.0)
-    assert reduced("mean", metric, [states["mean"]]) == {"mean": 1.0}
+    assert Known(metric).reduced("mean", [states["mean"]]) == {"mean": 1.0}
     assert metric.compute() == 3.0
 
 
@@ -185,8 +190,8 @@ class Own(tm.MeanMetric):
     ],
 )
 def test_metrics_with_ways_of_their_own(metric: Metric, itself: bool) -> None:
-    assert syncs_itself(metric) is itself
-    assert ("it" in packed({"it": metric}, whole_pass=True)) is not itself
+    assert Known(metric).syncs_itself is itself
+    assert ("it" in states_of({"it": metric})) is not itself
 
 
 def test_arrays_are_no_numbers() -> None:
