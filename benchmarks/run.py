@@ -155,8 +155,8 @@ def logging(rounds: int) -> str:
         lines.append(f"| {titles[contender]} | {1000 * without:.2f} | {ratio:.3f}x | {1e6 * more:.0f} µs |")
     rows = "\n".join(lines)
     return f"""Four metrics and two losses of TorchMetrics see every batch, in all epochs. In every other one they are
-also recorded: with mlx by `save_metrics_and_losses` at each step, and so by Lightning; by hand every tenth step. All
-write to TensorBoard every tenth step; the values of mlx and of the loop by hand are over both workers, those of
+also recorded: with mlx by `save_metrics_and_losses` at each step, and so by Lightning; by hand every 50th step. All
+write to TensorBoard every 50th step; the values of mlx and of the loop by hand are over both workers, those of
 Lightning over one, until the epoch's end. Medians over epochs of 200 steps, in {rounds} alternating rounds.
 
 {rows}

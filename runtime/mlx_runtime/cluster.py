@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlx_runtime.config import DataConfig, TrainConfig
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ClusterError, ConfigError, first_line
 from mlx_runtime.settings import Settings
 
 JOB_FLAG = "MLX_IN_JOB"
@@ -88,7 +88,11 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
         cpus = max(os.cpu_count() or 1, needed)
         with _address_known_to_children():
-            ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
+            try:
+                ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
+            except Exception as error:  # Ray has no type of its own for it
+                why = f"Ray did not start on this machine: {first_line(error)}"
+                raise ClusterError(f"{why}\nIf it is only busy, try again; --verbose shows what Ray says") from error
     try:
         yield
     finally:

@@ -95,7 +95,7 @@ class TrainConfig:
     compile: bool | str = False
     deterministic: bool = False
     storage_path: str = "runs"
-    log_every_steps: int = 10
+    log_every_steps: int = 50
     watch_gradients: int = 0
     stop_on_nan: bool = False
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})

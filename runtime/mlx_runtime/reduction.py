@@ -53,7 +53,7 @@ class Exchange:
         self._world_size = torch.distributed.get_world_size() if together else 1
         self._group = torch.distributed.new_group(backend="gloo") if together else None
         self._room = ROOM
-        self._sent: tuple[Any, torch.Tensor, bytes] | None = None
+        self._sent: tuple[Any, list[torch.Tensor], bytes] | None = None
         self._own: list[Message] = []
 
     def send(self, message: Message) -> None:
@@ -66,8 +66,8 @@ class Exchange:
         words = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head
         words += body if len(words) + len(body) <= self._room else b""
         out[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        heard = torch.empty(self._world_size * self._room, dtype=torch.uint8)
-        work = torch.distributed.all_gather_into_tensor(heard, out, group=self._group, async_op=True)
+        heard = [torch.empty_like(out) for _ in range(self._world_size)]
+        work = torch.distributed.all_gather(heard, out, group=self._group, async_op=True)
         self._sent = work, heard, body
 
     def receive(self) -> list[Message]:
@@ -81,13 +81,13 @@ class Exchange:
         (work, heard, body), self._sent = self._sent, None
         work.wait()
         messages, sizes, bodies = [], [], []
-        for part in heard.numpy().reshape(self._world_size, -1):
+        for part in (tensor.numpy() for tensor in heard):
             head, size = int.from_bytes(part[:4].tobytes(), "big"), int.from_bytes(part[4:12].tobytes(), "big")
             messages.append(Message(*pickle.loads(part[12 : 12 + head].tobytes())))
             sizes.append(12 + head + size)
             bodies.append(part[12 + head : 12 + head + size])
         _check(messages)
-        bodies = self._rest(body, sizes) if max(sizes) > len(heard) // self._world_size else bodies
+        bodies = self._rest(body, sizes) if max(sizes) > len(heard[0]) else bodies
         self._room = min(MOST_ROOM, max(self._room, 2 * max(sizes)))
         if torch.distributed.get_rank() != 0:
             return messages

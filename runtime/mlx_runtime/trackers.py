@@ -49,6 +49,8 @@ class TensorBoard:
         return self._writer
 
     def on_run_start(self, run: RunInfo) -> None:
+        import torch.utils.tensorboard  # noqa: F401 - half a second that no step shall wait for
+
         self._run = run
 
     def on_rewind(self, step: int) -> None:

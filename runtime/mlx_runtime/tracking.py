@@ -79,7 +79,7 @@ class Tracking:
             "timestamp": round(moment, 3),
             "date": datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).isoformat(timespec="seconds"),
             "time_this_iter_s": round(present - self._reported, 6),
-            "time_total_s": round(self._seconds(present), 3),
+            "time_total_s": round(self._seconds(present), 6),
             **self._where,
         }
         self._reported = present
