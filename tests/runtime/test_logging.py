@@ -127,6 +127,13 @@ def test_listeners_that_fail_and_a_run_that_fails(mlx: Mlx, experiment: Make) ->
         assert sum(line["hook"] == "on_epoch_end" for line in heard) == 2
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run_by_layer_and_step(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("logging")
+    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.fault=nan", "cfg.stop_on_nan=true")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the gradient of net is not finite at step 4 (cfg.stop_on_nan)")
+
+
 def test_a_tracker_can_be_taken_out(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("logging")
     done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=1", "~cfg.trackers.tensorboard")

@@ -1,6 +1,7 @@
 """An experiment that says much about itself, and tells what its listeners heard."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ class Experiment(BaseModule):
             output = self.models.net(batch["row"])[:, 0]
             loss = self.losses.mse(output, row)
             if learn:
-                loss.backward()
+                (loss * math.nan if self.cfg.fault == "nan" and batch_idx == 3 else loss).backward()
                 self.optimizers.sgd.step()
                 self.optimizers.sgd.zero_grad()
             self.metrics.mean.update(row)
