@@ -40,8 +40,9 @@ bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=
 	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }
 	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
 
-docs: $(VENV)/.complete ## write what commands print into README.md
+docs: $(VENV)/.dev ## write what commands print into README.md, and the picture of TensorBoard
 	$(BIN)/python docs/readme.py
+	$(BIN)/python docs/screenshot.py
 
 clean: ## remove the demo, the environment and caches
 	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache

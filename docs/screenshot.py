@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -42,11 +43,12 @@ def board(folder: Path, *names: str) -> Iterator[str]:
         server.wait()
 
 
-def curves(browser: Browser, url: str, least: int) -> Page:
-    """The page with the curves of all runs, once so many are drawn."""
+def curves(browser: Browser, url: str, least: int, tags: str = "") -> Page:
+    """The page with the curves of all runs whose names have `tags`, a regular expression, once so many are drawn."""
     page = browser.page(width=1400, height=1000, offline=False)
-    page.open(f"{url}/?darkMode=false#timeseries")
+    page.open(f"{url}/?darkMode=false&tagFilter={quote(tags)}#timeseries")
     page.until(f"document.querySelectorAll('scalar-card line-chart svg path').length >= {least}")
+    page.evaluate("[...document.querySelectorAll('button')].find(item => item.innerText.includes('Settings')).click()")
     time.sleep(1)  # they move into place
     return page
 
@@ -60,7 +62,7 @@ def main() -> None:
         )
         (folder / "browser").mkdir()
         with Browser(folder / "browser") as browser, board(folder, "digits", "run_001") as url:
-            curves(browser, url, least=4).picture(ROOT / "docs" / "tensorboard.png")
+            curves(browser, url, least=4, tags="train/|val/").picture(ROOT / "docs" / "tensorboard.png")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,6 @@ class Gradients:
         axes.barh(names, [max(flow[name]) for name in names], color="#c6dbef", label="largest")
         axes.barh(names, [sum(flow[name]) / len(flow[name]) for name in names], color="#2171b5", label="mean")
         axes.invert_yaxis()
-        if any(norm > 0 for norms in flow.values() for norm in norms):
-            axes.set_xscale("log")
         axes.set_xlabel("norm of the gradient")
         axes.legend()
         return figure
@@ -99,7 +97,7 @@ def _layers(models: Mapping[str, Any], wanted: set[int]) -> dict[str, list[nn.Pa
     """The parameters of each layer by its name; only those that are wanted."""
     found: dict[str, list[nn.Parameter]] = {}
     for title, model in models.items():
-        for path, module in model.named_modules():
+        for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
             params = [param for param in module.parameters(recurse=False) if id(param) in wanted]
             if params:
                 found[f"{title}.{path}" if path else title] = params

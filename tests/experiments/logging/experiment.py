@@ -131,7 +131,7 @@ class Experiment(BaseModule):
             output = self.models.net(batch["row"])[:, 0]
             loss = self.losses.mse(output, row)
             if learn:
-                (loss * math.nan if self.cfg.fault == "nan" and batch_idx == 3 else loss).backward()
+                (loss * math.nan if self.cfg.fault == "explodes" and batch_idx == 3 else loss).backward()
                 self.optimizers.sgd.step()
                 self.optimizers.sgd.zero_grad()
             self.metrics.mean.update(row)
