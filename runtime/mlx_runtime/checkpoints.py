@@ -11,7 +11,8 @@ checkpoints/epoch_0004/
     {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "config": conf.yaml as it was,
      "models": {name: state}, "optimizers": {name: state}, "tools": {name: state}, "own": {name: state},
      "loaders": {name: place in its pass}, "numbers": {"latest": ..., "unreported": ...},
-     "logs": {file: length in bytes}, "on_device": [attribute of a tool that was on a GPU, ...],
+     "tracking": {"sizes": {file: length in bytes}, "reports": how many, "seconds": trained}, "scaler": state,
+     "on_device": [attribute of a tool that was on a GPU, ...],
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
@@ -46,7 +47,7 @@ ABOUT = "checkpoint.json"
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
-    *("loaders", "numbers", "logs", "on_device", "ranks"),
+    *("loaders", "numbers", "on_device", "ranks", "scaler", "tracking"),
 }
 
 State = dict[str, Any]
@@ -270,8 +271,9 @@ class Checkpoints:
                 state = torch.load(file, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
             raise ConfigError(f"{where} is damaged: {first_line(error)}") from error
-        if not isinstance(state, dict) or not state.keys() >= PARTS:
-            raise ConfigError(f"{where} was not saved by this library: it has no {', '.join(sorted(PARTS))}")
+        missing = PARTS - state.keys() if isinstance(state, dict) else PARTS
+        if missing:
+            raise ConfigError(f"{where} was not saved by this version: it has no {', '.join(sorted(missing))}")
         return state
 
 

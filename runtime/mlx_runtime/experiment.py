@@ -395,7 +395,7 @@ class BaseModule:
             self._load(name, state)
         run.present = {name: set(checkpoints.members(self._group(name))) for name in SAVED}
         self._load_rank(state)
-        run.stepping.restore(state.get("scaler", {}))
+        run.stepping.restore(state["scaler"])
         run.global_step = state["global_step"]
         run.latest, run.unreported = dict(state["numbers"]["latest"]), dict(state["numbers"]["unreported"])
         run.places = dict(state["loaders"])

@@ -273,7 +273,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         ConfigError, match=r"epoch_0001 is not a checkpoint: it has no state.pt. Beside it .*: epoch_0003"
     ):
         read(str(tmp_path / "epoch_0001"))
-    with pytest.raises(ConfigError, match="was not saved by this library: it has no config, epoch"):
+    with pytest.raises(ConfigError, match="was not saved by this version: it has no config, epoch"):
         read(str(tmp_path / "epoch_0002"))
     whole = (tmp_path / "epoch_0003" / STATE).read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
