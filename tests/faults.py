@@ -51,7 +51,7 @@ def final_state(run: Path) -> dict[str, Any]:
     """Of the last checkpoint, without what says where and when it was made."""
     last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
     state: dict[str, Any] = torch.load(last / "state.pt", weights_only=True)
-    return {name: value for name, value in state.items() if name not in ("config", "logs")}
+    return {name: value for name, value in state.items() if name not in ("config", "tracking")}
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:

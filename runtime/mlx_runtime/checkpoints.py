@@ -271,10 +271,10 @@ class Checkpoints:
                 state = torch.load(file, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
             raise ConfigError(f"{where} is damaged: {first_line(error)}") from error
-        missing = PARTS - state.keys() if isinstance(state, dict) else PARTS
-        if missing:
+        found: State = state if isinstance(state, dict) else {}
+        if missing := PARTS - found.keys():
             raise ConfigError(f"{where} was not saved by this version: it has no {', '.join(sorted(missing))}")
-        return state
+        return found
 
 
 class Saver:

@@ -9,6 +9,7 @@ import csv
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+@dataclass
 class TensorBoard:
     """Scalars of every report, and whatever `self.tensorboard` is given, in the run's folder.
 
@@ -31,11 +33,11 @@ class TensorBoard:
     files = ("events.out.tfevents.*",)
     append_only = True
 
-    def __init__(self, hparams: bool = True, flush_secs: int = 30):
-        self.hparams, self.flush_secs = hparams, flush_secs
-        self._writer: SummaryWriter | None = None
-        self._run: RunInfo | None = None
-        self._purge_step: int | None = None
+    hparams: bool = True
+    flush_secs: int = 30
+    _writer: "SummaryWriter | None" = field(default=None, init=False, repr=False, compare=False)
+    _run: RunInfo | None = field(default=None, init=False, repr=False, compare=False)
+    _purge_step: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def writer(self) -> "SummaryWriter":

@@ -433,4 +433,4 @@ class TestObjectStore:
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in ("config", "logs")}
+    return {name: value for name, value in state.items() if name not in ("config", "tracking")}

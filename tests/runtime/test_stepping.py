@@ -335,7 +335,7 @@ def test_models_share_gradients_when_told(tmp_path: Path) -> None:
 def final(folder: Path, run: str = "run_001") -> dict[str, Any]:
     path = folder / "runs" / "steps" / run / "checkpoints" / "epoch_0003" / "state.pt"
     state: dict[str, Any] = torch.load(path, weights_only=True)
-    return {name: value for name, value in state.items() if name not in ("config", "logs")}
+    return {name: value for name, value in state.items() if name not in ("config", "tracking")}
 
 
 Made = tuple[Path, dict[str, Any]]
