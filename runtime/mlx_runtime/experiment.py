@@ -838,10 +838,10 @@ class BaseModule:
         """What there is to say of training beside metrics: learning rates, speed, memory."""
         rates = _learning_rates(self.optimizers)
         device = self._running().worker.device
-        if stage.step > stage.sent_step:
-            rates["time/step_s"] = (time.monotonic() - stage.sent_at) / (stage.step - stage.sent_step)
         if stage.loader is not None:
             rates["samples_per_s"] = stage.loader.rows_read / stage.loader.seconds
+        if stage.step > stage.sent_step:
+            rates["time/step_s"] = (time.monotonic() - stage.sent_at) / (stage.step - stage.sent_step)
         if device.type == "cuda":
             rates["gpu/memory"] = torch.cuda.max_memory_allocated(device) / 1e9
         return rates

