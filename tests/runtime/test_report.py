@@ -97,7 +97,7 @@ class TestOfARun:
         legend, lengths, points = charts[0]
         assert legend == ["train", "val", "test"]
         assert min(lengths[:2]) > 50  # pixels; of a test there is one point
-        assert points >= 11
+        assert points >= 5  # two epochs of train and val, and the test
         assert charts[4][0] == ["adam"]
 
     def test_all_that_is_known_is_there_to_read(self, browser: Browser, page_of_run: Path, trained: Path) -> None:
