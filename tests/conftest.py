@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from forkserver import Commands
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+TIMEOUT_S = 280
+"""For one command."""
 
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -28,20 +32,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def mlx(environment: dict[str, str]) -> Mlx:
+def mlx(environment: dict[str, str]) -> Iterator[Mlx]:
     """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+    with Commands(environment) as commands:
 
-    def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "mlx_runtime", *arguments],
-            cwd=folder,
-            env=environment | settings,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+        def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+            changed = environment | settings
+            if all(name.startswith("MLX_") for name in settings):
+                return commands.run(folder, [*arguments], changed, TIMEOUT_S)
+            command = [sys.executable, "-m", "mlx_runtime", *arguments]  # libraries may read other settings
+            return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
 
-    return run
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -23,8 +23,6 @@ from typing import Any
 
 from mlx_runtime.errors import first_line
 
-HOOKS = ("on_run_start", "on_report", "on_epoch_end", "on_checkpoint", "on_exception", "on_run_end")
-
 
 @dataclass(frozen=True)
 class RunInfo:

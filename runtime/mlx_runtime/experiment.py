@@ -571,6 +571,8 @@ class BaseModule:
         if self.cfg.gradient_clip is not None and not self._run.stepping.inside:
             text = "cfg.gradient_clip is for self.optimizer_step(); optimizer.step() takes gradients as they are"
             self._run.send_once("notice", text=text)
+        if not self._run.gradients.wanted(self._run.global_step):
+            return
         models = {name: parallel.unwrapped(item) for name, item in checkpoints.members(self.models).items()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._run.gradients.look(models, params, self._run.global_step)

@@ -37,6 +37,13 @@ class Gradients:
         self._told = False
         self._flow: dict[str, list[float]] = {}
 
+    def wanted(self, step: int) -> bool:
+        """Whether there is anything to look for at a step."""
+        return self._stop or self._due(step)
+
+    def _due(self, step: int) -> bool:
+        return self._every > 0 and step % self._every == 0 and self._report is not None
+
     def look(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
         """An optimizer is about to step.
 
@@ -48,9 +55,9 @@ class Gradients:
         Raises:
             MlxError: a gradient is not finite, and `stop_on_nan` says that this ends the run.
         """
-        due = self._every > 0 and step % self._every == 0 and self._report is not None
-        if not (due or self._stop):
+        if not self.wanted(step):
             return
+        due = self._due(step)
         given = [param for param in params if param.grad is not None]
         if not given or (not due and _finite([param.grad for param in given])):
             return

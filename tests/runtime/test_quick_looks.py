@@ -45,7 +45,7 @@ class TestFastDevRun:
         assert list(scratch.glob("mlx-fast-*")) == []
 
     def test_what_fails_is_told_without_a_way_to_go_on(self, digits: Path, mlx: Mlx) -> None:
-        edit(digits / "src" / "experiment.py", "stop = self", "1 / 0; stop = self")
+        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
         done = mlx(digits, "train", "run", "--fast-dev-run", *HERE)
         assert done.returncode == 1
         assert "ZeroDivisionError: division by zero" in done.stderr
@@ -187,7 +187,7 @@ class TestQuiet:
         assert log.endswith(done.stdout.partition("\n")[2])
 
     def test_errors_are_told(self, digits: Path, mlx: Mlx) -> None:
-        edit(digits / "src" / "experiment.py", "stop = self", "1 / 0; stop = self")
+        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
         done = mlx(digits, "train", "run", "--quiet", *HERE)
         assert done.returncode == 1
         assert "ZeroDivisionError" in done.stderr

@@ -14,6 +14,7 @@ from conftest import Mlx
 from mlx_runtime import listing, registry, report
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints
 from mlx_runtime.layout import RunFolder, claim_run
+from mlx_runtime.storage import size_text
 
 CURVES = "document.querySelectorAll('.plot .scatterlayer .trace path.js-line').length"
 TEXT = "document.body.innerText"
@@ -37,6 +38,7 @@ def trained(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The folder of a run of the template's experiment, two epochs."""
     folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
     overrides = ("cfg.start_workers=0", "cfg.num_epochs=2", "cfg.monitor=val/accuracy", "cfg.mode=max")
+    overrides += ("cfg.log_every_steps=5",)
     done = mlx(folder, "train", "run", *overrides)
     assert done.returncode == 0, done.stderr
     return folder / "runs/digits/run_001"
@@ -97,17 +99,18 @@ class TestOfARun:
         legend, lengths, points = charts[0]
         assert legend == ["train", "val", "test"]
         assert min(lengths[:2]) > 50  # pixels; of a test there is one point
-        assert points >= 5  # two epochs of train and val, and the test
+        assert points >= 11
         assert charts[4][0] == ["adam"]
 
     def test_all_that_is_known_is_there_to_read(self, browser: Browser, page_of_run: Path, trained: Path) -> None:
         page = opened(browser, page_of_run)
         text = page.evaluate(TEXT)
         record = json.loads((trained / "run.json").read_text())
+        stored = trained / "checkpoints" / "epoch_0001" / "state.pt"
         best = f"val/accuracy {record['best']['value']:.4f} (epoch {record['best']['epoch'] + 1})"
         for item in (
             *("digits/run_001", "SUCCEEDED", "2/2", best, record["command"], record["host"], "21,482", str(trained)),
-            *("epoch_0001", "epoch_0002", "latest", "best", " kB"),
+            *("epoch_0001", "epoch_0002", "latest", "best", size_text(stored.stat().st_size)),
             *("_target_: src.models.DigitsNet", "monitor: val/accuracy"),
             *("epoch 1/2 | train cross_entropy", "TensorBoard"),
         ):

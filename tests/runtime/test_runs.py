@@ -446,5 +446,6 @@ def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:
         "            __import__('time').sleep(0.6)\n            rows = batch",
     )
     done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1", "datasets.test.rows=4")
-    found = re.findall(r"^train \| (\d+)/14 \| [\d.]+ it/s( \| mse [\d.]+ .*)?$", done.stdout, re.M)
+    line = r"^train \| (\d+)/14 \| [\d.]+ it/s \| \d+ s left(?:, \d+ s in all)?( \| mse [\d.]+ .*)?$"
+    found = re.findall(line, done.stdout, re.M)
     assert 2 <= len(found) <= 5, done.stdout

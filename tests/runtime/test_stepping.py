@@ -82,7 +82,7 @@ def begin(tmp_path: Path) -> Begin:
         module = BaseModule(cfg=TrainConfig(**settings), models=nets, optimizers=optimizers)
         module._begin(WorkerRun(RunFolder(tmp_path), Worker(0, 1, CPU), {}))
         for optimizer in vars(optimizers).values():
-            optimizer.register_step_pre_hook(lambda *_: module._updating())
+            optimizer.register_step_pre_hook(lambda optimizer, *_: module._updating(optimizer))
             optimizer.register_step_post_hook(lambda *_: module._updated())
         return module
 
