@@ -55,6 +55,12 @@ def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def bound(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The generated experiment with its conf.yaml; tests that write copy it."""
+    return bind(mlx, Path(shutil.copytree(baked, tmp_path_factory.mktemp("bound") / "digits")))
+
+
+@pytest.fixture(scope="session")
 def baked_job(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template of data jobs, generated once; tests that write copy it."""
     done = mlx(tmp_path_factory.mktemp("baked_job"), "data", "new", "shards")
@@ -63,22 +69,35 @@ def baked_job(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def digits(baked: Path, tmp_path: Path) -> Path:
+def digits(bound: Path, tmp_path: Path) -> Path:
     """A generated experiment of the test's own, bound."""
-    return Path(shutil.copytree(baked, tmp_path / "digits"))
+    return Path(shutil.copytree(bound, tmp_path / "digits"))
 
 
 @pytest.fixture(scope="session")
-def make_in(baked: Path) -> Callable[[str, Path], Path]:
-    """`make_in("spec", place)`: an experiment folder around one of tests/experiments."""
+def make_in(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
+    """`make_in("spec", place)`: an experiment folder around one of tests/experiments, bound."""
+    made: dict[str, Path] = {}
 
     def make(name: str, place: Path) -> Path:
-        folder = place / name
-        shutil.copytree(EXPERIMENTS / name, folder / "src")
-        shutil.copy(baked / "main.py", folder)
-        return folder
+        if name not in made:
+            made[name] = bind(mlx, unbound(name, baked, tmp_path_factory.mktemp("made")))
+        return Path(shutil.copytree(made[name], place / name))
 
     return make
+
+
+def unbound(name: str, baked: Path, place: Path) -> Path:
+    """An experiment folder around one of tests/experiments, as one that was just written."""
+    shutil.copytree(EXPERIMENTS / name, place / name / "src")
+    shutil.copy(baked / "main.py", place / name)
+    return place / name
+
+
+def bind(mlx: Mlx, folder: Path) -> Path:
+    done = mlx(folder, "train", "bind")
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 @pytest.fixture

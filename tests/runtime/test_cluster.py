@@ -78,13 +78,6 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def bound(baked: Path, mlx: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("bound") / "digits"))
-    assert mlx(folder, "train", "bind").returncode == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
 def user(bound: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> User:
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
     return User(folder, environment | {"RAY_AUTH_TOKEN": TOKEN})

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import EXPERIMENTS, Mlx
+from conftest import Mlx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlx_runtime.prepared import Store
@@ -48,12 +48,9 @@ def check_every_row_once_in_equal_steps(ranks: Seen, names: list[str], epochs: i
 
 
 @pytest.fixture(scope="module")
-def folder(baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The experiment, shared by the runs of this module; each test says in which order."""
-    folder = tmp_path_factory.mktemp("kinds") / "kinds"
-    shutil.copytree(EXPERIMENTS / "kinds", folder / "src")
-    shutil.copy(baked / "main.py", folder)
-    return folder
+    return make_in("kinds", tmp_path_factory.mktemp("kinds"))
 
 
 @pytest.fixture(scope="module")

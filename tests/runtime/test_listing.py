@@ -26,9 +26,9 @@ Made = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")
-def trained(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The template's experiment with two runs: the second has another learning rate and a shorter training."""
-    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("trained") / "digits"))
     monitored = ("cfg.start_workers=0", "cfg.monitor=val/cross_entropy", "cfg.mode=min")
     for overrides in (["cfg.num_epochs=2"], ["cfg.num_epochs=1", "optimizers.adam.lr=1e-5"]):
         done = mlx(folder, "train", "run", *monitored, *overrides)

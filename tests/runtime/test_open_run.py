@@ -12,9 +12,9 @@ from mlx_runtime import MlxError, open_run
 
 
 @pytest.fixture(scope="module")
-def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the template's experiment; with two epochs, of which the first is the best by `val/f1`, upside down."""
-    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("run") / "digits"))
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("run") / "digits"))
     done = mlx(
         folder,
         "train",

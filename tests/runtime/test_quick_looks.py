@@ -24,7 +24,6 @@ def seen(folder: Path, workers: int) -> list[dict]:
 
 class TestFastDevRun:
     def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx, tmp_path: Path) -> None:
-        mlx(digits, "train", "bind")
         edit(digits / "src" / "conf.yaml", "resume: null", "resume: auto")
         before = sorted(digits.rglob("*"))
         scratch = tmp_path / "scratch"
@@ -59,7 +58,6 @@ class TestFastDevRun:
         assert "epoch 2/2 | train " in done.stdout
 
     def test_a_conf_yaml_without_the_newer_settings_will_do(self, digits: Path, mlx: Mlx) -> None:
-        mlx(digits, "train", "bind")
         conf = digits / "src" / "conf.yaml"
         lines = [line for line in conf.read_text().splitlines(True) if "_batches: null" not in line]
         conf.write_text("".join(line for line in lines if "profile:" not in line))
@@ -77,7 +75,6 @@ class TestFastDevRun:
     def test_what_contradicts_it_is_refused(
         self, digits: Path, mlx: Mlx, options: tuple[str, ...], message: str
     ) -> None:
-        mlx(digits, "train", "bind")
         shutil.copytree(digits / "src", digits / "runs" / "digits" / "run_001")
         done = mlx(digits, "train", "run", "--fast-dev-run", *options, *HERE)
         assert done.returncode == 2
@@ -170,7 +167,6 @@ class TestProfile:
 
 class TestQuiet:
     def test_only_the_folder_and_the_end_are_printed_and_all_is_logged(self, digits: Path, mlx: Mlx) -> None:
-        mlx(digits, "train", "bind")
         done = mlx(digits, "train", "run", "-q", "cfg.num_epochs=2", "cfg.start_workers=1")
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr == ""

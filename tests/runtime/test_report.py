@@ -34,9 +34,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def trained(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of the template's experiment, two epochs."""
-    folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("trained") / "digits"))
     overrides = ("cfg.start_workers=0", "cfg.num_epochs=2", "cfg.monitor=val/accuracy", "cfg.mode=max")
     overrides += ("cfg.log_every_steps=5",)
     done = mlx(folder, "train", "run", *overrides)

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXPERIMENTS, Mlx, edit
+from conftest import Mlx, edit, unbound
 from faults import differences
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,9 +38,7 @@ def reports(folder: Path, run: str = "run_001") -> list[dict]:
 @pytest.fixture(scope="module")
 def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One run of the probe with two DDP workers: its folder, and what it printed."""
-    folder = tmp_path_factory.mktemp("two") / "probe"
-    shutil.copytree(EXPERIMENTS / "probe", folder / "src")
-    shutil.copy(baked / "main.py", folder)
+    folder = unbound("probe", baked, tmp_path_factory.mktemp("two"))
     done = mlx(folder, "train", "run", *TWO)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""  # not a word from Ray
@@ -153,9 +150,8 @@ def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(ml
     assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
 
 
-def test_one_process_makes_each_dataset_once_through_bind_check_and_run(mlx: Mlx, experiment: Make) -> None:
+def test_one_process_makes_each_dataset_once_through_check_and_run(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
-    assert mlx(folder, "train", "bind").returncode == 0
     assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
     assert json.loads((folder / "seen" / "rank_0.json").read_text())["made"] == ["Rows", "TestRows"]
 
@@ -383,6 +379,7 @@ def test_default_networks_of_any_size_bind_in_little_memory(environment: dict[st
 
 def test_a_default_that_needs_real_numbers_binds_too(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
+    (folder / "src" / "conf.yaml").unlink()
     source = folder / "src" / "experiment.py"
     edit(source, "class Stack(", "SCALE = torch.ones(3).sum().item()\n\n\nclass Stack(")
     done = mlx(folder, "train", "bind")

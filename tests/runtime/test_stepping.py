@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXPERIMENTS, Mlx
+from conftest import Mlx
 from faults import differences
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -338,18 +337,18 @@ def final(folder: Path, run: str = "run_001") -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in ("config", "tracking")}
 
 
+MakeIn = Callable[[str, Path], Path]
+
 Made = tuple[Path, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def two(mlx: Mlx, make_in: MakeIn, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Two workers, four steps of two rows each an update: the folder, and what rank 0 has seen."""
-    return whole_run(mlx, baked, tmp_path_factory.mktemp("two"), "cfg.start_workers=2", *ACCUMULATE)
+    return whole_run(mlx, make_in("steps", tmp_path_factory.mktemp("two")), "cfg.start_workers=2", *ACCUMULATE)
 
 
-def whole_run(mlx: Mlx, baked: Path, folder: Path, *overrides: str) -> Made:
-    shutil.copytree(EXPERIMENTS / "steps", folder / "src")
-    shutil.copy(baked / "main.py", folder)
+def whole_run(mlx: Mlx, folder: Path, *overrides: str) -> Made:
     done = mlx(folder, "train", "run", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, json.loads((folder / "seen" / "rank_0.json").read_text())
@@ -366,10 +365,10 @@ class TestTwoWorkers:
         assert max(two[1]["global_steps"]) == 9
 
     def test_it_is_one_process_with_batches_eight_times_as_large(
-        self, two: Made, mlx: Mlx, baked: Path, tmp_path: Path
+        self, two: Made, mlx: Mlx, experiment: Callable[[str], Path]
     ) -> None:
         overrides = ("cfg.start_workers=0", "cfg.gradient_clip=0.5", "datasets.train.batch_size=16")
-        alone = whole_run(mlx, baked, tmp_path, *overrides)
+        alone = whole_run(mlx, experiment("steps"), *overrides)
         assert alone[1]["updates"] == [True] * 9
         one, other = final(two[0])["models"]["net"], final(alone[0])["models"]["net"]
         assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
@@ -392,7 +391,7 @@ def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> None:
 
 
 def test_half_precision_goes_on_where_it_was(
-    mlx: Mlx, baked: Path, experiment: Callable[[str], Path], tmp_path: Path
+    mlx: Mlx, make_in: MakeIn, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
     here = (
         "cfg.start_workers=0",
@@ -401,7 +400,7 @@ def test_half_precision_goes_on_where_it_was(
         "datasets.train.rows=20",
         *ACCUMULATE,
     )
-    whole = whole_run(mlx, baked, tmp_path / "whole", *here)
+    whole = whole_run(mlx, make_in("steps", tmp_path / "whole"), *here)
     folder = experiment("steps")
     interrupt(mlx, folder, *here)
     assert final(whole[0])["scaler"]["scale"] < 2.0**16
