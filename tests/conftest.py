@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from forkserver import Commands
+from storages import filled
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
@@ -121,6 +122,20 @@ def s3() -> Iterator[str]:
     for key in KEYS:
         del os.environ[key]
     server.stop()
+
+
+@pytest.fixture(params=["folder", "s3"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage with some data in it, see storages.py."""
+    if request.param == "folder":
+        return filled(str(tmp_path / "storage"))
+    return filled(request.getfixturevalue("s3").format(tmp_path.name))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The same, in a folder."""
+    return Path(filled(str(tmp_path / "storage")))
 
 
 def edit(file: Path, old: str, new: str) -> None:

@@ -20,6 +20,12 @@ def put(root: str, files: dict[str, bytes]) -> None:
         storage.write(content, *name.split("/"))
 
 
+def filled(root: str) -> str:
+    """The storage, with its data in it."""
+    put(root, {name: b"x" * size for name, size in SIZES.items()})
+    return root
+
+
 def files(root: str) -> list[str]:
     storage = Storage(root)
     return sorted(info.path.removeprefix(storage.path + "/") for info in storage.below())

@@ -98,7 +98,7 @@ class WorkerRun:
     known: dict[str, Known] = field(default_factory=dict)
     sent: "Sent | None" = None
     stage: "Stage | None" = None
-    own_stage: "Stage" = field(default_factory=lambda: Stage("train", training=True, steps=0))
+    own: "Stage | None" = None
     stage_name: str | None = None
     stages: "dict[str, Stage]" = field(default_factory=dict)
     logged: bool = False
@@ -138,8 +138,10 @@ class Stage:
         step, steps: taken and in all.
         given: steps taken since the pass began here; fewer than `step` when it was interrupted before.
         loader: that is read; None when the loop reads one of its own.
+        over: whether all of it was read.
         values: recorded in this pass.
-        said: groups that are to be recorded since the last time.
+        saved: groups that user code has saved in this pass.
+        said: of these, since numbers were recorded last.
         states: of their metrics, taken when user code said so.
         sent_at, sent_step: when numbers were recorded last.
     """
@@ -152,7 +154,9 @@ class Stage:
     given: int = 0
     started: float = field(default_factory=time.monotonic)
     last_event: float = 0.0
+    over: bool = False
     values: dict[str, float] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     states: States = field(default_factory=dict)
     sent_at: float = field(default_factory=time.monotonic)
@@ -278,6 +282,7 @@ class BaseModule:
 
         Values are over all workers, since `reset_all_metrics_and_losses`. They are taken every `cfg.log_every_steps`
         training steps and at the last batch of a pass; those of metrics that keep every row, like AUROC, only there.
+        A pass over a loader that is not the runtime's ends when something else begins, or metrics are reset.
 
         Args:
             batch_idx: of this batch in the pass, from 0.
@@ -307,13 +312,14 @@ class BaseModule:
                 count as training steps.
         """
         run = self._running()
+        self._finish_own()
         before = run.stage, run.stage_name
         run.stage, run.stage_name = Stage(name, not name.startswith(EVALUATION), steps=0), name
         try:
             yield
-            self._receive()
-            self._send(run.stage, last=True)
-            self._receive()
+            self._finish_own()
+            if not run.stage.over:
+                self._finish(run.stage)
         finally:
             run.stage, run.stage_name = before
 
@@ -340,6 +346,7 @@ class BaseModule:
 
     def reset_all_metrics_and_losses(self) -> None:
         """Forget what metrics and losses have seen; call it before each pass."""
+        self._finish_own()
         for group in (self.losses, self.metrics):
             for metric in checkpoints.members(group).values():
                 if isinstance(metric, Metric | MetricCollection):
@@ -360,6 +367,7 @@ class BaseModule:
         """
         run = self._running()
         run.beat()
+        self._finish_own()
         numbers = run.latest | {name: float(value) for name, value in (metrics or {}).items()}
         if self.cfg.monitor is not None and self.cfg.monitor not in numbers:
             text = f"cfg.monitor is {self.cfg.monitor!r}, which was not recorded; the newest checkpoints are kept"
@@ -459,6 +467,7 @@ class BaseModule:
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
         run = self._running()
+        self._finish_own()
         if not self._in_a_pass():
             self._close_epoch()
         self._wait_for_checkpoint()
@@ -504,6 +513,7 @@ class BaseModule:
         rates; resetting the metrics is right before a whole pass, and undone before the rest of one.
         """
         run = self._running()
+        self._finish_own()
         if loader is run.counted or not self._in_a_pass():  # not beside or in the middle of a training pass
             run.stepping.forget(self._optimizers().values())
             run.accumulation.begin()
@@ -593,6 +603,7 @@ class BaseModule:
             self._send(stage, last=stage.step == stage.steps)
             if stage.step == stage.steps:
                 self._receive()  # what follows may ask for the values of the whole pass
+                stage.over = True
         if loader is run.counted:
             run.step_done(run.global_step)
         if loader is not run.counted or not loader.steps_left:
@@ -752,9 +763,13 @@ class BaseModule:
         run.beat()
         run.epoch = epoch
         run.logged = True
-        stage = run.stage or run.own_stage
-        stage.name = stage_name or stage.name
+        if run.stage is None or run.stage.over:
+            stage = self._own_stage(stage_name)
+        else:
+            stage = run.stage
+            stage.name = stage_name or stage.name
         stage.said.update(groups)
+        stage.saved.update(groups)
         if stage.loader is None:  # the loop reads one of its own, and counts from 0 after a restart, too
             run.global_step += stage.training and batch_idx + 1 != stage.step
             stage.step = batch_idx + 1
@@ -764,6 +779,29 @@ class BaseModule:
         elif self._is_due(stage):
             found = self._metrics(groups)
             stage.states |= packed(found, whole_pass=stage.step == stage.steps)
+
+    def _own_stage(self, name: str | None) -> Stage:
+        """The pass over a loader that the runtime does not know, or what is saved after one over a loader it knows."""
+        run = self._running()
+        title = name or (run.stage.name if run.stage is not None else "train")
+        if run.own is None or run.own.name != title:
+            self._finish_own()
+            after = run.stage is not None and run.stage.name == title
+            run.own = Stage(title, training=not after and not title.startswith(EVALUATION), steps=0)
+        return run.own
+
+    def _finish_own(self) -> None:
+        """Record what a pass over a loader that the runtime does not know has come to. Every worker must call this."""
+        run = self._run
+        if run is not None and run.own is not None:
+            stage, run.own = run.own, None
+            self._finish(stage)
+
+    def _finish(self, stage: Stage) -> None:
+        """Record what a pass that has ended has come to."""
+        self._receive()
+        self._send(stage, last=True)
+        self._receive()
 
     def _is_due(self, stage: Stage) -> bool:
         """Whether numbers of this step are recorded."""
@@ -789,6 +827,9 @@ class BaseModule:
         run = self._running()
         said = frozenset(stage.said)
         late = {name: item for name, item in self._metrics(sorted(said)).items() if name not in stage.states}
+        if last and not said:  # the latest numbers are recorded, but for those that come once per pass
+            late = {name: item for name, item in self._metrics(sorted(stage.saved)).items() if item.keeps_rows}
+            said = frozenset(stage.saved) if late else said
         states = packed(late, whole_pass=last) | stage.states
         rates = self._rates(stage) if said and stage.training and run.worker.writes else {}
         loader = stage.loader
@@ -866,6 +907,7 @@ class BaseModule:
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""
         run = self._running()
+        self._finish_own()
         self._receive()
         seconds = time.monotonic() - run.epoch_started
         if run.unreported:

@@ -28,25 +28,6 @@ from mlx_runtime.layout import run_folder
 from mlx_runtime.storage import Storage, joined, to_json
 
 
-@pytest.fixture(params=["folder", "s3"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage with some data in it."""
-    if request.param == "folder":
-        made = str(tmp_path / "storage")
-    else:
-        made = request.getfixturevalue("s3").format(tmp_path.name)
-    put(made, {name: b"x" * size for name, size in SIZES.items()})
-    return made
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same, in a folder."""
-    made = tmp_path / "storage"
-    put(str(made), {name: b"x" * size for name, size in SIZES.items()})
-    return made
-
-
 def run_record(root: str, name: str, **fields: Any) -> None:
     """A run whose driver is this process, unless the fields say something else."""
     record = {"status": "RUNNING", "heartbeat": registry.now()} | registry.this_driver() | fields

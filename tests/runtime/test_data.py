@@ -20,33 +20,13 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import Mlx
-from storages import SIZES, files, put
+from storages import files, put
 
 from mlx_runtime import filling, registry
 from mlx_runtime.contents import place_in, remove, survey
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.filling import Filling, job_record
 from mlx_runtime.storage import Storage, joined, to_json
-
-
-@pytest.fixture(params=["folder", "s3"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage with some data in it."""
-    if request.param == "folder":
-        made = str(tmp_path / "storage")
-    else:
-        made = request.getfixturevalue("s3").format(tmp_path.name)
-    put(made, {name: b"x" * size for name, size in SIZES.items()})
-    return made
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The same, in a folder."""
-    made = tmp_path / "storage"
-    put(str(made), {name: b"x" * size for name, size in SIZES.items()})
-    return made
-
 
 # -- a folder that is being filled --
 

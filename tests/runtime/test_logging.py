@@ -52,8 +52,9 @@ class TestTwoWorkers:
             "time/data_wait_pct": 6,
             "samples_per_s": 6,
         }
-        for stage in ("val", "val_again", "test_own"):
-            assert [step for step, _ in found[f"{stage}/mse"]] == [6, 12]
+        for stage in ("val", "val_again", "test_own", "val_own", "test_named", "test_after"):
+            assert [step for step, _ in found[f"{stage}/mse"]] == [6, 12], stage
+            assert [step for step, _ in found[f"{stage}/auroc"]] == [6, 12], stage
         assert found["own/epochs"] == [(6, 1.0), (12, 2.0)]
         assert found["own/tensor"] == [(6, 2.5), (12, 2.5)]
         assert "gpu/memory" not in found
@@ -64,7 +65,8 @@ class TestTwoWorkers:
         assert found["train/mean"][2][1] == pytest.approx(sum(range(48)) / 48 / 48, rel=1e-6)
         assert found["val/mean"] == found["val_again/mean"]
         assert found["val/mean"][0][1] == pytest.approx(sum(range(16)) / 16 / 16, rel=1e-6)
-        assert found["test_own/mean"][0][1] == pytest.approx(sum(range(8)) / 8 / 8, rel=1e-6)
+        for stage, rows in (("test_own", 8), ("val_own", 4), ("test_named", 12), ("test_after", 12)):
+            assert found[f"{stage}/mean"][0][1] == pytest.approx(sum(range(rows)) / rows / rows, rel=1e-6), stage
         assert found["train/auroc"][0][1] == pytest.approx(1.0, rel=1e-6)
 
     def test_tensorboard_has_the_same(self, run: Path) -> None:

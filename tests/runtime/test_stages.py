@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.data import Dataset
+from torchmetrics import CatMetric, MeanMetric
 
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards
@@ -29,7 +30,7 @@ class Rows(Dataset):
 
 
 class Log(list):
-    """A tracker that remembers (stage of the first value or None, step)."""
+    """Hears events, and keeps nothing."""
 
     def send(self, event: dict) -> None:
         pass
@@ -101,3 +102,59 @@ def test_training_broken_off_at_its_first_step(loop) -> None:
         loop.log()
         break
     assert [loop.log() for _ in loop.val] == [("val", 1)] * 2
+
+
+class TestLoadersOfOnesOwn:
+    """Loops over what the runtime does not know, named by the argument or not at all."""
+
+    @pytest.fixture
+    def told(self, loop, monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, float], int]]:
+        """What is recorded of metrics: values and global step."""
+        told = []
+        loop.module.metrics = SimpleNamespace(mean=MeanMetric(), rows=CatMetric())
+
+        def report(values: dict[str, float], step: int, epoch: int) -> None:
+            told.append(({name: value for name, value in values.items() if "mean" in name or "rows" in name}, step))
+
+        monkeypatch.setattr(loop.module, "_report", report)
+        return told
+
+    @staticmethod
+    def read(loop, values: list[float], stage: str | None = None, loader=None) -> None:
+        loop.module.reset_all_metrics_and_losses()
+        for number, (value, _) in enumerate(zip(values, loader or values, strict=True)):
+            loop.module.metrics.mean.update(value)
+            loop.module.metrics.rows.update(value)
+            loop.module.save_metrics_and_losses(number, 0, stage=stage)
+
+    def test_evaluation_after_training_is_recorded_once(self, loop, told) -> None:
+        self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)
+        self.read(loop, [5.0, 7.0], stage="val")
+        self.read(loop, [8.0], stage="test")
+        loop.module._end()
+        del told[:3]
+        assert [item for item in told if item[0]] == [({"val/mean": 6.0}, 3), ({"test/mean": 8.0, "test/rows": 8.0}, 3)]
+
+    def test_training_counts_steps_and_evaluation_does_not(self, loop, told) -> None:
+        self.read(loop, [1.0, 3.0])
+        self.read(loop, [5.0])
+        self.read(loop, [4.0], stage="val")
+        self.read(loop, [6.0])
+        loop.module._end()
+        assert [item for item in told if item[0]] == [
+            ({"train/mean": 1.0}, 1),
+            ({"train/mean": 2.0}, 2),
+            ({"train/mean": 5.0}, 3),
+            ({"train/rows": 5.0}, 3),
+            ({"val/mean": 4.0, "val/rows": 4.0}, 3),
+            ({"train/mean": 6.0}, 4),
+            ({"train/rows": 6.0}, 4),
+        ]
+
+    def test_saving_after_a_pass_is_of_that_pass(self, loop, told) -> None:
+        for value, _ in zip([1.0, 2.0, 6.0], loop.train, strict=True):
+            loop.module.metrics.mean.update(value)
+        loop.module.save_metrics_and_losses(2, 0)
+        loop.module._end()
+        assert [item for item in told if item[0]] == [({"train/mean": 3.0}, 3)]
+        assert loop.module.global_step == 3

@@ -117,14 +117,21 @@ class Experiment(BaseModule):
             with self.stage("val_again"):
                 self.read(val, epoch)
             with self.stage("test_own"):  # a loader that the runtime does not know
-                self.read(({"row": row} for row in DataLoader(Rows(rows=8), batch_size=4)), epoch)
+                self.read(self.own(8), epoch)
+            self.read(self.own(4), epoch, stage="val_own")
+            self.read(self.own(12), epoch, stage="test_named")
+            self.save_metrics_and_losses(batch_idx=2, epoch=epoch, stage="test_after")  # after a pass, the same numbers
             self.log({"own/epochs": epoch + 1.0, "own/tensor": torch.tensor(2.5)})
             self.tensorboard.add_text("note", f"epoch {epoch}", self.global_step)
             self.save_checkpoint(epoch=epoch)
         if self.cfg.fault == "late":
             raise ValueError("at the very end")
 
-    def read(self, loader, epoch, learn=False):
+    @staticmethod
+    def own(rows):
+        return ({"row": row} for row in DataLoader(Rows(rows=rows), batch_size=4))
+
+    def read(self, loader, epoch, learn=False, stage=None):
         self.reset_all_metrics_and_losses()
         for batch_idx, batch in enumerate(loader):
             row = batch["row"][:, 0]
@@ -138,7 +145,7 @@ class Experiment(BaseModule):
             self.metrics.auroc.update(row, (row > 0.5).long())
             if self.cfg.fault == "alone" and mlx_rank() == 1:
                 continue
-            self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
+            self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch, stage=stage)
 
 
 def mlx_rank():
