@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import pickle
 import shlex
 import shutil
 import sys
@@ -34,15 +35,15 @@ from mlx_runtime.errors import (
     UsageError,
     WorkerLoopError,
     WorkerLostError,
-    first_line,
 )
 from mlx_runtime.experiment import BaseModule
+from mlx_runtime.failures import Failures, error_of
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
 from mlx_runtime.loading import Config, build
 from mlx_runtime.logs import Log
 from mlx_runtime.parallel import quiet_ray_train
 from mlx_runtime.prepared import PreparedSet, Store
-from mlx_runtime.progress import STOP, WHERE, Direct, Display, Event, Receiver, Remote
+from mlx_runtime.progress import STOP, WHERE, Direct, Display, Event, Receiver
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
 from mlx_runtime.storage import write_atomic
@@ -380,7 +381,7 @@ def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Prog
     job = dataclasses.replace(job, address=receiver.address, key=receiver.key)
     hangs = _Hangs(receiver)
     scratch = tempfile.mkdtemp(prefix="mlx-ray-")
-    trainer = _trainer(job, config.cfg, cluster, scratch)
+    trainer = _trainer(job, receiver, config.cfg, cluster, scratch)
     outcome = _Outcome()
     thread = threading.Thread(target=outcome.of, args=(trainer,), name="fit", daemon=True)
     thread.start()  # not the main thread: there Ray would take over Ctrl-C
@@ -403,11 +404,11 @@ def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Prog
         receiver.close()
         shutil.rmtree(scratch, ignore_errors=True)
     if outcome.error is not None:
-        raise _told(outcome.error, config.cfg.max_failures) from outcome.error
+        raise error_of(outcome.error, config.cfg.max_failures) from outcome.error
     return Ending(progress.metrics, progress.stopped)
 
 
-def _trainer(job: Job, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.torch.TorchTrainer:
+def _trainer(job: Job, receiver: Receiver, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.torch.TorchTrainer:
     """Ray Train's trainer of this run. Checkpoints are ours: it has only to start workers, and to replace lost ones."""
     least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
     if least != most:  # a smaller group starts only once Ray has given up on the larger one
@@ -416,7 +417,7 @@ def _trainer(job: Job, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.to
     resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
     return ray.train.torch.TorchTrainer(
         train,
-        train_loop_config={"job": job},
+        train_loop_config={"job": pickle.dumps(job)},  # what controls the workers would import all that it names
         torch_config=ray.train.torch.TorchConfig(timeout_s=max(1800, int(2 * cfg.hang_timeout_s))),
         scaling_config=ray.train.ScalingConfig(
             num_workers=cfg.start_workers if least == most else (least, most),
@@ -429,7 +430,7 @@ def _trainer(job: Job, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.to
             storage_path=scratch,
             logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
             failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
-            callbacks=[_Failures(job)],
+            callbacks=[Failures(receiver.address, receiver.key)],
         ),
     )
 
@@ -444,27 +445,6 @@ class _Outcome:
             trainer.fit()
         except BaseException as error:
             self.error = error
-
-
-class _Failures(ray.train.UserCallback):  # type: ignore[misc]
-    """Lets Ray Train replace lost workers, and nothing else: what user code raises it would raise again.
-
-    It works in the process that controls the workers.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        causes = {rank: _cause(error) for rank, error in sorted(worker_exceptions.items())}
-        for cause in causes.values():
-            if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
-                raise cause  # an error in a callback ends the run
-        lost = [rank for rank, cause in causes.items() if not isinstance(cause, WorkerLostError)] or list(causes)
-        assert self._job.address is not None
-        sink = Remote(self._job.address, self._job.key, rank=-1)
-        sink.send({"kind": "lost", "ranks": lost, "why": first_line(causes[lost[0]])})
-        sink.close()
 
 
 class _Hangs:
@@ -504,29 +484,6 @@ class _Hangs:
                 f"the workers have taken no step for {self._seconds:.0f} s:\n  {text}\n"
                 "If they need so long, raise cfg.hang_timeout_s"
             )
-
-
-def _told(error: BaseException, max_failures: int) -> MlxError:
-    """The first thing that went wrong on a worker, as an error of ours."""
-    failures = getattr(error, "worker_failures", {})
-    causes = [_cause(failure) for _, failure in sorted(failures.items())] or [_cause(error)]
-    for cause in causes:
-        if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
-            return cause
-    if failures:
-        used = f"; {max_failures} replacements (cfg.max_failures) are used up" if max_failures > 0 else ""
-        lost = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
-        return WorkerLostError(f"a worker was lost: {first_line(lost[0])}{used}")
-    return MlxError(f"Ray Train failed: {first_line(causes[0])}")
-
-
-def _cause(failure: Any) -> BaseException:
-    """What user code raised, inside Ray's wrappers."""
-    for name in ("_base_exc", "controller_failure", "cause", "__cause__"):
-        inner = getattr(failure, name, None)
-        if isinstance(inner, BaseException):
-            return _cause(inner)
-    return failure  # type: ignore[no-any-return]
 
 
 def _board_command(folder: RunFolder, overrides: tuple[str, ...]) -> str:

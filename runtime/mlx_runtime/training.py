@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pickle
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class Ending:
 
 def train(config: Mapping[str, Any]) -> None:
     """The training function: what Ray Train runs on every worker."""
-    job: Job = config["job"]
+    job: Job = pickle.loads(config["job"])
     assert job.address is not None
     sink = Remote(job.address, job.key, ray.train.get_context().get_world_rank())
     ending = work(job, sink)

@@ -28,7 +28,7 @@ FLOORS = [
         "watching",
         "profiling",
     },
-    {"logs"},
+    {"failures", "logs"},
     {"loading", "filling", "jobs"},
     {"prepared", "streaming"},
     {"datasets", "preparation"},
@@ -56,7 +56,18 @@ HOMES = {
     "pathspec": {"uploads"},
     "plotly": {"report"},
     "pyarrow": {"preparation", "prepared", "storage"},
-    "ray": {"cluster", "datajob", "jobs", "parallel", "preparation", "probe", "streaming", "trainer", "training"},
+    "ray": {
+        "cluster",
+        "datajob",
+        "failures",
+        "jobs",
+        "parallel",
+        "preparation",
+        "probe",
+        "streaming",
+        "trainer",
+        "training",
+    },
     "requests": {"jobs"},
     "rich": {"listing", "progress"},
     "ruamel": {"binding", "origins"},
@@ -116,5 +127,12 @@ def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
 def test_the_command_starts_without_heavy_imports(module: str) -> None:
     heavy = "{'torch', 'ray', 'hydra', 'omegaconf', 'rich'}"
     script = f"import mlx_runtime{module}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_controls_the_workers_imports_little() -> None:
+    """They wait for it: each second there is one of every start."""
+    script = "import mlx_runtime.failures, sys; print(sorted({'torch', 'torchmetrics', 'hydra'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
