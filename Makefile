@@ -19,7 +19,7 @@ demo: $(VENV)/.demo $(DEMO)/main.py ## make an experiment in demo/digits and tra
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
 test: $(VENV)/.dev ## run the whole test suite; ARGS="-k name" picks tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -244,20 +245,30 @@ class Job(mlx_runtime.DataJob):
 """
 
 
-@pytest.fixture
-def job(baked_job: Path, tmp_path: Path) -> SimpleNamespace:
-    """A data job of the test's own, with what it makes."""
-    project = tmp_path / "lines"
+@pytest.fixture(scope="module")
+def bound_job(baked_job: Path, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data job with its conf.yaml."""
+    project = tmp_path_factory.mktemp("bound_job") / "lines"
     (project / "src").mkdir(parents=True)
     (project / "src" / "__init__.py").touch()
     (project / "src" / "job.py").write_text(JOB)
     (project / "main.py").write_text((baked_job / "main.py").read_text())
+    done = mlx(project, "data", "bind")
+    assert done.returncode == 0, done.stderr
+    return project
+
+
+@pytest.fixture
+def job(bound_job: Path, tmp_path: Path) -> SimpleNamespace:
+    """A data job of the test's own, with what it makes."""
+    project = Path(shutil.copytree(bound_job, tmp_path / "lines"))
     return SimpleNamespace(
         project=project, data=project / "storage" / "data", made=project / "storage" / "data" / "lines"
     )
 
 
 def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
+    (job.project / "src" / "conf.yaml").unlink()
     done = mlx(job.project, "data", "run", "text.lines=3")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[:5] == [

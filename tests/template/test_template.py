@@ -245,7 +245,7 @@ def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(digits: 
     """`make setup` with a Python that has nothing installed, then `make bind` with what it made."""
     bare = Path(sys.base_prefix) / "bin" / "python3"
     kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    environment = kept | {"HOME": str(tmp_path), "PATH": f"{bare.parent}:/usr/bin:/bin"}
+    environment = kept | {"HOME": str(tmp_path), "PATH": f"{bare.parent}:/usr/bin:/bin", "PIP_NO_COMPILE": "1"}
     command = ["make", "-s", "setup", f"PYTHON={bare}"]
     done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
