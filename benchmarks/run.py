@@ -147,17 +147,21 @@ def logging(rounds: int) -> str:
                 run_once(contender, folder, out, ["~cfg.trackers.tensorboard"] * (contender == "mlx-untracked"))
                 measured[contender].append(json.loads(out.read_text()))
                 print(f"round {number + 1}/{rounds}  {contender:<14}{measured[contender][-1]}", flush=True)
-    lines = ["| | a step without, ms | with | more per step |", "|---" * 4 + "|"]
+    lines = ["| | a step without, ms | with | more per step | in the calls that record |", "|---" * 5 + "|"]
     for contender, found in measured.items():
         without = statistics.median(item["off"] for item in found)
         ratio = statistics.median(item["on"] / item["off"] for item in found)
         more = statistics.median(item["on"] - item["off"] for item in found)
-        lines.append(f"| {titles[contender]} | {1000 * without:.2f} | {ratio:.3f}x | {1e6 * more:.0f} µs |")
+        inside = statistics.median(item["inside"] for item in found)
+        own = f"{1e6 * inside:.0f} µs" if contender.startswith("mlx") else ""
+        lines.append(f"| {titles[contender]} | {1000 * without:.2f} | {ratio:.3f}x | {1e6 * more:.0f} µs | {own} |")
     rows = "\n".join(lines)
     return f"""Four metrics and two losses of TorchMetrics see every batch, in all epochs. In every other one they are
 also recorded: with mlx by `save_metrics_and_losses` at each step, and so by Lightning; by hand every 50th step. All
 write to TensorBoard every 50th step; the values of mlx and of the loop by hand are over both workers, those of
-Lightning over one, until the epoch's end. Medians over epochs of 200 steps, in {rounds} alternating rounds.
+Lightning over one, until the epoch's end. Medians over epochs of 200 steps, in {rounds} alternating rounds; two workers
+and what Ray runs beside them share two cores, so that the difference of two epochs has the noise of both, and the time
+in mlx's own calls, of rank 0 with its waiting for others, has not.
 
 {rows}
 """
