@@ -139,8 +139,10 @@ class TestTwoWorkers:
         assert lines[-1].endswith("mlx xp board probe run_001")
 
 
-def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("spec")
+def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(
+    mlx: Mlx, baked: Path, tmp_path: Path
+) -> None:
+    folder = unbound("spec", baked, tmp_path)
     done = mlx(folder, "train", "run", f"cfg.start_workers={max(3, (os.cpu_count() or 1) + 1)}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("train/loss2 is skipped: it was not updated") == 1
@@ -399,6 +401,7 @@ def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
     """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
     folder = experiment("probe")
+    (folder / "src" / "conf.yaml").unlink()
     edit(folder / "src" / "experiment.py", "linear(3)", "linear(400_000)")
 
     def limit() -> None:
