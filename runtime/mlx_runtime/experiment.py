@@ -35,7 +35,7 @@ SECONDS_PER_EVENT = 0.1
 
 GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
 
-VOTES_PER_NOTICE = 4
+VOTES_PER_NOTICE = 10
 """Votes on stopping between two questions whether a node goes away, which cost all workers a few milliseconds."""
 
 SAVED = ("models", "optimizers", "tools", "own")

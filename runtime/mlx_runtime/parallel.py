@@ -16,10 +16,11 @@ import ray.train.v2._internal.execution.context
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-SECONDS_PER_VOTE = 0.5
+SECONDS_PER_VOTE = 0.2
 """How long a request to stop waits at the most, beside the step under way."""
 
-MOST_STEPS_PER_VOTE = 1000
+MOST_STEPS_PER_VOTE = 100
+"""Or a loop that slows down from one step to the next would be deaf for long."""
 
 _RAY_LOST = (
     ray.exceptions.RayActorError,  # a reader or dealer of data, or what owned it
@@ -175,7 +176,7 @@ class Vote:
             wish: of this one, 0 for none.
         """
         present = time.monotonic()
-        per_step = (present - self._asked_at) / self._interval
+        per_step = (present - self._asked_at) / max(1, self._interval - self._left)  # the end of an epoch asks earlier
         self._asked_at = present
         wait = int(min(MOST_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
         if self._group is not None:
