@@ -26,7 +26,8 @@ Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A user's environment: this Python first on the PATH, no settings of ours, a home of its own, keys for S3."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_", "RAY_", "MAKE"))}
-    kept.pop("MFLAGS", None)
+    for name in ("MFLAGS", "ARGS"):  # of the `make test` that runs this
+        kept.pop(name, None)
     home = tmp_path_factory.mktemp("home")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return kept | KEYS | {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
