@@ -16,7 +16,7 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
-TIMEOUT_S = 280
+TIMEOUT_S = 560
 """For one command."""
 
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]

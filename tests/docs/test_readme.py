@@ -28,7 +28,7 @@ def outline(text: str) -> list[str]:
     return [re.sub(r"\d[\d,.]*(e-\d+)?", "N", line) for line in text.splitlines() if not line.startswith("epoch")]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(tmp_path: Path) -> None:
     """Clone, then every command of README.md in order, as typed; a new environment, an empty HOME."""
     home = tmp_path / "home"
@@ -64,7 +64,7 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(tmp_path: Path) -
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1200,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         printed[command] = done.stdout

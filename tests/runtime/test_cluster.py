@@ -57,7 +57,7 @@ class User:
             env=self.environment | settings,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=560,
         )
         print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
         return done
@@ -113,7 +113,7 @@ def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProces
         env=user.environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
     )
 
 

@@ -217,7 +217,7 @@ def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, envir
     environment = environment | {"RAY_ADDRESS": ""}
     both = [subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for one in both:
-        out, _ = one.communicate(timeout=280)
+        out, _ = one.communicate(timeout=560)
         assert one.returncode == 0, out
         assert "4 prepared in" in out
     found = Store(str(folder / "runs" / ".prepared")).found()
