@@ -50,9 +50,7 @@ class RayCluster:
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if self.token else {"RAY_AUTH_MODE": "disabled"}
         unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH")
         self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth
-        patience = ("RAY_raylet_start_wait_time_s", "RAY_DASHBOARD_STARTUP_TIMEOUT_S")  # the machine may be busy
-        patience += ("RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT",)
-        self._env |= dict.fromkeys(patience, str(START_S))
+        self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # the machine may be busy
         self.head = self._start(
             *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),

@@ -19,8 +19,6 @@ QUIET_RAY = {
 STEADY_RAY = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so relative data paths work
     "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine hold up training
-    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",  # on a busy machine 60 are not enough
-    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "120",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # a report waits for the controller's next poll; Ray's default is 2 s
 }
 

@@ -23,13 +23,10 @@ def seen(folder: Path, workers: int) -> list[dict]:
 
 
 class TestFastDevRun:
-    def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx, tmp_path: Path) -> None:
+    def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx) -> None:
         edit(digits / "src" / "conf.yaml", "resume: null", "resume: auto")
         before = sorted(digits.rglob("*"))
-        scratch = tmp_path / "scratch"
-        scratch.mkdir()
-        # Ray's sockets need a short path, so its folder is elsewhere
-        ray = Path(tempfile.mkdtemp(prefix="r"))
+        scratch, ray = (Path(tempfile.mkdtemp(prefix="r", dir="/tmp")) for _ in range(2))  # short, as sockets need it
         done = mlx(digits, "train", "run", "--fast-dev-run", TMPDIR=str(scratch), RAY_TMPDIR=str(ray))
         shutil.rmtree(ray)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -42,6 +39,7 @@ class TestFastDevRun:
         assert "mlx-fast-" not in done.stdout  # no path of what is gone
         assert sorted(digits.rglob("*")) == before
         assert list(scratch.glob("mlx-fast-*")) == []
+        shutil.rmtree(scratch)
 
     def test_what_fails_is_told_without_a_way_to_go_on(self, digits: Path, mlx: Mlx) -> None:
         edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
