@@ -5,7 +5,6 @@ arguments, folder, environment and streams of the command, imports mlx_runtime a
 any interpreter does. What libraries read from the environment while they are imported is that of the server.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -100,9 +99,6 @@ def become(folder: str, arguments: list[str], environment: dict[str, str], strea
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
-    sys.stdin, sys.stdout = Path(os.devnull).open(), open(1, "w", closefd=False)  # noqa: SIM115
-    with contextlib.suppress(AttributeError):
-        sys.stderr.reconfigure(line_buffering=True)
     sys.path[0] = folder
     sys.argv[1:] = arguments
     sys.orig_argv = [sys.executable, "-m", "mlx_runtime", *arguments]

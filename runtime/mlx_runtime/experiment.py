@@ -907,7 +907,6 @@ class BaseModule:
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""
         run = self._running()
-        self._finish_own()
         self._receive()
         seconds = time.monotonic() - run.epoch_started
         if run.unreported:

@@ -158,10 +158,7 @@ def test_samples_read_on_spare_cpus_come_in_the_same_order(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["datasets.train.broken=7", "cfg.start_workers=0"],
-            "OSError: bad sector (while reading sample 7 of datasets.train)",
-        ),
+        (["datasets.train.broken=7"], "OSError: bad sector (while reading sample 7 of datasets.train)"),
         (["datasets.table.broken=true"], "error: datasets.table cannot be read: ValueError: no such column"),
         (["datasets.train.batch_size=40"], "error: datasets.train has batch_size 40, and 53 rows for 2 workers"),
         (["cfg.loader=ray=9"], "error: cfg.loader=ray=9 reads on CPUs that no worker holds: the cluster has 6, for 2"),

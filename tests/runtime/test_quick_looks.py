@@ -89,28 +89,29 @@ class TestOverfit:
         folder = experiment("kinds")
         done = mlx(folder, "train", "run", "--overfit", "3", "cfg.num_epochs=3")
         assert done.returncode == 0, done.stdout + done.stderr
-        self.check(seen(folder, 2))
+        self.check(folder)
         assert "train     24 rows in 3 steps, global batch 8\n" in done.stdout
         for line in (folder / "runs" / "kinds" / "run_001" / "conf.yaml").read_text().splitlines():
             assert "overfit_batches" not in line or line == "  overfit_batches: 3"
 
     def test_so_do_prepared_sets(self, experiment: Make, mlx: Mlx) -> None:
         folder = experiment("kinds")
-        done = mlx(folder, "train", "run", "--overfit", "3", "--prepare-batches", "cfg.num_epochs=3", *HERE)
+        done = mlx(folder, "train", "run", "--overfit", "3", "--prepare-batches", "cfg.num_epochs=3")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "prepared  train, table, val, test: read from" in done.stdout
-        self.check(seen(folder, 1))
+        self.check(folder)
 
     @staticmethod
-    def check(ranks: list[dict]) -> None:
+    def check(folder: Path) -> None:
+        first, second = seen(folder, 2)
         for name, size in (("train", 4), ("numbers", 4), ("table", 64), ("val", 16), ("test", 4)):
-            for rank in ranks:
+            for rank in (first, second):
                 assert rank[name][0] == rank[name][1] == rank[name][2], name
                 assert [len(batch) for batch in rank[name][0]] == [size] * 3, name
-            rows = {row for rank in ranks for batch in rank[name][0] for row in batch}
-            assert len(rows) == 3 * size * len(ranks)
+            rows = {row for rank in (first, second) for batch in rank[name][0] for row in batch}
+            assert len(rows) == 6 * size
             if name != "numbers":  # which come in an order of their own
-                assert rows == set(range(3 * size * len(ranks))), name
+                assert rows == set(range(6 * size)), name
 
     def test_no_batches_are_refused(self, digits: Path, mlx: Mlx) -> None:
         done = mlx(digits, "train", "run", "--overfit", "0")
