@@ -1,10 +1,11 @@
-"""Ray, started here or joined: the embedded cluster of `mlx train run`, or the one that a job runs on."""
+"""Where a run trains: in this process, on this machine, or on Ray, started here or joined."""
 
 import contextlib
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from mlx_runtime.config import DataConfig, TrainConfig
 from mlx_runtime.errors import ClusterError, ConfigError, first_line
@@ -13,6 +14,8 @@ from mlx_runtime.settings import Settings
 JOB_FLAG = "MLX_IN_JOB"
 """Set in the environment of a submitted job: there the driver joins the cluster that it runs on."""
 
+EngineName = Literal["in_process", "local", "ray"]
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -20,9 +23,12 @@ class Cluster:
 
     Attributes:
         title: for the start lines, like `embedded Ray on 2 cores`.
-        embedded: whether it was started here, for this run.
+        embedded: whether Ray was started here, for this run.
         host: address of the driver as workers reach it.
-        cpus, gpus: what the cluster has; 0 CPUs when training runs inside this process.
+        cpus, gpus: what there is; 0 CPUs when training runs inside this process.
+        engine: that starts the workers.
+        why: this engine is not the usual one here, for the start lines; empty if it is.
+        use_gpu: each worker trains on a GPU.
     """
 
     title: str
@@ -30,21 +36,118 @@ class Cluster:
     host: str
     cpus: float
     gpus: float
+    engine: EngineName = "ray"
+    why: str = ""
+    use_gpu: bool = False
 
 
 @contextlib.contextmanager
 def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
-    """Have Ray while the block runs: none for `start_workers=0`, the job's cluster inside a job, else an embedded one.
+    """Have what trains while the block runs: Ray where `engine_for` says so, else nothing but this machine.
+
+    Raises:
+        ConfigError: there is not what `cfg` asks for, or `cfg.engine` cannot train it.
+    """
+    engine, why = engine_for(cfg)
+    if engine == "ray":
+        with on_ray(cfg, why) as cluster:
+            yield cluster
+    else:
+        yield _this_machine(cfg, engine)
+
+
+def engine_for(cfg: TrainConfig | DataConfig) -> tuple[EngineName, str]:
+    """The engine that `cfg` means here, and why it is not the usual one.
+
+    Raises:
+        ConfigError: `cfg.engine` cannot train it.
+    """
+    in_job = JOB_FLAG in os.environ
+    if cfg.start_workers == 0:
+        if cfg.engine != "auto" and not isinstance(cfg, DataConfig):
+            raise ConfigError(
+                f"cfg.engine={cfg.engine} starts workers, and cfg.start_workers=0 trains without; "
+                "use cfg.engine=auto, or cfg.start_workers=1"
+            )
+        return "in_process", ""
+    if cfg.engine == "local":
+        if in_job:
+            raise ConfigError("cfg.engine=local trains on one machine, not in a cluster's job; use cfg.engine=auto")
+        reason = needs_ray(cfg)
+        if reason:
+            raise ConfigError(f"cfg.engine=local cannot train this: {reason}; use cfg.engine=auto")
+        return "local", ""
+    if cfg.engine == "ray":
+        return "ray", "" if in_job or isinstance(cfg, DataConfig) else "cfg.engine=ray"
+    if in_job:
+        return "ray", ""
+    reason = needs_ray(cfg)
+    return ("ray", reason) if reason else ("local", "")
+
+
+def needs_ray(cfg: TrainConfig | DataConfig) -> str:
+    """Why only Ray can train with these settings; empty if the local engine can, too."""
+    for name in ("min_workers", "max_workers"):
+        value = getattr(cfg, name)
+        if value not in (None, cfg.start_workers):
+            return f"cfg.{name}={value} lets the number of workers change"
+    loader = getattr(cfg, "loader", "auto")
+    if loader.partition("=")[0] == "ray":
+        return f"cfg.loader={loader} reads in Ray's processes"
+    return ""
+
+
+def _this_machine(cfg: TrainConfig | DataConfig, engine: EngineName) -> Cluster:
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not initialize CUDA before a fork
+    cores = os.cpu_count() or 1
+    _check_threads(cfg, cores)
+    if isinstance(cfg, DataConfig):
+        gpus = 0
+    else:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    use_gpu = uses_gpus(cfg, max(1, cfg.start_workers), gpus)
+    if engine == "in_process":
+        return Cluster("0: training in this process", False, "127.0.0.1", 0, gpus, engine, use_gpu=use_gpu)
+    return Cluster(f"on {cores} cores", False, "127.0.0.1", cores, gpus, engine, use_gpu=use_gpu)
+
+
+def _check_threads(cfg: TrainConfig | DataConfig, cores: int) -> None:
+    if cfg.cpus_per_worker > cores:
+        raise ConfigError(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but this machine has {cores} cores")
+
+
+def uses_gpus(cfg: TrainConfig | DataConfig, workers: int, gpus: float) -> bool:
+    """Whether each of some workers gets a GPU.
+
+    Raises:
+        ConfigError: `cfg.use_gpu` asks for more than there are.
+    """
+    if cfg.use_gpu and workers > gpus:
+        cure = "leave cfg.use_gpu at null to use what there is"
+        found = f"there {'is' if gpus == 1 else 'are'} {gpus:g}"
+        raise ConfigError(
+            f"cfg.use_gpu=true needs a GPU for each of {workers} workers; {found}. "
+            + (f"Lower cfg.start_workers, or {cure}" if cfg.start_workers > 1 else cure.capitalize())
+        )
+    return gpus >= workers if cfg.use_gpu is None else cfg.use_gpu
+
+
+@contextlib.contextmanager
+def on_ray(cfg: TrainConfig | DataConfig, why: str = "") -> Iterator[Cluster]:
+    """Have Ray while the block runs: the job's cluster inside a job, else an embedded one.
+
+    Args:
+        cfg: what must fit in it.
+        why: it is Ray, for the start lines.
 
     Raises:
         ConfigError: the cluster cannot hold `start_workers`.
     """
-    if cfg.start_workers == 0:
-        import torch
-
-        yield Cluster("0: training in this process", False, "127.0.0.1", 0, torch.cuda.device_count())
-        return
     embedded = JOB_FLAG not in os.environ
+    if embedded:
+        _check_threads(cfg, os.cpu_count() or 1)
     with start_ray(cfg):
         import ray
 
@@ -57,13 +160,10 @@ def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
                 f"cfg.{name}={least} needs {wanted} CPUs; the cluster has {cpus:g}. "
                 "Lower cfg.start_workers or cfg.cpus_per_worker"
             )
-        if cfg.use_gpu and least > gpus:
-            raise ConfigError(
-                f"cfg.use_gpu=true needs a GPU for each of {least} workers; the cluster has {gpus:g}. "
-                "Lower cfg.start_workers, or leave cfg.use_gpu at null to use what there is"
-            )
-        title = f"embedded Ray on {os.cpu_count()} cores" if embedded else f"Ray cluster with {cpus:g} CPUs"
-        yield Cluster(title, embedded, "127.0.0.1" if embedded else ray.util.get_node_ip_address(), cpus, gpus)
+        use_gpu = uses_gpus(cfg, least, gpus)
+        title = f"in embedded Ray on {os.cpu_count()} cores" if embedded else f"in Ray cluster with {cpus:g} CPUs"
+        host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
+        yield Cluster(title, embedded, host, cpus, gpus, "ray", why, use_gpu)
 
 
 @contextlib.contextmanager

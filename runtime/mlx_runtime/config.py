@@ -19,6 +19,8 @@ class TrainConfig:
             and begins all else anew.
         start_epoch: first epoch; the runtime sets it when a checkpoint is restored.
         num_epochs: epochs in all, so a run restored at epoch 3 of 10 trains 7 more.
+        engine: what starts the workers: `local` forks them on this machine; `ray` has Ray place them, on a cluster or
+            on one that is embedded here; `auto` is `local` on one machine, wherever that can train the run.
         start_workers: DDP workers; 0 trains inside this process, where a debugger works.
         min_workers: with so many workers the run still goes on when nodes are lost; None means `start_workers`.
         max_workers: up to so many workers join when the cluster has room; None means `start_workers`.
@@ -73,6 +75,7 @@ class TrainConfig:
     restore_strict: bool = True
     start_epoch: int = 0
     num_epochs: int = 10
+    engine: Literal["auto", "local", "ray"] = "auto"
     start_workers: int = 2
     min_workers: int | None = None
     max_workers: int | None = None
@@ -137,5 +140,6 @@ class DataConfig:
     storage_path: str = "storage"
 
     # What a cluster is asked for besides; tasks are not a group that must be complete.
+    engine: ClassVar[str] = "ray"
     min_workers: ClassVar[int | None] = None
     max_workers: ClassVar[int | None] = None

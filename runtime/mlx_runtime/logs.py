@@ -22,33 +22,32 @@ def log_name(rank: int | None = None) -> str:
     return f"logs/{DRIVER if rank is None else f'rank_{rank}'}.log"
 
 
-class Log:
-    """Copies what this process prints to a file of the run while the block runs. A full disk ends the copy only.
+class LogFile:
+    """A log in the folder of a run, copied to its object store now and then. A full disk ends it, and nothing else.
 
     Args:
         folder: of the run.
-        rank: of the worker that this process is; None for the driver.
-
-    Attributes:
-        screen: what `sys.stdout` was.
+        name: in the folder.
     """
 
-    def __init__(self, folder: RunFolder, rank: int | None = None) -> None:
-        self.screen: TextIO = sys.stdout
-        self._folder, self._name = folder, log_name(rank)
-        self._path = folder.path / self._name
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._path = folder.path / name
         self._file: TextIO | None = None
-        self._before: tuple[TextIO, TextIO] | None = None
         self._done = threading.Event()
         self._pushed = 0
-
-    @property
-    def copy(self) -> TextIO | None:
-        """Where to draw what is drawn on a terminal, for the log; None where the log gets what is printed."""
-        return cast(TextIO, self) if self.screen.isatty() else None
+        with contextlib.suppress(OSError, StorageError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if folder.uri is not None:  # this process may continue one that ran on another machine
+                self._path.unlink(missing_ok=True)
+                storage = Storage(folder.uri)
+                if storage.size_bytes(name) is not None:
+                    storage.download(self._path, name)
+                threading.Thread(target=self._push_often, name="log", daemon=True).start()
+            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
 
     def write(self, text: str) -> None:
-        """Add to the file what is not printed."""
+        """Add a text; each line is on disk at once."""
         if self._file is not None:
             try:
                 self._file.write(text)
@@ -56,27 +55,9 @@ class Log:
                 self._file = None
 
     def flush(self) -> None:
-        """As text streams have it; each line is on disk at once."""
+        """As text streams have it."""
 
-    def __enter__(self) -> "Log":
-        self._before = sys.stdout, sys.stderr
-        with contextlib.suppress(OSError, StorageError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._folder.uri is not None:  # this process may go on with one that ran on another machine
-                self._path.unlink(missing_ok=True)
-                storage = Storage(self._folder.uri)
-                if storage.size_bytes(self._name) is not None:
-                    storage.download(self._path, self._name)
-                threading.Thread(target=self._push_often, name="log", daemon=True).start()
-            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
-        sys.stdout, sys.stderr = (cast(TextIO, _Tee(stream, self)) for stream in self._before)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._before is not None
-        sys.stdout, sys.stderr = self._before
+    def close(self) -> None:
         self._done.set()
         file, self._file = self._file, None
         if file is not None:
@@ -94,6 +75,51 @@ class Log:
             if size != self._pushed:
                 self._folder.push(self._path)
                 self._pushed = size
+
+
+class Log:
+    """Copies what this process prints to a file of the run while the block runs.
+
+    Args:
+        folder: of the run.
+        rank: of the worker that this process is; None for the driver.
+
+    Attributes:
+        screen: what `sys.stdout` was.
+    """
+
+    def __init__(self, folder: RunFolder, rank: int | None = None) -> None:
+        self.screen: TextIO = sys.stdout
+        self._folder, self._name = folder, log_name(rank)
+        self._file: LogFile | None = None
+        self._before: tuple[TextIO, TextIO] | None = None
+
+    @property
+    def copy(self) -> TextIO | None:
+        """Where to draw what is drawn on a terminal, for the log; None where the log gets what is printed."""
+        return cast(TextIO, self) if self.screen.isatty() else None
+
+    def write(self, text: str) -> None:
+        """Add to the file what is not printed."""
+        if self._file is not None:
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """As text streams have it."""
+
+    def __enter__(self) -> "Log":
+        self._before = sys.stdout, sys.stderr
+        self._file = LogFile(self._folder, self._name)
+        sys.stdout, sys.stderr = (cast(TextIO, _Tee(stream, self)) for stream in self._before)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._before is not None
+        assert self._file is not None
+        sys.stdout, sys.stderr = self._before
+        self._file.close()
 
 
 class _Tee:

@@ -1,7 +1,6 @@
 """What one worker knows of its group: rank, device, seeds, and models in and out of their DDP wrapper."""
 
 import contextlib
-import logging
 import random
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import numpy as np
 import ray.exceptions
 import ray.train
 import ray.train.torch
-import ray.train.v2._internal.execution.context
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -109,14 +107,6 @@ def seeded(seed: int) -> Iterator[None]:
         set_random_state(before)
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
-
-
-def quiet_ray_train() -> None:
-    """Keep Ray Train's notices of every report out of a worker's output, and its tracebacks, which the driver tells."""
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
-    told_by_the_driver = ("ray.train.v2._internal.util", ray.train.v2._internal.execution.context.__file__)
-    for name in told_by_the_driver:  # the latter logs under the name of its file
-        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def agree(flags: list[bool], device: torch.device) -> list[bool | None]:

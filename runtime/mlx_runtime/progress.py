@@ -9,6 +9,7 @@ its sender:
     report      step, epoch, values, facts: sent only when a callback wants it
     checkpoint  epoch, finished, step, path, metrics
     notice      text
+    output      text, to_stderr: a line that a worker of the local engine has printed
     hello       a worker is connected
     hang        no step for long: epoch, stage, step, at, waits_in, seconds
     where       the same, when asked
@@ -228,6 +229,13 @@ class Display:
             self._copy.print(text)
         if always or not self._quiet:
             self._line(text)
+
+    def output(self, text: str, *, to_stderr: bool) -> None:
+        """A line that a worker has printed; it comes even on a quiet display."""
+        if to_stderr and self._bar is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self.print(text, always=True)
 
     def preparing(self, name: str, done: int, rows: int) -> None:
         """Rows of a dataset that are prepared, of all."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from mlx_runtime import __version__
 from mlx_runtime.errors import BindError, MlxError, UsageError, first_line
 from mlx_runtime.layout import CONF, EXPERIMENT, JOB, experiment_folder, job_folder
+from mlx_runtime.settings import prepare_fork
 
 PACKAGED = Path(__file__).parent / "template"
 CHECKOUT = Path(__file__).parents[2]
@@ -152,7 +153,12 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
     folder = kind.folder()
     refuse_options(kind, overrides, "run")
     bind_first(kind, folder)
+    prepare_fork()
     main_class(kind, folder)  # its errors are told better here than inside main.py
+    if kind is AN_EXPERIMENT:
+        from mlx_runtime.engines import local
+
+        local.warm_up()
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")

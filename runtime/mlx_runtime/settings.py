@@ -16,6 +16,13 @@ QUIET_RAY = {
     "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
 }
 
+FORKABLE = {
+    "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads as it is imported, and a process with threads cannot fork
+    "OMP_NUM_THREADS": "1",  # as torchrun and Ray set it; torch's own threads are those of cfg.cpus_per_worker
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs does not initialize CUDA, which does not survive a fork
+}
+"""What keeps a driver that imports torch and the experiment able to fork its workers."""
+
 STEADY_RAY = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so relative data paths work
     "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine hold up training
@@ -33,6 +40,7 @@ class Settings:
         quiet: `MLX_QUIET=1`, print of a run only its folder and how it ended.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
         cache: `MLX_CACHE`, a folder of this machine for copies of prepared sets from object stores.
+        spawn: `MLX_START_METHOD=spawn`, start workers on this machine as fresh interpreters instead of forks.
         job: `MLX_JOB` and `MLX_JOB_ADDRESS`, id and cluster of the job that this process belongs to, or None.
     """
 
@@ -41,6 +49,7 @@ class Settings:
     quiet: bool
     debug: bool
     cache: Path
+    spawn: bool
     job: dict[str, str] | None
 
     @classmethod
@@ -52,6 +61,7 @@ class Settings:
             quiet=_on("MLX_QUIET"),
             debug=_on("MLX_DEBUG"),
             cache=Path(os.environ.get("MLX_CACHE") or Path.home() / ".cache" / "mlx"),
+            spawn=os.environ.get("MLX_START_METHOD") == "spawn",
             job={"id": job, "address": os.environ.get("MLX_JOB_ADDRESS", "")} if job else None,
         )
 
@@ -59,6 +69,12 @@ class Settings:
 def prepare_ray() -> None:
     """Set the environment that Ray reads when it is imported; what the user has set stays."""
     for name, value in (STEADY_RAY if Settings.read().verbose else STEADY_RAY | QUIET_RAY).items():
+        os.environ.setdefault(name, value)
+
+
+def prepare_fork() -> None:
+    """Set the environment that keeps this process able to fork workers; what the user has set stays."""
+    for name, value in FORKABLE.items():
         os.environ.setdefault(name, value)
 
 

@@ -4,28 +4,23 @@ import contextlib
 import dataclasses
 import math
 import os
-import pickle
 import shlex
 import shutil
 import sys
 import tempfile
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-import ray.train
-import ray.train.torch
-
 from mlx_runtime import checkpoints, datasets, preparation, registry
 from mlx_runtime.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.cluster import Cluster, start_ray
+from mlx_runtime.cluster import Cluster, on_ray, start_ray
 from mlx_runtime.control import Control, Terminated
 from mlx_runtime.datasets import Reading
 from mlx_runtime.declarations import Declaration, declaring
+from mlx_runtime.engines import Engine
 from mlx_runtime.errors import (
     ConfigError,
     HangError,
@@ -37,17 +32,15 @@ from mlx_runtime.errors import (
     WorkerLostError,
 )
 from mlx_runtime.experiment import BaseModule
-from mlx_runtime.failures import Failures, error_of
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
 from mlx_runtime.loading import Config, build
 from mlx_runtime.logs import Log
-from mlx_runtime.parallel import quiet_ray_train
 from mlx_runtime.prepared import PreparedSet, Store
-from mlx_runtime.progress import STOP, WHERE, Direct, Display, Event, Receiver
+from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
 from mlx_runtime.storage import write_atomic
-from mlx_runtime.training import Ending, Job, described, streams_of, train, work
+from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
 
@@ -84,19 +77,22 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         RunStopped: Ctrl-C or SIGTERM; the run is marked STOPPED.
     """
     _check_datasets(config)
-    cfg = config.cfg
-    if cfg.restore_checkpoint_path and config.run is None:
-        checkpoints.read(cfg.restore_checkpoint_path)
-    reading = _reading(config, cluster)
     with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(_settled(config, cluster))
+        engine = _engine(config, cluster)
+        stack.callback(engine.close)
+        cfg = config.cfg
+        if cfg.restore_checkpoint_path and config.run is None:
+            checkpoints.read(cfg.restore_checkpoint_path)
+        reading = _reading(config, cluster)
         if config.fast:
             config = stack.enter_context(_nowhere(config))
-        record, attempt = _claimed(config)
+        record, attempt = _claimed(config, cluster)
         log = stack.enter_context(Log(record.folder))
         if attempt > 1:
             log.write(f"\n--- {registry.now()}: attempt {attempt}\n")
         try:
-            return _fit(experiment, config, cluster, reading, record, attempt, log)
+            return _fit(experiment, config, cluster, engine, reading, record, attempt, log)
         except BaseException as error:
             log.write(f"error: {error}\n")
             raise
@@ -128,6 +124,7 @@ def _fit(
     experiment: type[BaseModule],
     config: Config,
     cluster: Cluster,
+    engine: Engine,
     reading: Reading,
     record: registry.Record,
     attempt: int,
@@ -142,20 +139,18 @@ def _fit(
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
         write_atomic(folder.conf, config.yaml())
         folder.push(folder.conf, must=True)
-        progress.start_lines(cluster)
+        progress.start_lines(cluster, engine)
         info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.tree, attempt)
         progress.callbacks.call("on_run_start", info)
-        local = cfg.start_workers == 0
-        if local and streams_of(config.tree):
+        if cluster.engine == "in_process" and streams_of(config.tree):
             in_use.enter_context(start_ray(cfg))
         sets = in_use.marked(_prepared(config, progress.display))
         progress.prepared_line(sets)
         place = (folder.root, folder.experiment, folder.name, attempt, Path.cwd())
-        how = (local, not local and not cluster.embedded, Settings.read().verbose)
+        preemptible = cluster.engine == "ray" and not cluster.embedded
+        how = (cluster.engine, preemptible, Settings.read().verbose)
         job = Job(path_of(experiment), config.tree, *place, *how, reading, sets)
-        ending = (
-            _fit_here(job, progress, control) if local else _fit_on_workers(job, config, cluster, progress, control)
-        )
+        ending = _train(engine, job, config, cluster.host, progress, control)
         if ending.stopped:
             raise Terminated
     result = Result(folder, ending.metrics, progress.best)
@@ -165,7 +160,7 @@ def _fit(
     return result
 
 
-def _claimed(config: Config) -> tuple[registry.Record, int]:
+def _claimed(config: Config, cluster: Cluster) -> tuple[registry.Record, int]:
     """The record of the run, new or taken over, and the number of this attempt at it.
 
     Raises:
@@ -174,6 +169,7 @@ def _claimed(config: Config) -> tuple[registry.Record, int]:
     cfg = config.cfg
     facts = registry.provenance(config.overrides)
     facts |= {"status": "RUNNING", "seed": cfg.seed, "start": registry.now(), "workers": cfg.start_workers}
+    facts |= {"engine": {"asked": cfg.engine, "used": cluster.engine}}
     facts |= {"epochs": cfg.num_epochs, "monitor": cfg.monitor, "mode": cfg.mode}
     launched = Settings.read().job is not None
     if launched:  # who launched it has written these
@@ -198,13 +194,6 @@ def _claimed(config: Config) -> tuple[registry.Record, int]:
             facts |= {"attempts": registry.attempts(before), "job": None}
     before = {name: value for name, value in before.items() if name not in ("end", "error")}
     return registry.Record(folder, before, **facts, attempt=attempt), attempt
-
-
-RESIZE_S = 10.0
-"""How often an elastic group looks for room for more workers."""
-
-GROUP_START_S = 20
-"""How long an elastic group waits for workers that do not start, before it does with fewer."""
 
 
 def prepare(config: Config) -> None:
@@ -234,22 +223,17 @@ def _root(cfg: Any) -> str:
 def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
     """The prepared sets to read instead of datasets, made before if `cfg.prepared` says so."""
     cfg = config.cfg
-    root = _root(cfg)
-    options: dict[str, Any] = {"seed": cfg.seed, "project": Path.cwd(), "tell": display.print}
     if cfg.prepared == "never":
         return {}
-    tree = dict(config.tree)
-    if "datasets" in tree:
-        nodes = described(tree)
-        kept = _kept_as_given(tree["datasets"], nodes)
-        for name in [name for name in nodes if name not in kept and cfg.prepared == "make"]:
-            display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
-        tree["datasets"] = {name: nodes[name] for name in kept}
     if cfg.prepared == "auto":
-        found = preparation.find(tree, root, **options)
+        found = _found(config, display.print)
     else:
+        tree, left_out = _preparable(config.tree)
+        for name in left_out:
+            display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
+        root = _root(cfg)
         ways: dict[str, Any] = {"progress": display.preparing, "cluster": lambda: start_ray(cfg)}
-        found = preparation.make(tree, root, **options, **ways)
+        found = preparation.make(tree, root, seed=cfg.seed, project=Path.cwd(), tell=display.print, **ways)
         keep = [item.manifest.name for item in found.values()]
         limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
         for removed in Store(root).clean(**limits, keep=keep):
@@ -257,6 +241,21 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
                 f"removed the prepared set {removed.name}, {removed.size_bytes / 1e6:,.1f} MB: not used lately"
             )
     return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in found.items()}
+
+
+def _found(config: Config, tell: Callable[[str], None]) -> dict[str, PreparedSet]:
+    """The prepared sets that fit the datasets."""
+    tree, _ = _preparable(config.tree)
+    return preparation.find(tree, _root(config.cfg), seed=config.cfg.seed, project=Path.cwd(), tell=tell)
+
+
+def _preparable(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The config with those datasets that can be prepared, and the names of the others."""
+    if "datasets" not in tree:
+        return dict(tree), []
+    nodes = described(tree)
+    kept = _kept_as_given(tree["datasets"], nodes)
+    return dict(tree) | {"datasets": {name: nodes[name] for name in kept}}, [name for name in nodes if name not in kept]
 
 
 def _kept_as_given(group_node: Any, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -359,36 +358,64 @@ def _reading(config: Config, cluster: Cluster) -> Reading:
     return reading
 
 
-def _fit_here(job: Job, progress: "_Progress", control: Control) -> Ending:
-    """Train inside this process."""
-    if not job.verbose:
-        quiet_ray_train()
-    if progress.config.cfg.use_gpu is False:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray's local mode takes what torch sees
-    endings: list[Ending] = []
-    control.gentle()
-    trainer = ray.train.torch.TorchTrainer(
-        lambda: endings.append(work(job, Direct(progress.handle, control.stop_asked))),
-        scaling_config=ray.train.ScalingConfig(num_workers=0),
-    )
-    trainer.fit()
-    return endings[0]
+@contextlib.contextmanager
+def _settled(config: Config, cluster: Cluster) -> Iterator[Cluster]:
+    """Where the run trains while the block runs: an embedded Ray where only that can read the datasets.
+
+    Raises:
+        ConfigError: `cfg.engine=local` asks for what it cannot do.
+    """
+    streams = _unprepared_streams(config) if cluster.engine == "local" else []
+    if not streams:
+        yield cluster
+        return
+    why = f"datasets.{streams[0]} is a stream of Ray Data that is not prepared"
+    if config.cfg.engine == "local":
+        raise ConfigError(f"cfg.engine=local cannot train this: {why}; prepare it first, or use cfg.engine=auto")
+    with on_ray(config.cfg, why) as found:
+        yield found
 
 
-def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Progress", control: Control) -> Ending:
-    """Train on Ray workers, drawing what they say until they are done."""
-    receiver = Receiver(cluster.host)
+def _unprepared_streams(config: Config) -> list[str]:
+    streams = streams_of(config.tree)
+    prepared = _found(config, lambda text: None) if streams and config.cfg.prepared != "never" else {}
+    return [name for name in streams if name not in prepared]
+
+
+def _engine(config: Config, cluster: Cluster) -> Engine:
+    """The engine of a run. Makes the fork server, so it comes before anything that starts threads."""
+    cfg = config.cfg
+    timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
+    if cluster.engine == "in_process":
+        from mlx_runtime.engines.in_process import InProcess
+
+        return InProcess(use_gpu=cluster.use_gpu)
+    if cluster.engine == "local":
+        from mlx_runtime.engines.local import Local
+
+        return Local(
+            cfg.start_workers,
+            use_gpu=cluster.use_gpu,
+            cpus_per_worker=cfg.cpus_per_worker,
+            max_failures=cfg.max_failures,
+            timeout_s=timeout_s,
+        )
+    from mlx_runtime.engines.on_ray import OnRay
+
+    return OnRay(cfg, cluster, timeout_s=timeout_s)
+
+
+def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Progress", control: Control) -> Ending:
+    """Train, drawing what the workers report until they are done."""
+    receiver = Receiver(host)
     job = dataclasses.replace(job, address=receiver.address, key=receiver.key)
     hangs = _Hangs(receiver)
-    scratch = tempfile.mkdtemp(prefix="mlx-ray-")
-    trainer = _trainer(job, receiver, config.cfg, cluster, scratch)
-    outcome = _Outcome()
-    thread = threading.Thread(target=outcome.of, args=(trainer,), name="fit", daemon=True)
-    thread.start()  # not the main thread: there Ray would take over Ctrl-C
-    control.gentle()
     told = False
+    group = None
+    control.gentle()
     try:
-        while thread.is_alive():
+        group = engine.start(job, progress.handle, control.stop_asked)
+        while group.poll():
             for event in receiver.events(timeout_s=0.1):
                 progress.handle(event)
                 hangs.handle(event)
@@ -401,50 +428,10 @@ def _fit_on_workers(job: Job, config: Config, cluster: Cluster, progress: "_Prog
         for event in receiver.drain():
             progress.handle(event)
     finally:
+        if group is not None:
+            group.close()
         receiver.close()
-        shutil.rmtree(scratch, ignore_errors=True)
-    if outcome.error is not None:
-        raise error_of(outcome.error, config.cfg.max_failures) from outcome.error
     return Ending(progress.metrics, progress.stopped)
-
-
-def _trainer(job: Job, receiver: Receiver, cfg: Any, cluster: Cluster, scratch: str) -> ray.train.torch.TorchTrainer:
-    """Ray Train's trainer of this run. Checkpoints are ours: it has only to start workers, and to replace lost ones."""
-    least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
-    if least != most:  # a smaller group starts only once Ray has given up on the larger one
-        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(GROUP_START_S))
-    use_gpu = cluster.gpus >= least if cfg.use_gpu is None else cfg.use_gpu
-    resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {})
-    return ray.train.torch.TorchTrainer(
-        train,
-        train_loop_config={"job": pickle.dumps(job)},  # what controls the workers would import all that it names
-        torch_config=ray.train.torch.TorchConfig(timeout_s=max(1800, int(2 * cfg.hang_timeout_s))),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=cfg.start_workers if least == most else (least, most),
-            use_gpu=use_gpu,
-            resources_per_worker=resources,
-            **({} if least == most else {"elastic_resize_monitor_interval_s": RESIZE_S}),
-        ),
-        run_config=ray.train.RunConfig(
-            name=uuid.uuid4().hex,  # under a name it knows it would look for checkpoints of its own
-            storage_path=scratch,
-            logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
-            failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
-            callbacks=[Failures(receiver.address, receiver.key)],
-        ),
-    )
-
-
-class _Outcome:
-    """How `fit` ended, seen from another thread."""
-
-    error: BaseException | None = None
-
-    def of(self, trainer: ray.train.torch.TorchTrainer) -> None:
-        try:
-            trainer.fit()
-        except BaseException as error:
-            self.error = error
 
 
 class _Hangs:
@@ -534,6 +521,8 @@ class _Progress:
             self.metrics, self.stopped = event["metrics"], event["stopped"]
         elif kind == "lost":
             self._lost(event)
+        elif kind == "output":
+            self.display.output(event["text"], to_stderr=event["to_stderr"])
         else:
             if kind == "epoch":
                 self.record.note(epoch=event["epoch"], metrics=(self.record["metrics"] or {}) | event["values"])
@@ -546,7 +535,7 @@ class _Progress:
         self.callbacks.call("on_exception", error)
         self.callbacks.call("on_run_end", status, self.metrics or self.record["metrics"] or {})
 
-    def start_lines(self, cluster: Cluster) -> None:
+    def start_lines(self, cluster: Cluster, engine: Engine) -> None:
         folder, cfg = self.record.folder, self.config.cfg
         if self.config.fast:
             look = f"a quick look: {cfg.limit_batches or 'all'} batches of each pass, nothing is kept"
@@ -555,12 +544,17 @@ class _Progress:
             self.display.print(f"run       {folder.experiment} {folder.name}")
             self.display.print(f"folder    {folder.place}", always=True)
         workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
-        self.display.print(f"workers   {f'{workers} in {cluster.title}' if cfg.start_workers else cluster.title}")
+        why = {"local": "local engine", "ray": cluster.why}.get(cluster.engine)
+        text = f"{workers} {cluster.title}" if cfg.start_workers else cluster.title
+        self.display.print(f"workers   {text}{f' ({why})' if why else ''}")
+        if engine.notice:
+            self.display.print(f"          {engine.notice}")
         if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
             hint = f"cfg.start_workers={cluster.gpus:g} would use {'it' if cluster.gpus == 1 else 'them'}"
             self.display.print(f"          on CPUs: {cluster.gpus:g} GPU for {cfg.start_workers} workers; {hint}")
         cores = os.cpu_count() or 1
-        if cluster.embedded and cfg.start_workers * cfg.cpus_per_worker > cores:
+        here = cluster.engine == "local" or cluster.embedded
+        if here and cfg.start_workers * cfg.cpus_per_worker > cores:
             self.display.print(f"          more workers than the {cores} cores here: they share them")
 
     def prepared_line(self, sets: Mapping[str, PreparedSet]) -> None:

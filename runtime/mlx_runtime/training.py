@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mlx_runtime import checkpoints
 from mlx_runtime.callbacks import Listeners, RunInfo
+from mlx_runtime.cluster import EngineName
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
@@ -33,10 +34,11 @@ from mlx_runtime.experiment import BaseModule, LoopStopped, WorkerRun
 from mlx_runtime.layout import RunFolder, run_folder
 from mlx_runtime.loading import build, build_optimizers
 from mlx_runtime.logs import Log
-from mlx_runtime.parallel import Worker, lost_peer, quiet_ray_train, seed_everything, seeded, shared
+from mlx_runtime.parallel import Worker, lost_peer, seed_everything, seeded, shared
 from mlx_runtime.prepared import PreparedSet
 from mlx_runtime.profiling import Profile
 from mlx_runtime.progress import Event, Remote, Sink
+from mlx_runtime.ray_private import quiet_ray_train
 from mlx_runtime.signatures import object_at
 from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
 from mlx_runtime.tracking import Tracking
@@ -53,7 +55,7 @@ class Job:
         root, name, run: storage, experiment and run.
         attempt: number of the driver; a run that was taken over by another one has a higher number.
         project: folder of the experiment.
-        local: training runs in the driver's process.
+        engine: that starts the workers.
         preemptible: the cluster may give notice that a node goes away.
         verbose: let Ray print.
         reading: who reads samples.
@@ -68,7 +70,7 @@ class Job:
     run: str
     attempt: int
     project: Path
-    local: bool
+    engine: EngineName
     preemptible: bool
     verbose: bool
     reading: Reading
@@ -96,10 +98,14 @@ class Ending:
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """The training function: what Ray Train runs on every worker."""
+    """The training function of every worker that is a process of its own."""
     job: Job = pickle.loads(config["job"])
     assert job.address is not None
-    sink = Remote(job.address, job.key, ray.train.get_context().get_world_rank())
+    train_to(Remote(job.address, job.key, ray.train.get_context().get_world_rank()), job)
+
+
+def train_to(sink: Sink, job: Job) -> None:
+    """Train, and report the end to the driver."""
     ending = work(job, sink)
     if ray.train.get_context().get_world_rank() == 0:
         sink.send({"kind": "end", "metrics": ending.metrics, "stopped": ending.stopped})
@@ -115,7 +121,7 @@ def work(job: Job, sink: Sink) -> Ending:
         quiet_ray_train()
     worker = Worker.current()
     with contextlib.ExitStack() as stack:
-        if isinstance(sink, Remote):
+        if job.engine == "ray":  # the local engine has the pipes of its workers
             stack.enter_context(Log(job.folder, worker.rank))
         with _user_errors(worker.rank, job.project):
             groups, experiment = _built(job, worker, stack)
@@ -192,7 +198,7 @@ def _run_of(job: Job, worker: Worker, cfg: TrainConfig, sink: Sink, stack: conte
         folder.path.mkdir(parents=True, exist_ok=True)
         ours = partial(_is_ours, folder, job.attempt)
         info = RunInfo(job.name, job.run, folder.path, folder.place, job.tree, job.attempt)
-        host = "127.0.0.1" if job.local else ray.util.get_node_ip_address()
+        host = ray.util.get_node_ip_address() if job.engine == "ray" else "127.0.0.1"
         tracking = Tracking(info, folder, cfg.trackers, lambda text: run.send("notice", text=text), ours, host)
         run.tracking = stack.enter_context(tracking)
         run.allowed = partial(_push_if_ours, folder, job.attempt, tracking)
@@ -255,7 +261,7 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streams = [name for name in streams_of(job.tree) if name not in job.prepared]
     dealers = {}
-    if streams and job.local:
+    if streams and job.engine == "in_process":
         dealers = {name: Dealer(nodes[name], name, cfg.seed, job.project) for name in streams}
     elif streams:
         place = (cfg.seed, job.project, worker.world_size)
@@ -277,7 +283,7 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
                 prepared=job.prepared.get(name),
                 dealt=dealt.get(name),
                 remote=remote,
-                wanted_workers=cfg.start_workers if cfg.keep_global_batch and not job.local else None,
+                wanted_workers=cfg.start_workers if cfg.keep_global_batch and job.engine != "in_process" else None,
                 accumulate=cfg.accumulate_grad_batches,
                 limit=min(limits, default=None),
                 repeats=cfg.overfit_batches is not None,

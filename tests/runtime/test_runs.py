@@ -315,7 +315,7 @@ def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "cfg.use_gpu=true", f"cfg.start_workers={wanted}")
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cfg.use_gpu=true needs a GPU for each of {wanted} workers; the cluster has ")
+    assert done.stderr.startswith(f"error: cfg.use_gpu=true needs a GPU for each of {wanted} workers; there ")
 
 
 def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:

@@ -163,7 +163,7 @@ class Experiment(BaseModule):
         self.note(
             start=self.global_step,
             pid=os.getpid(),
-            node=ray.get_runtime_context().get_node_id() if dist.is_initialized() else "",
+            node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         )
         self.models.net = prepare_model(self.models.net)  # all wait for each other: no row is noted before all starts
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizers.adam, lambda step: 0.98**step)
