@@ -6,6 +6,7 @@ The names below are imported when first used, so that `import mlx_runtime` and `
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_ray
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with many_imports():
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

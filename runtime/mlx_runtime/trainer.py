@@ -44,6 +44,10 @@ from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
 
+PHASE_S = 2.0
+"""A phase of starting that takes longer is announced."""
+
+
 @dataclass
 class Result:
     """How a run ended.
@@ -412,6 +416,8 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
     hangs = _Hangs(receiver)
     told = False
     group = None
+    started = time.monotonic()
+    patient = True
     control.gentle()
     try:
         group = engine.start(job, progress.handle, control.stop_asked)
@@ -420,6 +426,9 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
                 progress.handle(event)
                 hangs.handle(event)
                 told = told and event["kind"] != "hello"  # a new worker has not heard it yet
+            if patient and not progress.world_size and time.monotonic() - started > PHASE_S:
+                progress.display.print("starting  workers, which import the experiment")
+                patient = False
             control.check()
             if control.stop_asked() and not told:
                 receiver.tell(STOP)

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"accumulation", "sampling", "settings", "sources", "uploads"},
+    {"accumulation", "importing", "sampling", "settings", "sources", "uploads"},
     {"errors", "declarations"},
     {"callbacks", "gradients", "ray_private", "reduction", "storage"},
     {"trackers"},

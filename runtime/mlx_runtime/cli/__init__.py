@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__
+from mlx_runtime.importing import exit_quickly
 
 GROUPS = {
     "data": "Fill the storage, look at it, and clean it up.",
@@ -86,4 +87,5 @@ def completion(shell: str) -> None:
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
+    exit_quickly()
     mlx(prog_name="mlx")
