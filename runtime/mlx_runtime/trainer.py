@@ -43,7 +43,6 @@ from mlx_runtime.storage import write_atomic
 from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
-
 PHASE_S = 2.0
 """A phase of starting that takes longer is announced."""
 
