@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,53 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 TIMEOUT_S = 560
 """For one command."""
 
+RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install")
+"""From the innermost to the outermost; pyproject.toml says what each is."""
+
+OUTSIDE = {"s3", "browser", "ray_cluster"}
+"""Fixtures that no test of the inner three rings may have."""
+
+LONGEST = (
+    *("test_install.py", "test_faults.py", "test_kinds.py", "test_cluster.py", "test_template.py", "test_runs.py"),
+    *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_stepping.py", "test_listing.py"),
+)
+"""Files that take longest, the longest first; a process that runs tests gets one file after the other."""
+
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def ring_of(item: pytest.Item) -> str | None:
+    """The ring that is marked nearest to a test: with its parameters, on itself, on its class or on its module."""
+    marks = [mark.name for node in item.listchain() for mark in node.own_markers]
+    return next((name for name in reversed(marks) if name in RINGS), None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail the collection of tests without a ring, and of those in inner rings that use what only outer ones start."""
+    report = yield
+    problems = []
+    for item in [node for node in report.result if isinstance(node, pytest.Item)]:
+        ring, outside = ring_of(item), OUTSIDE & {*getattr(item, "fixturenames", ())}
+        if ring is None:
+            problems.append(f"{item.nodeid} has no ring; mark it with one of {', '.join(RINGS)}")
+        elif outside and ring in RINGS[:3]:
+            problems.append(f"{item.nodeid} is in the ring {ring} and uses {', '.join(sorted(outside))}")
+    if problems:
+        report.outcome, report.longrepr, report.result = "failed", "\n".join(problems), []
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each test one ring, and begin with the files that take longest."""
+    rings = [ring_of(item) for item in items]
+    for node in {node for item in items for node in item.listchain()}:
+        node.own_markers[:] = [mark for mark in node.own_markers if mark.name not in RINGS]
+    for item, ring in zip(items, rings, strict=True):
+        assert ring is not None
+        item.add_marker(ring)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +171,7 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A storage with some data in it, see storages.py."""
     if request.param == "folder":

@@ -31,6 +31,8 @@ from mlx_runtime.checkpoints import (
 )
 from mlx_runtime.errors import ConfigError, StorageError
 
+pytestmark = pytest.mark.pure
+
 NONE: dict = {"then": {}, "now": {}}
 
 
@@ -144,7 +146,7 @@ def names(saved: Checkpoints) -> list[str]:
     return [item.name for item in saved.all()]
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place for checkpoints: a folder, and a bucket of a real S3 server."""
     if request.param == "folder":
@@ -239,6 +241,7 @@ def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
     assert [name for name in saved._storage.names() if name.startswith(".")] == []
 
 
+@pytest.mark.process
 def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
     """A process saves again and again and is killed at a moment of its own choosing, ten times."""
     script = (

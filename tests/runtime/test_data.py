@@ -29,6 +29,8 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.filling import Filling, job_record
 from mlx_runtime.storage import Storage, joined, to_json
 
+pytestmark = pytest.mark.process
+
 # -- a folder that is being filled --
 
 
@@ -287,6 +289,7 @@ def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
     assert record["name"] == "lines"
 
 
+@pytest.mark.cluster
 def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNamespace, mlx: Mlx) -> None:
     done = mlx(job.project, "data", "run", "cfg.start_workers=2", "text.lines=6", "text.die_at=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -296,7 +299,7 @@ def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNames
     assert (job.made / "total.txt").read_text() == "15\n"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.cluster)])
 def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx, workers: int) -> None:
     done = mlx(job.project, "data", "run", f"cfg.start_workers={workers}", "text.fail_at=2")
     assert done.returncode == 1
@@ -366,6 +369,7 @@ def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
     assert len(list((job.made / "lines").iterdir())) == 1
 
 
+@pytest.mark.s3
 def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_path: Path) -> None:
     (job.project / "src" / "job.py").write_text(JOB.replace('once = self.output.folder / ".died"', "once = None"))
     root = s3.format(tmp_path.name)

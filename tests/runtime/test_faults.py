@@ -35,7 +35,10 @@ from faults import (
 from mlx_runtime import open_run
 from mlx_runtime.storage import joined
 
-pytestmark = pytest.mark.timeout(900)  # nodes that are lost are missed after a while, on a busy machine a long one
+pytestmark = [
+    pytest.mark.kills,
+    pytest.mark.timeout(900),  # nodes that are lost are missed after a while, on a busy machine a long one
+]
 
 EPOCHS = 12
 
@@ -129,6 +132,7 @@ def test_the_run_ends_as_if_nobody_had_killed_anything(
     assert record(folder)["status"] == "SUCCEEDED"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("moment", ["in an epoch", "while saving"])
 def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
@@ -161,6 +165,7 @@ def test_a_killed_driver_goes_on_where_it_was(
     assert not list(run_of(folder).glob("checkpoints/.saving-*"))
 
 
+@pytest.mark.process
 def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
@@ -177,6 +182,7 @@ def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     assert "cfg.num_epochs=3" in record(folder)["overrides"]
 
 
+@pytest.mark.process
 def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: Path) -> None:
     """From a run of another width: the layers between are left as they were made."""
     checkpoint = run_of(whole_here) / "checkpoints" / "epoch_0002"
@@ -191,6 +197,7 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
     assert "epoch 1/" not in taken.stdout
 
 
+@pytest.mark.pure
 def test_deterministic_algorithms_while_a_run_lasts() -> None:
     from mlx_runtime.training import _deterministic
 
@@ -199,6 +206,7 @@ def test_deterministic_algorithms_while_a_run_lasts() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.process
 def test_a_new_run_starts_from_the_config_of_an_old_one(mlx: Mlx, folder: Path) -> None:
     options = ("cfg.start_workers=0", "cfg.num_epochs=1", "tools.noise.scale=0.5")
     assert mlx(folder, "train", "run", *options).returncode == 0
@@ -212,6 +220,7 @@ def test_a_new_run_starts_from_the_config_of_an_old_one(mlx: Mlx, folder: Path) 
     assert both.stderr == "error: --resume goes on with a run and --from starts a new one; give one of them\n"
 
 
+@pytest.mark.process
 def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
@@ -239,6 +248,7 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     assert len(steps_of(folder)) == 48, f"{before} before: the checkpoint was not of the last step"
 
 
+@pytest.mark.local
 class TestTwoWorkers:
     """What takes a group."""
 
@@ -395,6 +405,7 @@ def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(
     assert any(path.name.endswith(f"_step_{last:08d}") for path in (run_of(folder) / "checkpoints").iterdir())
 
 
+@pytest.mark.s3
 class TestObjectStore:
     """Runs on an S3 server: nothing of them is needed on a machine to go on there."""
 

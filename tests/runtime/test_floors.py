@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
@@ -120,6 +122,7 @@ def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
     assert users == HOMES[library]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "module",
     ["", ".cli", ".cli.data", ".cli.train", ".cli.xp"],
@@ -131,6 +134,7 @@ def test_the_command_starts_without_heavy_imports(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.process
 def test_what_controls_the_workers_imports_little() -> None:
     """They wait for it: each second there is one of every start."""
     script = "import mlx_runtime.failures, sys; print(sorted({'torch', 'torchmetrics', 'hydra'} & set(sys.modules)))"

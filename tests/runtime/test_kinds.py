@@ -16,6 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mlx_runtime.prepared import Store
 
+pytestmark = pytest.mark.cluster
+
 Make = Callable[[str], Path]
 
 ROWS = {"train": 53, "numbers": 37, "table": 1001, "val": 130, "test": 31}

@@ -13,6 +13,8 @@ import pytest
 
 from mlx_runtime.progress import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
 
+pytestmark = pytest.mark.pure
+
 
 def step(number: int, epoch: int = 0, stage: str = "train", rate: float = 10.0) -> dict[str, Any]:
     place = {"stage": stage, "epoch": epoch, "step": number, "steps": 100}

@@ -14,6 +14,8 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime.errors import MlxError
 from mlx_runtime.reduction import ROOM, Exchange, Known, Message, States, numbers, packed
 
+pytestmark = pytest.mark.pure
+
 WORLD = 2
 
 
