@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from forkserver import Commands
+from forkserver import Command, Commands
 from storages import filled
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +33,10 @@ LONGEST = (
 """Files that take longest, the longest first; a process that runs tests gets one file after the other."""
 
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
+
+Started = Command | subprocess.Popen
+
+Start = Callable[..., Started]
 
 
 def ring_of(item: pytest.Item) -> str | None:
@@ -80,18 +85,49 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def mlx(environment: dict[str, str]) -> Iterator[Mlx]:
-    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+def commands(environment: dict[str, str]) -> Iterator[Commands]:
+    """The server of commands, which has their libraries loaded."""
     with Commands(environment) as commands:
+        yield commands
 
-        def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-            changed = environment | settings
-            if all(name.startswith("MLX_") for name in settings):
-                return commands.run(folder, [*arguments], changed, TIMEOUT_S)
-            command = [sys.executable, "-m", "mlx_runtime", *arguments]  # libraries may read other settings
-            return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
 
-        yield run
+@pytest.fixture(scope="session")
+def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
+    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+
+    def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        changed = environment | settings
+        if forks(settings):
+            return commands.run(folder, [*arguments], changed, TIMEOUT_S)
+        command = [sys.executable, "-m", "mlx_runtime", *arguments]
+        return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    return run
+
+
+@pytest.fixture
+def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
+    """`start(folder, "train", "run", ...)`: the same in the background, until the test ends at the latest."""
+    started: list[Started] = []
+
+    def start(folder: Path, *arguments: str, **settings: str) -> Started:
+        changed = environment | settings
+        if forks(settings):
+            started.append(commands.start(folder, [*arguments], changed))
+        else:
+            command, streams = [sys.executable, "-m", "mlx_runtime", *arguments], {"stdout": PIPE, "stderr": PIPE}
+            started.append(subprocess.Popen(command, cwd=folder, env=changed, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def forks(settings: Mapping[str, str]) -> bool:
+    """True if a command can have these in its environment although its libraries were imported before."""
+    return all(name.startswith("MLX_") for name in settings)
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,12 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Mlx
+from conftest import Mlx, Start
 from storages import files, put
 
 from mlx_runtime import filling, registry
@@ -313,11 +311,10 @@ def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
-    job: SimpleNamespace, mlx: Mlx, environment: dict[str, str], number: int, code: int
+    job: SimpleNamespace, mlx: Mlx, start: Start, number: int, code: int
 ) -> None:
     mlx(job.project, "data", "bind")
-    command = [sys.executable, "-m", "mlx_runtime", "data", "run", "text.sleep_s=0.3", "text.lines=100"]
-    running = subprocess.Popen(command, cwd=job.project, env=environment, stderr=subprocess.PIPE, text=True)
+    running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=100")
     until = time.monotonic() + 200
     while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
         time.sleep(0.1)
