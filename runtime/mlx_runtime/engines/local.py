@@ -206,8 +206,8 @@ class LocalGroup:
     def close(self) -> None:
         with contextlib.suppress(MlxError):
             self._end_workers()
-        self._print()
         self._output.close()
+        self._print()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> None:
