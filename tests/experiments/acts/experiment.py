@@ -21,6 +21,7 @@ import mlx_runtime
 from mlx_runtime import BaseModule
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
+TORCHRUN += ("OMP_NUM_THREADS",)
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Experiment(BaseModule):
         part.replace(part.with_suffix(".json"))
 
     def nothing(self):
-        self.note(start_method=os.environ.get("MLX_START_METHOD"))
+        self.note()
 
     def look(self):
         """At everything that a worker has around it."""
@@ -62,7 +63,6 @@ class Experiment(BaseModule):
             waited=waited,
             environment={name: os.environ.get(name) for name in TORCHRUN},
             timeout_s=timeout_s(),
-            threads=os.environ["OMP_NUM_THREADS"],
         )
 
     def barrier(self):
@@ -76,7 +76,7 @@ class Experiment(BaseModule):
     def print_everything(self):
         """By every way there is, each in the order of the next lines."""
         libc = ctypes.CDLL(None)
-        print(f"rank {self.rank}: printed äöü")
+        print(f"rank {self.rank}: printed äöü :smile: [b]")
         os.write(1, f"rank {self.rank}: to descriptor 1\n".encode())
         libc.puts(f"rank {self.rank}: by libc".encode())
         libc.fflush(None)
@@ -91,13 +91,9 @@ class Experiment(BaseModule):
             os.kill(os.getpid(), signal.SIGSEGV)
         time.sleep(60)
 
-    def print_much(self):
-        for number in range(self.cfg.count):
-            print(f"{number:07} {'x' * 91}")
-
     def leave_a_child(self):
-        """One that holds the worker's pipes."""
-        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        """One that holds the worker's pipes, and prints without end."""
+        child = subprocess.Popen(["yes"], start_new_session=True)
         self.note(child=child.pid)
         print("the child is on its own")
 
@@ -111,6 +107,8 @@ class Experiment(BaseModule):
         sys.exit(0)
 
     def wait_to_be_killed(self):
+        """With a child, which waits as well."""
+        subprocess.Popen(["sleep", str(self.cfg.count)])
         self.note()
         self.wait_for_all()
         time.sleep(self.cfg.count)
@@ -118,14 +116,21 @@ class Experiment(BaseModule):
     def report_a_checkpoint(self):
         ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
 
-    def ray_get(self):
-        ray.get(ray.ObjectRef(bytes(28)))
+    def use_ray(self):
+        """What each way to use it says, and the processes that were started over it."""
+        errors = []
+        for use in (ray.init, lambda: ray.get(ray.ObjectRef(bytes(28))), ray.remote(int).remote):
+            try:
+                use()
+            except mlx_runtime.MlxError as error:
+                errors.append(str(error))
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        self.note(errors=errors, children=children)
+        if self.rank == 0:
+            ray.get(ray.ObjectRef(bytes(28)))
 
-    def ray_init(self):
-        ray.init()
-
-    def ray_remote(self):
-        ray.remote(int).remote()
+    def read_the_terminal(self):
+        self.note(read=subprocess.run(["cat"], check=True, capture_output=True, text=True).stdout)
 
     def wait_for_all(self):
         """So that none is still starting."""
