@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.importing import many_imports
-from mlx_runtime.settings import prepare_ray
+from mlx_runtime.settings import prepare_fork, prepare_ray
 
 if TYPE_CHECKING:
     from mlx_runtime.cluster import connect
@@ -58,6 +58,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("connect", "fit"):
+        prepare_fork()  # before whatever imports NumPy or torch first
     with many_imports():
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value

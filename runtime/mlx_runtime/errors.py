@@ -21,14 +21,20 @@ and the next command to type.
 import atexit
 import contextlib
 import difflib
+import math
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mlx_runtime.settings import Settings
+
+PATIENCE_S = 5.0
+"""How long a process may take to end after Ctrl-C before another one is heard."""
 
 
 class MlxError(Exception):
@@ -171,22 +177,45 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
         debug: let the traceback through; so does `MLX_DEBUG=1`.
     """
     debug = debug or Settings.read().debug
+    with _one_interrupt():
+        try:
+            yield
+        except MlxError as error:
+            if debug:
+                raise
+            print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
+            if error.cure:
+                print(error.cure, file=sys.stderr)
+            atexit.register(_deaf)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            print("error: interrupted", file=sys.stderr)
+            atexit.register(_deaf)
+            sys.exit(RunStopped.exit_code)
+
+
+@contextlib.contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Let Ctrl-C interrupt the block once: one that follows at once would tear up how it ends."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # this very block is around, or somebody else decides what Ctrl-C means
+        return
+    heard_at = -math.inf
+
+    def interrupt(*_: object) -> None:
+        nonlocal heard_at
+        if time.monotonic() - heard_at > PATIENCE_S:
+            heard_at = time.monotonic()
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except MlxError as error:
-        if debug:
-            raise
-        print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
-        if error.cure:
-            print(error.cure, file=sys.stderr)
-        atexit.register(_deaf)
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print("error: interrupted", file=sys.stderr)
-        atexit.register(_deaf)
-        sys.exit(RunStopped.exit_code)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _deaf() -> None:

@@ -97,17 +97,12 @@ class Launch:
 
     def check(self) -> Iterator[Check]:
         """Look whether it would run; each finding as soon as it is known."""
+        config = self._config_check()
         cluster, checks = preflight.cluster(self._address)
         yield from checks
         if cluster is None:
             return
-        try:
-            self.config = self._load()
-            yield Check("config", f"{CONF} fits the code")
-        except ConfigError as error:
-            yield Check("config", str(error), f"Edit {CONF}, or give overrides")
-        except MlxError as error:
-            yield Check("config", str(error), f"See: {commands()} launch --help")
+        yield config
         size = preflight.upload(self._upload)
         yield size
         if self.config is None:
@@ -119,6 +114,25 @@ class Launch:
         self.jobs = Jobs(cluster)
         with self._upload.staged() as staged:
             yield from preflight.nodes(self.jobs, self.config.cfg, self._root, staged, self._runtime_env())
+
+    def _config_check(self) -> Check:
+        """Load the config.
+
+        Raises:
+            ConfigError: it wants to train on one machine.
+        """
+        try:
+            self.config = self._load()
+        except ConfigError as error:
+            return Check("config", str(error), f"Edit {CONF}, or give overrides")
+        except MlxError as error:
+            return Check("config", str(error), f"See: {commands()} launch --help")
+        if self.config.cfg.engine == "local":
+            raise ConfigError(
+                "cfg.engine=local trains on one machine, and a launch on a cluster; use cfg.engine=auto, "
+                f"or here: {commands()} run"
+            )
+        return Check("config", f"{CONF} fits the code")
 
     def passed(self, say: Callable[[str], None], *, everything: bool) -> None:
         """Check, telling what is wrong.

@@ -9,7 +9,7 @@ its sender:
     report      step, epoch, values, facts: sent only when a callback wants it
     checkpoint  epoch, finished, step, path, metrics
     notice      text
-    output      text, to_stderr: a line that a worker of the local engine has printed
+    output      text, to_stderr: lines that a worker of the local engine has printed
     hello       a worker is connected
     hang        no step for long: epoch, stage, step, at, waits_in, seconds
     where       the same, when asked
@@ -231,11 +231,14 @@ class Display:
             self._line(text)
 
     def output(self, text: str, *, to_stderr: bool) -> None:
-        """A line that a worker has printed; it comes even on a quiet display."""
-        if to_stderr and self._bar is None:
-            print(text, file=sys.stderr, flush=True)
+        """Lines that a worker has printed, as they are; they come even on a quiet display."""
+        to_stderr = to_stderr and self._bar is None
+        if self._copy is not None and not (to_stderr and not sys.stderr.isatty()):  # then the log has it from there
+            self._copy.output(text, to_stderr=False)
+        if self._bar is not None:
+            self._bar.console.out(text, highlight=False)
         else:
-            self.print(text, always=True)
+            print(text, file=sys.stderr if to_stderr else self._console.file, flush=True)
 
     def preparing(self, name: str, done: int, rows: int) -> None:
         """Rows of a dataset that are prepared, of all."""

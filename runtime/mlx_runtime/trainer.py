@@ -372,7 +372,7 @@ def _settled(config: Config, cluster: Cluster) -> Iterator[Cluster]:
     if not streams:
         yield cluster
         return
-    why = f"datasets.{streams[0]} is a stream of Ray Data that is not prepared"
+    why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
     if config.cfg.engine == "local":
         raise ConfigError(f"cfg.engine=local cannot train this: {why}; prepare it first, or use cfg.engine=auto")
     with on_ray(config.cfg, why) as found:

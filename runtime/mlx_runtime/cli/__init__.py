@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import os
 import sys
 from typing import Any
 
@@ -85,6 +86,10 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # closed by who started this; other files must not take its place
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
     exit_quickly()

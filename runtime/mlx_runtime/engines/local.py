@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from mlx_runtime.engines.base import Handle, StopAsked
 from mlx_runtime.engines.output import Output
-from mlx_runtime.engines.processes import Ended, Kill, Preload, Start, serve, unsafe_to_fork
+from mlx_runtime.engines.processes import Ended, Kill, Preload, Start, held_signals, serve, unsafe_to_fork
 from mlx_runtime.errors import MlxError, WorkerLostError, first_line
 from mlx_runtime.settings import Settings
 
@@ -44,13 +44,10 @@ class ForkServer:
         self._process: Any = cast(Any, context).Process(
             target=serve, args=(servers_end, inherited, not self.spawns), name="fork server"
         )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-        try:  # the server unblocks them once it ignores them
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
-                self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with held_signals(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
+            self._process.start()
+            atexit.register(self.close)  # before multiprocessing waits for its children
         servers_end.close()
 
     def preload(self) -> None:
@@ -90,6 +87,7 @@ class ForkServer:
 
     def close(self) -> None:
         """End the server, and with it all workers."""
+        atexit.unregister(self.close)
         self._control.close()
         self._process.join(LEAVE_S)
         if self._process.exitcode is None:
@@ -117,15 +115,6 @@ def warm_up() -> None:
     global _warm
     if _warm is None and not Settings.read().spawn and not unsafe_to_fork():
         _warm = ForkServer()
-        atexit.register(cool_down)  # before multiprocessing waits for its children
-
-
-def cool_down() -> None:
-    """End the server that nobody has taken."""
-    global _warm
-    server, _warm = _warm, None
-    if server is not None:
-        server.close()
 
 
 class Local:
@@ -184,7 +173,11 @@ class LocalGroup:
         self._codes: dict[int, int] = {}
         self._suspicious_since: float | None = None
         self._finished_at: float | None = None
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def poll(self) -> bool:
         for ended in self._engine.server.ended():
@@ -206,8 +199,8 @@ class LocalGroup:
     def close(self) -> None:
         with contextlib.suppress(MlxError):
             self._end_workers()
-        self._print()
         self._output.close()
+        self._print()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> None:

@@ -15,10 +15,11 @@ from mlx_runtime.layout import RunFolder
 from mlx_runtime.logs import LogFile, log_name
 
 CHUNK_BYTES = 65_536
+"""What is read at once: as much as a pipe holds."""
 
 
-class Line(NamedTuple):
-    """A line that a worker printed."""
+class Lines(NamedTuple):
+    """Whole lines that a worker printed, without the last newline."""
 
     rank: int
     text: str
@@ -29,7 +30,7 @@ class Output:
     """Pipes that take the place of the workers' stdout and stderr, and a thread that reads them.
 
     Native libraries write to the file descriptors themselves, so their messages arrive as well. The log gets everything
-    at once, the driver line by line.
+    at once, the driver whenever it asks.
 
     Args:
         folder: of the run.
@@ -40,7 +41,7 @@ class Output:
     """
 
     def __init__(self, folder: RunFolder, workers: int) -> None:
-        self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[Lines] = queue.SimpleQueue()
         self._logs = [LogFile(folder, log_name(rank)) for rank in range(workers)]
         pipes = [(multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)) for _ in range(workers)]
         self.writers = [(stdout[1], stderr[1]) for stdout, stderr in pipes]
@@ -51,14 +52,13 @@ class Output:
         self._thread = threading.Thread(target=self._read, name="output", daemon=True)
         self._thread.start()
 
-    def lines(self) -> Iterator[Line]:
-        """What has arrived since it was last asked for."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._lines.get_nowait()
+    def lines(self) -> Iterator[Lines]:
+        """What has arrived since it was last asked for; not what arrives meanwhile, which may never end."""
+        for _ in range(self._lines.qsize()):
+            yield self._lines.get_nowait()
 
     def close(self) -> None:
-        """Read what is left; the workers must have ended."""
+        """Read what is left, for a last call of `lines`; the workers must have ended."""
         self._close.close()
         self._thread.join()
         for end in (*(reader.end for reader in self._readers), *(end for pair in self.writers for end in pair)):
@@ -76,26 +76,24 @@ class Output:
             if self._closed in ready:
                 break
         for reader in self._readers:
-            while self._take(reader):
-                pass
-            self._pass_on(reader, reader.rest + "\n" if reader.rest else "")
+            self._take(reader)  # no more than was there when the workers ended: a child of theirs may print for ever
+            if reader.rest:
+                self._pass_on(reader, "\n")
         self._closed.close()
 
-    def _take(self, reader: "_Reader") -> bool:
-        """Read what a pipe holds. Returns False if it is empty."""
-        try:
-            text = reader.decode(os.read(reader.end.fileno(), CHUNK_BYTES))
-        except BlockingIOError:
-            return False
-        self._pass_on(reader, reader.rest + text)
-        return True
+    def _take(self, reader: "_Reader") -> None:
+        """Read what a pipe holds."""
+        with contextlib.suppress(BlockingIOError):
+            self._pass_on(reader, reader.decode(os.read(reader.end.fileno(), CHUNK_BYTES)))
 
     def _pass_on(self, reader: "_Reader", text: str) -> None:
-        whole, newline, reader.rest = text.rpartition("\n")
+        whole, newline, rest = text.rpartition("\n")
         if newline:
+            whole, reader.rest = "".join([*reader.rest, whole]), []
             self._logs[reader.rank].write(whole + newline)
-            for line in whole.split("\n"):
-                self._lines.put(Line(reader.rank, line, reader.to_stderr))
+            self._lines.put(Lines(reader.rank, whole, reader.to_stderr))
+        if rest:
+            reader.rest.append(rest)
 
 
 class _Reader:
@@ -103,5 +101,6 @@ class _Reader:
 
     def __init__(self, end: "Connection[Any, Any]", rank: int, to_stderr: bool) -> None:
         os.set_blocking(end.fileno(), False)
-        self.end, self.rank, self.to_stderr, self.rest = end, rank, to_stderr, ""
+        self.end, self.rank, self.to_stderr = end, rank, to_stderr
+        self.rest: list[str] = []
         self.decode = codecs.getincrementaldecoder("utf-8")("replace").decode

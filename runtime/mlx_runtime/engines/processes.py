@@ -14,13 +14,13 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mlx_runtime.importing import many_imports
 
@@ -79,10 +79,10 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
     if drivers_end is not None:
         drivers_end.close()  # so that the server notices when the driver closes it
     _leave_the_terminal()
-    _die_with_parent()
     context = multiprocessing.get_context("fork" if forks else "spawn")
     workers: dict[int, Any] = {}
     try:
+        _die_with_parent(raising=True)
         while True:
             ready = connection.wait([control, *(worker.sentinel for worker in workers.values())])
             if control in ready:
@@ -101,6 +101,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                 control.send(Ended(rank, worker.exitcode))
     except (EOFError, OSError):
         _kill(workers)
+        os._exit(0)  # rather than wait for a worker that was about to start; it dies with this process
 
 
 def _preload() -> None:
@@ -114,7 +115,8 @@ def _started(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, 
     streams = [Connection(recv_handle(control), readable=False) for _ in range(2)]
     inherited = control if context.get_start_method() == "fork" else None
     worker = context.Process(target=_become_worker, args=(inherited, job, rank, dict(environment), streams))
-    worker.start()
+    with held_signals():
+        worker.start()
     for stream in streams:
         stream.close()
     with contextlib.suppress(OSError):
@@ -127,6 +129,7 @@ def _kill(workers: Mapping[int, Any]) -> None:
     for worker in workers.values():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)
+        worker.kill()  # a new interpreter may not lead a group yet
 
 
 def _become_worker(
@@ -143,6 +146,8 @@ def _become_worker(
         os.setpgid(0, 0)
     _leave_the_terminal()
     _die_with_parent()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)  # the terminal stops processes in the background that read from it
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
         stream.close()
@@ -153,6 +158,16 @@ def _become_worker(
     from mlx_runtime.engines import worker  # after the environment, which it reads
 
     sys.exit(worker.run(pickle.loads(job), rank))
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Processes that are started in the block get Ctrl-C and SIGTERM once they have called `_leave_the_terminal`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _leave_the_terminal() -> None:
@@ -173,16 +188,28 @@ def _heed_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _die_with_parent() -> None:
-    """End this process when the one that started it is gone, even by SIGKILL."""
+def _die_with_parent(*, raising: bool = False) -> None:
+    """End this process when the one that started it is gone, even by SIGKILL.
+
+    Args:
+        raising: raise EOFError instead, in the main thread. Processes that workers have started live on when nobody
+            kills them.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        number = signal.SIGRTMIN if raising else signal.SIGKILL
+        if raising:
+            signal.signal(number, _raise_end)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent.pid:  # it was gone before
-            os.kill(os.getpid(), signal.SIGKILL)
-    else:
+            os.kill(os.getpid(), number)
+    elif not raising:  # elsewhere the end of the connection must do
         threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
+
+
+def _raise_end(*_: Any) -> NoReturn:
+    raise EOFError
 
 
 def _kill_after(sentinel: int) -> None:
@@ -200,8 +227,14 @@ def unsafe_to_fork() -> str | None:
         return f"on {sys.platform} forked processes are not reliable"
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         return "something that was imported has initialized CUDA"
-    names = [(Path("/proc/self/task") / entry / "comm") for entry in os.listdir("/proc/self/task")]
-    threads = sum(name.read_text().strip() not in FORK_SAFE_THREADS for name in names) - 1
-    if threads:
+    threads = sum(name not in FORK_SAFE_THREADS for name in _thread_names()) - 1
+    if threads > 0:
         return f"something that was imported has started {threads} thread{'s' * (threads > 1)}"
     return None
+
+
+def _thread_names() -> Iterator[str]:
+    """Of this process, as Linux knows them; those of native libraries, too."""
+    for entry in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            yield (Path("/proc/self/task") / entry / "comm").read_text().strip()
