@@ -131,7 +131,16 @@ class TestTwoWorkers:
 
     def test_what_is_printed(self, run: tuple[Path, str]) -> None:
         lines = run[1].splitlines()
-        starts = ["no src/conf.yaml", "wrote src/conf.yaml", "ray ", "run ", "folder ", "workers ", "device ", "train "]
+        starts = [
+            "loading ",
+            "no src/conf.yaml",
+            "wrote src/conf.yaml",
+            "run ",
+            "folder ",
+            "workers ",
+            "device ",
+            "train ",
+        ]
         assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
         assert lines[3] == "run       probe run_001"
         assert re.match(
