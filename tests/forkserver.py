@@ -107,7 +107,10 @@ class Commands:
     def start(self, folder: Path, arguments: list[str], environment: Mapping[str, str]) -> Command:
         """`python -m mlx_runtime` with arguments, in the background."""
         place = tempfile.mkdtemp(dir=self._places.name)
-        order = [str(folder), arguments, dict(environment), [str(Path(place, name)) for name in STREAMS]]
+        streams = [Path(place, name) for name in STREAMS]
+        for stream in streams:
+            stream.touch()  # so that they can be read before the command has begun
+        order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams]]
         assert self.server.stdin is not None
         self.server.stdin.write(json.dumps(order).encode() + b"\n")
         while (pid := self._hear()) is None:
