@@ -43,7 +43,7 @@ format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; ten minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-chaos: $(VENV)/.dev ## kill workers, nodes and drivers of a run 100 times and compare its weights; half an hour
+chaos: $(VENV)/.dev ## kill parts of two runs 50 times each, on this machine and on Ray, and compare their weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
 
 bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..
