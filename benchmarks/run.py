@@ -6,9 +6,10 @@ Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for peo
 import argparse
 
 import page
-from parts import checkpoints, logging, reading
+from parts import checkpoints, logging, reading, starting
 
 PARTS = {
+    "starting": starting,
     "reading": reading,
     "logging": logging,
     "checkpoints": checkpoints,
