@@ -6,10 +6,11 @@ Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for peo
 import argparse
 
 import page
-from parts import checkpoints, logging, reading, starting
+from parts import checkpoints, logging, reading, starting, training
 
 PARTS = {
     "starting": starting,
+    "training": training,
     "reading": reading,
     "logging": logging,
     "checkpoints": checkpoints,
