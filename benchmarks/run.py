@@ -6,10 +6,11 @@ Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for peo
 import argparse
 
 import page
-from parts import checkpoints, logging, reading, starting, training
+from parts import checkpoints, imports, logging, reading, starting, training
 
 PARTS = {
     "starting": starting,
+    "imports": imports,
     "training": training,
     "reading": reading,
     "logging": logging,
