@@ -40,7 +40,7 @@ format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; ten minutes
+bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 chaos: $(VENV)/.dev ## kill parts of two runs 50 times each, on this machine and on Ray, and compare their weights; half an hour
