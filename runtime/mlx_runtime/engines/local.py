@@ -161,14 +161,9 @@ class LocalGroup:
     """
 
     def __init__(self, engine: Local, job: Any, handle: Handle) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         self._engine, self._job, self._handle = engine, job, handle
         self._scratch = Path(tempfile.mkdtemp(prefix="mlx-local-"))
         self._output = Output(job.folder, engine.workers)
-        self._store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=engine.timeout_s)
-        )
         self._failures = 0
         self._codes: dict[int, int] = {}
         self._suspicious_since: float | None = None
@@ -204,9 +199,14 @@ class LocalGroup:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         from mlx_runtime.engines.worker import WorkerJob
 
         engine = self._engine
+        timeout = datetime.timedelta(seconds=engine.timeout_s)
+        # A new one for each attempt: in the old one are the addresses of workers that are gone.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._codes, self._suspicious_since, self._finished_at = {}, None, None
         self._results = self._scratch / str(self._failures)
         self._results.mkdir()
