@@ -205,7 +205,7 @@ class LocalGroup:
 
         engine = self._engine
         timeout = datetime.timedelta(seconds=engine.timeout_s)
-        # Of each attempt its own: in that of the last one are the addresses of workers that are gone.
+        # A new one for each attempt: in the old one are the addresses of workers that are gone.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         self._codes, self._suspicious_since, self._finished_at = {}, None, None
         self._results = self._scratch / str(self._failures)
