@@ -15,6 +15,13 @@ BIN = Path(sys.executable).parent
 Command = Sequence[str | Path]
 
 
+class RunError(Exception):
+    """A command has failed."""
+
+    def __init__(self, command: Command, printed: str) -> None:
+        super().__init__(f"{' '.join(map(str, command))} failed:\n{printed[-6000:]}")
+
+
 def workplace(parent: Path, name: str) -> Path:
     """Copy an experiment of this folder and bind it."""
     folder = Path(shutil.copytree(ROOT / "benchmarks" / name, parent / name))
@@ -38,9 +45,13 @@ def torchrun(processes: int, *arguments: str | Path) -> Command:
 
 
 def found_by(command: Command, folder: Path, out: Path, variables: Mapping[str, str]) -> Any:
-    """Return what a contender measures itself and writes to `out`, as JSON."""
+    """Return what a contender measures itself and writes to `out`, as JSON.
+
+    Raises:
+        RunError: it failed, or wrote nothing.
+    """
     out.unlink(missing_ok=True)
     done = subprocess.run(list(map(str, command)), cwd=folder, env=variables, capture_output=True, text=True)
     if done.returncode or not out.exists():
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RunError(command, done.stdout[-2000:] + done.stderr[-4000:])
     return json.loads(out.read_text())

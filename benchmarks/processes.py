@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import Command
+from commands import Command, RunError
 
 MARK = "MLX_BENCH_RUN"
 INTERVAL_S = 0.1
@@ -39,7 +38,11 @@ class Cost:
 
 
 def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
-    """Run a command, and wait until everything it started has ended."""
+    """Run a command, and wait until everything it started has ended.
+
+    Raises:
+        RunError: its exit code is not 0.
+    """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as printed:
         started = time.time()
@@ -57,7 +60,7 @@ def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
             process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             printed.seek(0)
-            sys.exit(f"{' '.join(map(str, command))} failed:\n{printed.read()[-6000:]}")
+            raise RunError(command, printed.read())
     # Neither counts anything twice, and both may miss something: the kernel's sum has children only if their parents
     # waited for them, which Ray's do not, and the last look at a process is up to 0.1 s older than its end.
     return Cost(process.pid, started, wall_s, max(usage.ru_utime + usage.ru_stime, processes.cpu_s))

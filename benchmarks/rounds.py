@@ -2,10 +2,19 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
+from commands import RunError
+
 Found = TypeVar("Found")
+
+ATTEMPTS = 3
+"""Of a measurement: processes under torchrun now and then abort as they end, after their work is done."""
+
+failures: Counter[str] = Counter()
+"""Runs that failed and were repeated, by contender: the page names them."""
 
 
 def alternating(
@@ -24,10 +33,20 @@ def alternating(
     for number in range(rounds):
         for name in chosen:
             started = time.monotonic()
-            found[name].append(measure(name))
+            found[name].append(_repeated(measure, name))
             took = time.monotonic() - started
             print(f"round {number + 1}/{rounds}  {name:<18}{took:5.1f} s  {_short(found[name][-1])}", flush=True)
     return found
+
+
+def _repeated(measure: Callable[[str], Found], name: str) -> Found:
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return measure(name)
+        except RunError as error:
+            failures[name] += 1
+            print(f"{error}\n{name} is run again", flush=True)
+    return measure(name)
 
 
 def median(values: Iterable[float]) -> float:

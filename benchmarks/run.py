@@ -6,6 +6,7 @@ Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for peo
 import argparse
 
 import page
+import rounds
 from parts import checkpoints, imports, logging, reading, starting, training
 
 PARTS = {
@@ -25,7 +26,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", metavar="CONTENDER", help="of these, and the first; write nothing")
     options = parser.parse_args()
     for name in [options.part] if options.part else PARTS:
+        rounds.failures.clear()
         text = PARTS[name].section(options.rounds, options.only)
+        if rounds.failures:
+            repeated = ", ".join(f"{count} of {contender}" for contender, count in rounds.failures.items())
+            text += f"\nRuns that failed and were repeated: {repeated}.\n"
         print(text, flush=True)
         if not options.only:
             page.write(PARTS[name].TITLE, text, order=[part.TITLE for part in PARTS.values()])
