@@ -29,6 +29,8 @@ from mlx_runtime.engines.output import CHUNK_BYTES, Output
 from mlx_runtime.layout import run_folder
 from mlx_runtime.logs import stored
 
+pytestmark = pytest.mark.local
+
 Make = Callable[[str], Path]
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -130,7 +132,7 @@ class TestTheSameNumbers:
 
         return finished
 
-    @pytest.mark.parametrize("engine", ["local", "ray"])
+    @pytest.mark.parametrize("engine", ["local", pytest.param("ray", marks=pytest.mark.cluster)])
     def test_one_worker_trains_as_no_worker_does(self, engine: str, finished: Callable[..., Path]) -> None:
         here = finished("cfg.start_workers=0")
         there = finished("cfg.start_workers=1", f"cfg.engine={engine}")
@@ -138,12 +140,17 @@ class TestTheSameNumbers:
         assert record(there)["engine"] == {"asked": engine, "used": engine}
         assert record(here)["engine"] == {"asked": "auto", "used": "in_process"}
 
+    @pytest.mark.cluster
     def test_two_workers(self, finished: Callable[..., Path]) -> None:
         assert same(finished("cfg.engine=ray"), finished()) == []
 
     @pytest.mark.parametrize(
         ("first", "then", "end"),
-        [("local", "ray", signal.SIGTERM), ("ray", "local", signal.SIGKILL), ("local", "local", signal.SIGKILL)],
+        [
+            pytest.param("local", "ray", signal.SIGTERM, marks=pytest.mark.cluster),
+            pytest.param("ray", "local", signal.SIGKILL, marks=pytest.mark.cluster),
+            ("local", "local", signal.SIGKILL),
+        ],
     )
     def test_a_run_resumes_on_another_engine(
         self,
@@ -305,6 +312,7 @@ class TestOutput:
         assert "rank 0: by libc" in done.stdout.splitlines()
         assert "rank 1: by libc" in log_of(acts, 1).splitlines()
 
+    @pytest.mark.s3
     def test_logs_of_ranks_arrive_at_an_object_store(self, s3: str, mlx: Mlx, acts: Path, tmp_path: Path) -> None:
         storage = s3.format(f"acts-{tmp_path.name}")
         place = {"MLX_STORAGE": storage, "MLX_CACHE": str(tmp_path / "cache")}
@@ -319,6 +327,7 @@ class TestOutput:
         yield output
         output.close()
 
+    @pytest.mark.pure
     def test_a_character_may_come_in_pieces(self, output: Output, tmp_path: Path) -> None:
         (stdout, _) = output.writers[0]
         log = tmp_path / "acts" / "run_001" / "logs" / "rank_0.log"
@@ -332,6 +341,7 @@ class TestOutput:
         output.close()
         assert [line.text for line in output.lines()] == ["ü€"]  # what was cut off
 
+    @pytest.mark.pure
     def test_who_prints_does_not_hold_up_the_driver(self, output: Output, tmp_path: Path) -> None:
         """It gets what has arrived, and not what arrives while it prints that."""
         (stdout, _) = output.writers[0]
@@ -351,6 +361,7 @@ class TestOutput:
         assert texts == ["one"]
         assert [line.text for line in output.lines()] == ["more"]
 
+    @pytest.mark.pure
     def test_a_line_of_any_length_takes_time_that_grows_with_it(self, output: Output) -> None:
         (stdout, _) = output.writers[0]
         began = time.monotonic()
@@ -378,10 +389,12 @@ class TestStart:
         why = "as new interpreters, which start slower than forks: MLX_START_METHOD=spawn"
         assert f"          {why}\n" in done.stdout
 
+    @pytest.mark.pure
     def test_a_thread_that_ends_while_threads_are_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "listdir", lambda path: [str(os.getpid()), "0"])
         assert processes.unsafe_to_fork() is None
 
+    @pytest.mark.process
     def test_what_fails_as_it_is_imported_is_told_once(self, mlx: Mlx, acts: Path) -> None:
         edit(
             acts / "src" / "experiment.py", "import mlx_runtime\n", "import mlx_runtime\nraise OSError('no license')\n"
@@ -485,8 +498,8 @@ class TestInterrupt:
             "workers train": lambda: seen(folder),
         }
 
-    @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
-    @pytest.mark.parametrize("later_s", [0.0, 0.3])
+    @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.kills)], ids=["once", "twice"])
+    @pytest.mark.parametrize("later_s", [0.0, pytest.param(0.3, marks=pytest.mark.kills)])
     @pytest.mark.parametrize(
         "moment",
         ["torch is imported", "the server is there", "the run is there", "workers are there", "workers train"],
@@ -511,6 +524,7 @@ class TestInterrupt:
             assert record(acts)["status"] == "STOPPED"
 
 
+@pytest.mark.process
 class TestRefusals:
     """Each a line, before anything was started or made."""
 
@@ -556,6 +570,7 @@ class TestRefusals:
 class TestAuto:
     """`cfg.engine=auto` is the local engine wherever that can train the run."""
 
+    @pytest.mark.pure
     @pytest.mark.parametrize(
         ("cfg", "chosen"),
         [
@@ -571,6 +586,7 @@ class TestAuto:
     def test_by_settings(self, cfg: TrainConfig, chosen: tuple[str, str]) -> None:
         assert engine_for(cfg) == chosen
 
+    @pytest.mark.cluster
     def test_by_datasets(self, mlx: Mlx, experiment: Make) -> None:
         """A stream of Ray Data that is not prepared yet needs Ray."""
         folder = experiment("faults")
