@@ -485,8 +485,7 @@ class TestInterrupt:
             "workers train": lambda: seen(folder),
         }
 
-    @pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
-    @pytest.mark.parametrize("later_s", [0.0, 0.3])
+    @pytest.mark.parametrize(("later_s", "times"), [(0.0, 1), (0.3, 2)], ids=["once", "later, and twice"])
     @pytest.mark.parametrize(
         "moment",
         ["torch is imported", "the server is there", "the run is there", "workers are there", "workers train"],
