@@ -7,19 +7,29 @@ NAME ?=
 OUT ?= .
 ARGS ?=
 
+# The rings of tests (see pyproject.toml) that one waits for: they need neither Ray nor a server, a browser or an install.
+INNER := pure or process or local
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has settings of its own
 
-.PHONY: help demo test check format bench chaos bake docs clean
+.PHONY: help demo test test-all test-rest check format bench chaos bake docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.demo $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
-test: $(VENV)/.dev ## run the whole test suite; ARGS="-k name" picks tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(VENV)/.dev ## test every promise in its innermost ring; ARGS="-k name" picks tests
+	$(PYTEST) -m "$(INNER)" $(ARGS)
+
+test-all: $(VENV)/.dev ## run all tests: also on Ray and S3, in a browser, with kills, in a fresh clone
+	$(PYTEST) $(ARGS)
+
+test-rest: $(VENV)/.dev ## run what `make test-all` has and `make test` has not
+	$(PYTEST) -m "not ($(INNER))" $(ARGS)
 
 check: $(VENV)/.dev ## lint, formatting and types
 	$(BIN)/ruff check .
@@ -30,10 +40,10 @@ format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; ten minutes
+bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-chaos: $(VENV)/.dev ## kill workers, nodes and drivers of a run 100 times and compare its weights; half an hour
+chaos: $(VENV)/.dev ## kill parts of two runs 50 times each, on this machine and on Ray, and compare their weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
 
 bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..

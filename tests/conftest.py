@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from forkserver import Commands
+from forkserver import Command, Commands
 from storages import filled
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +20,57 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 TIMEOUT_S = 560
 """For one command."""
 
+RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install")
+"""From the innermost to the outermost; pyproject.toml says what each is."""
+
+OUTSIDE = {"s3", "browser", "ray_cluster"}
+"""Fixtures that no test of the inner three rings may have."""
+
+LONGEST = (
+    *("test_install.py", "test_faults.py", "test_kinds.py", "test_cluster.py", "test_template.py", "test_runs.py"),
+    *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_stepping.py", "test_listing.py"),
+)
+"""Files that take longest, the longest first; a process that runs tests gets one file after the other."""
+
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
+
+Started = Command | subprocess.Popen
+
+Start = Callable[..., Started]
+
+
+def ring_of(item: pytest.Item) -> str | None:
+    """The ring that is marked nearest to a test: with its parameters, on itself, on its class or on its module."""
+    marks = [mark.name for node in item.listchain() for mark in node.own_markers]
+    return next((name for name in reversed(marks) if name in RINGS), None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail the collection of tests without a ring, and of those in inner rings that use what only outer ones start."""
+    report = yield
+    problems = []
+    for item in [node for node in report.result if isinstance(node, pytest.Item)]:
+        ring, outside = ring_of(item), OUTSIDE & {*getattr(item, "fixturenames", ())}
+        if ring is None:
+            problems.append(f"{item.nodeid} has no ring; mark it with one of {', '.join(RINGS)}")
+        elif outside and ring in RINGS[:3]:
+            problems.append(f"{item.nodeid} is in the ring {ring} and uses {', '.join(sorted(outside))}")
+    if problems:
+        report.outcome, report.longrepr, report.result = "failed", "\n".join(problems), []
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each test one ring, and begin with the files that take longest."""
+    rings = [ring_of(item) for item in items]
+    for node in {node for item in items for node in item.listchain()}:
+        node.own_markers[:] = [mark for mark in node.own_markers if mark.name not in RINGS]
+    for item, ring in zip(items, rings, strict=True):
+        assert ring is not None
+        item.add_marker(ring)
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -34,18 +85,49 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def mlx(environment: dict[str, str]) -> Iterator[Mlx]:
-    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+def commands(environment: dict[str, str]) -> Iterator[Commands]:
+    """The server of commands, which has their libraries loaded."""
     with Commands(environment) as commands:
+        yield commands
 
-        def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
-            changed = environment | settings
-            if all(name.startswith("MLX_") for name in settings):
-                return commands.run(folder, [*arguments], changed, TIMEOUT_S)
-            command = [sys.executable, "-m", "mlx_runtime", *arguments]  # libraries may read other settings
-            return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
 
-        yield run
+@pytest.fixture(scope="session")
+def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
+    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+
+    def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        changed = environment | settings
+        if forks(settings):
+            return commands.run(folder, [*arguments], changed, TIMEOUT_S)
+        command = [sys.executable, "-m", "mlx_runtime", *arguments]
+        return subprocess.run(command, cwd=folder, env=changed, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+    return run
+
+
+@pytest.fixture
+def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
+    """`start(folder, "train", "run", ...)`: the same in the background, until the test ends at the latest."""
+    started: list[Started] = []
+
+    def start(folder: Path, *arguments: str, **settings: str) -> Started:
+        changed = environment | settings
+        if forks(settings):
+            started.append(commands.start(folder, [*arguments], changed))
+        else:
+            command, streams = [sys.executable, "-m", "mlx_runtime", *arguments], {"stdout": PIPE, "stderr": PIPE}
+            started.append(subprocess.Popen(command, cwd=folder, env=changed, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def forks(settings: Mapping[str, str]) -> bool:
+    """True if a command can have these in its environment although its libraries were imported before."""
+    return all(name.startswith("MLX_") for name in settings)
 
 
 @pytest.fixture(scope="session")
@@ -125,7 +207,7 @@ def s3() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A storage with some data in it, see storages.py."""
     if request.param == "folder":

@@ -1,4 +1,4 @@
-"""A run of `tests/experiments/faults` that is killed again and again, on a Ray cluster of several raylets.
+"""A run of `tests/experiments/faults` that is killed again and again, on one machine or a cluster of several raylets.
 
 `make chaos` runs `main` here; `tests/runtime/test_faults.py` uses the parts.
 """
@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
 MAIN = ROOT / "<<cookiecutter.experiment_name>>" / "main.py"
 
-KINDS = ("worker", "raylet", "driver", "save")
+KINDS = {"local": ("worker", "server", "driver", "save"), "ray": ("worker", "raylet", "driver", "save")}
+"""What is killed, by engine: `server` is the fork server of the local engine, `save` a worker that saves."""
 
 MOST_S = 240
 """How long a run may stand still before the campaign gives up."""
@@ -154,7 +155,7 @@ class Campaign:
     Args:
         folder: of the experiment.
         seed: of the moments.
-        raylets: the cluster.
+        raylets: the cluster, or None for the local engine.
         overrides: of the run.
         environment: of its driver.
     """
@@ -178,8 +179,8 @@ class Campaign:
             for kind in kinds:
                 self._steps(self.random.randint(2, 9), driver)
                 at = time.time()
-                if kind == "driver":
-                    os.kill(driver.pid, signal.SIGKILL)
+                if kind in ("driver", "server"):
+                    os.kill(driver.pid if kind == "driver" else self._server(), signal.SIGKILL)
                     driver.wait()
                     driver = self._start("--resume=run_001")
                 elif kind == "raylet":
@@ -200,7 +201,9 @@ class Campaign:
             self.output = self.log.read_text()
 
     def _start(self, *options: str) -> "subprocess.Popen[bytes]":
-        environment = dict(self.environment) | {"MLX_IN_JOB": "1", "RAY_ADDRESS": self.raylets.address}
+        environment = dict(self.environment)
+        if self.raylets is not None:
+            environment |= {"MLX_IN_JOB": "1", "RAY_ADDRESS": self.raylets.address}
         overrides = [*self.overrides, f"cfg.out={self.folder / 'diary'}"]  # workers have another working directory
         command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, *options]
         with self.log.open("ab") as log:
@@ -225,6 +228,11 @@ class Campaign:
         rank = self.random.randint(0, 1) if rank is None else rank
         return [note for note in diary(self.folder) if "start" in note and note["rank"] == rank][-1]
 
+    def _server(self) -> int:
+        """The process that has started the workers."""
+        status = Path(f"/proc/{self._worker()['pid']}/status").read_text()
+        return int(status.partition("PPid:")[2].split()[0])
+
     def _kill_raylet(self) -> None:
         victim = self._worker()["node"]
         node = next(item for item in self.raylets.worker_nodes if item.node_id == victim)
@@ -239,14 +247,21 @@ class Campaign:
 
 
 def main() -> None:
-    """`python tests/faults.py --kills 100`: the campaign against the undisturbed run."""
+    """`python tests/faults.py --kills 50 --engine local`: campaigns against the undisturbed run."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=int, default=50, help="of each engine")
+    parser.add_argument("--engine", choices=[*KINDS, "both"], default="both")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    kinds = [KINDS[number % len(KINDS)] for number in range(options.kills)]
-    random.Random(options.seed).shuffle(kinds)
-    epochs = options.kills * 3 // 4 + 4
+    for engine in KINDS if options.engine == "both" else [options.engine]:
+        campaign_on(engine, options.kills, options.seed)
+
+
+def campaign_on(engine: str, kills: int, seed: int) -> None:
+    """Kill a run so often, and exit if it ended in another way than the undisturbed one."""
+    kinds = [KINDS[engine][number % len(KINDS[engine])] for number in range(kills)]
+    random.Random(seed).shuffle(kinds)
+    epochs = kills * 3 // 4 + 4
     overrides = [f"cfg.num_epochs={epochs}", "cfg.checkpoint_every_steps=3", "cfg.max_failures=-1"]
     overrides += ["models.net.ballast=5000000", "cfg.pause_s=0.15"]
     with tempfile.TemporaryDirectory(prefix="mlx-chaos-") as place:
@@ -254,8 +269,8 @@ def main() -> None:
         undisturbed, disturbed = make(Path(place) / "undisturbed"), make(Path(place) / "disturbed")
         command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, "cfg.pause_s=0"]
         subprocess.run(command, cwd=undisturbed, env=environment, check=True, stdout=subprocess.DEVNULL)
-        with cluster(3, environment) as raylets:
-            campaign = Campaign(disturbed, options.seed, raylets, overrides, environment)
+        with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
+            campaign = Campaign(disturbed, seed, raylets, overrides, environment)
             status = campaign.carry_out(kinds)
         problems = [] if status == 0 else [f"the run ended with {status}"]
         problems += verdict(disturbed, undisturbed, epochs)
@@ -270,7 +285,7 @@ def main() -> None:
         if problems:
             print(campaign.output)
             sys.exit("\n".join(problems))
-        print(f"{len(kinds)} kills: the same weights, metrics and rows as without")
+        print(f"{engine}: {len(kinds)} kills: the same weights, metrics and rows as without")
 
 
 def verdict(disturbed: Path, undisturbed: Path, epochs: int) -> list[str]:

@@ -5,6 +5,7 @@ arguments, folder, environment and streams of the command, imports mlx_runtime a
 any interpreter does. What libraries read from the environment while they are imported is that of the server.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,9 +15,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+STREAMS = ("stdout", "stderr")
 
 LIBRARIES = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torchmetrics", "torch.utils.tensorboard"),
@@ -24,6 +27,58 @@ LIBRARIES = (
     *("hydra", "hydra_zen", "ruamel.yaml", "rich.progress", "click", "pyarrow.dataset", "pyarrow.fs", "pandas"),
     *("cookiecutter.main", "sklearn.datasets", "matplotlib.figure"),
 )
+
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""With these, libraries make no pools of threads when they are imported: a process with threads cannot fork safely."""
+
+LOOK_S = 0.01
+"""How often the server looks whether a command has ended."""
+
+
+class Command:
+    """A command that was started, with what tests need of `subprocess.Popen`.
+
+    Attributes:
+        pid: of its process.
+        returncode: None until it is known to have ended.
+    """
+
+    def __init__(self, commands: "Commands", arguments: list[str], pid: int, place: str) -> None:
+        self._commands, self._arguments, self.pid = commands, arguments, pid
+        self._streams = [Path(place, name) for name in STREAMS]
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """How it ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end in time.
+        """
+        if self.returncode is None:
+            self.returncode = self._commands.end_of(self.pid, timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._arguments, timeout, *(path.read_bytes() for path in self._streams))
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """All that it printed until its end, to stdout and to stderr."""
+        self.wait(timeout)
+        out, err = (path.read_text() for path in self._streams)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Commands:
@@ -37,57 +92,90 @@ class Commands:
         self.environment = environment
 
     def __enter__(self) -> "Commands":
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], env=dict(self.environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._places = tempfile.TemporaryDirectory()
+        self._ends: dict[int, int] = {}
+        command, streams = [sys.executable, __file__], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.server = subprocess.Popen(command, env=dict(self.environment) | ONE_THREAD, bufsize=0, **streams)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        assert self.server.stdin is not None
+        self.server.stdin.close()
+        self.server.wait()
+        self._places.cleanup()
+
+    def start(self, folder: Path, arguments: list[str], environment: Mapping[str, str]) -> Command:
+        """`python -m mlx_runtime` with arguments, in the background."""
+        place = tempfile.mkdtemp(dir=self._places.name)
+        streams = [Path(place, name) for name in STREAMS]
+        for stream in streams:
+            stream.touch()  # so that they can be read before the command has begun
+        order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams]]
+        assert self.server.stdin is not None
+        self.server.stdin.write(json.dumps(order).encode() + b"\n")
+        while (pid := self._hear()) is None:
+            pass
+        return Command(self, arguments, pid, place)
 
     def run(
         self, folder: Path, arguments: list[str], environment: Mapping[str, str], timeout_s: float
     ) -> "subprocess.CompletedProcess[str]":
-        """`python -m mlx_runtime` with arguments, and how it ended.
+        """The same to its end.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time, and was killed.
         """
-        with tempfile.TemporaryDirectory() as place:
-            streams = [Path(place, name) for name in ("stdout", "stderr")]
-            order = [str(folder), arguments, dict(environment), [str(path) for path in streams]]
-            pid = self._answer(order)
-            if not select.select([self._server.stdout], [], [], timeout_s)[0]:
-                os.kill(pid, signal.SIGKILL)
-                self._answer()
-                raise subprocess.TimeoutExpired(arguments, timeout_s, *(path.read_bytes() for path in streams))
-            code = self._answer()
-            return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in streams))
+        command = self.start(folder, arguments, environment)
+        try:
+            code = command.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            command.kill()
+            command.wait()
+            raise
+        return subprocess.CompletedProcess(arguments, code, *command.communicate())
 
-    def _answer(self, order: Any = None) -> int:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        if order is not None:
-            self._server.stdin.write(json.dumps(order).encode() + b"\n")
-            self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+    def end_of(self, pid: int, timeout_s: float | None) -> int | None:
+        """How a command ended, or None if it has not in that time."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while pid not in self._ends:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            if not select.select([self.server.stdout], [], [], left)[0]:
+                return None
+            self._hear()
+        return self._ends[pid]
+
+    def _hear(self) -> int | None:
+        """Wait for what the server says next: the number of a command that has begun, or how one has ended."""
+        assert self.server.stdout is not None
+        pid, *code = map(int, self.server.stdout.readline().split())
+        if not code:
+            return pid
+        self._ends[pid] = code[0]
+        return None
 
 
 def serve() -> None:
-    """Answer each order by the number of a child, and of how it ended. Returns in the children alone."""
+    """Answer each order by the number of a child, and say how each has ended. Returns in the children alone."""
     for name in LIBRARIES:
         importlib.import_module(name)
-    while line := sys.stdin.readline():
-        pid = os.fork()
-        if pid == 0:
-            become(*json.loads(line))
-            return
-        print(pid, flush=True)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
-    sys.exit()
+    orders = open(0, "rb", buffering=0)  # noqa: SIM115 - read without a buffer, so that `select` tells the truth
+    running: set[int] = set()
+    while True:
+        if select.select([orders], [], [], LOOK_S if running else None)[0]:
+            order = orders.readline()
+            if not order:
+                sys.exit()
+            pid = os.fork()
+            if pid == 0:
+                become(*json.loads(order))
+                return
+            running.add(pid)
+            print(pid, flush=True)
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                print(pid, os.waitstatus_to_exitcode(status), flush=True)
 
 
 def become(folder: str, arguments: list[str], environment: dict[str, str], streams: list[str]) -> None:

@@ -3,7 +3,6 @@
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -37,25 +36,6 @@ def _trained_by(data: str):
     network = DistributedDataParallel(Mlp(data))
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     return lambda batch: train_step(network, optimizer, *batch)
-
-
-def loader_of_mlx() -> dict[str, float]:
-    """The loader of mlx alone: no Ray, everything else as in `plain`."""
-    from mlx_runtime.datasets import DatasetShard
-    from mlx_runtime.parallel import Worker
-
-    dist.init_process_group("gloo")
-    worker = Worker(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    rates = {}
-    for data, model, batch_size in cases():
-        shard = DatasetShard("train", SimpleNamespace(train=make_dataset(data)), worker, seed=0)
-        loader = shard.iter_torch_batches(batch_size=batch_size)
-        step = lambda batch: None
-        if model == "mlp":
-            trained = _trained_by(data)
-            step = lambda batch, trained=trained: trained((batch["input"], batch["label"]))
-        rates[f"{data} {model} {batch_size}"] = measured(lambda number, loader=loader: loader, step)
-    return rates
 
 
 def accelerate() -> dict[str, float]:
@@ -125,7 +105,6 @@ if __name__ == "__main__":
     contenders = {
         "torchrun": lambda: plain(0),
         "torchrun-2": lambda: plain(2),
-        "loader": loader_of_mlx,
         "accelerate": accelerate,
         "lightning": lightning,
     }

@@ -6,6 +6,7 @@ The names below are imported when first used, so that `import mlx_runtime` and `
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork, prepare_ray
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("connect", "fit"):
         prepare_fork()  # before whatever imports NumPy or torch first
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    with many_imports():
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

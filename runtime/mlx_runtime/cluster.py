@@ -184,12 +184,15 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         if not Settings.read().quiet:
             print(f"ray       starting on {os.cpu_count()} cores", flush=True)
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that Ray Train would not use
         most = cfg.max_workers or cfg.start_workers
         needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
         cpus = max(os.cpu_count() or 1, needed)
         with _address_known_to_children():
             try:
-                ray.init(address="local", num_cpus=cpus, logging_level=level, log_to_driver=True)
+                ray.init(
+                    address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True
+                )
             except Exception as error:  # Ray has no type of its own for it
                 why = f"Ray did not start on this machine: {first_line(error)}"
                 raise ClusterError(f"{why}\nIf it is only busy, try again; --verbose shows what Ray says") from error

@@ -1,19 +1,22 @@
 """A generated folder, an experiment or a data job: make it from its template, bind its config, run its main.py."""
 
 import importlib
+import multiprocessing
 import re
 import runpy
-import subprocess
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from mlx_runtime import __version__
-from mlx_runtime.errors import BindError, MlxError, UsageError, first_line
+from mlx_runtime.errors import BindError, MlxError, UsageError, clean_exit, first_line
+from mlx_runtime.importing import many_imports
 from mlx_runtime.layout import CONF, EXPERIMENT, JOB, experiment_folder, job_folder
-from mlx_runtime.settings import prepare_fork
+from mlx_runtime.settings import Settings, prepare_fork
 
 PACKAGED = Path(__file__).parent / "template"
 CHECKOUT = Path(__file__).parents[2]
@@ -137,11 +140,25 @@ def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
 
 def bind_first(kind: Kind, folder: Path) -> None:
     """Bind if that was not done, in a process of its own: it may import what a run must not."""
-    if not (folder / CONF).exists():
-        print(f"no {CONF} yet: binding first", flush=True)
-        done = subprocess.run([sys.executable, "-m", "mlx_runtime", *kind.command.split()[1:], "bind"])
-        if done.returncode:
-            sys.exit(done.returncode)  # it has said why
+    if (folder / CONF).exists():
+        return
+    print(f"no {CONF} yet: binding first", flush=True)
+    with many_imports():
+        from mlx_runtime import binding  # noqa: F401 - with torch, before the fork: the run needs it, too
+    forks = sys.platform == "linux"
+    process: Any = cast(Any, multiprocessing.get_context("fork" if forks else "spawn")).Process(
+        target=_bind_and_print, args=(kind,)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(process.exitcode)  # it has said why
+
+
+def _bind_and_print(kind: Kind) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the process that waits for this one reports Ctrl-C
+    with clean_exit():
+        print("\n".join(bind(kind)), flush=True)
 
 
 def run(kind: Kind, overrides: Sequence[str]) -> None:
@@ -152,8 +169,10 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
     """
     folder = kind.folder()
     refuse_options(kind, overrides, "run")
-    bind_first(kind, folder)
     prepare_fork()
+    if not Settings.read().quiet:
+        print(f"loading   {kind.file}", flush=True)
+    bind_first(kind, folder)
     main_class(kind, folder)  # its errors are told better here than inside main.py
     if kind is AN_EXPERIMENT:
         from mlx_runtime.engines import local
@@ -191,7 +210,8 @@ def main_class(kind: Kind, folder: Path) -> type:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        module = importlib.import_module(name)
+        with many_imports():
+            module = importlib.import_module(name)
     except MlxError:
         raise
     except Exception as error:

@@ -43,6 +43,9 @@ from mlx_runtime.storage import write_atomic
 from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
+PHASE_S = 2.0
+"""A phase of starting that takes longer is announced."""
+
 
 @dataclass
 class Result:
@@ -369,7 +372,7 @@ def _settled(config: Config, cluster: Cluster) -> Iterator[Cluster]:
     if not streams:
         yield cluster
         return
-    why = f"datasets.{streams[0]} is a stream of Ray Data that is not prepared"
+    why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
     if config.cfg.engine == "local":
         raise ConfigError(f"cfg.engine=local cannot train this: {why}; prepare it first, or use cfg.engine=auto")
     with on_ray(config.cfg, why) as found:
@@ -412,6 +415,8 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
     hangs = _Hangs(receiver)
     told = False
     group = None
+    started = time.monotonic()
+    patient = True
     control.gentle()
     try:
         group = engine.start(job, progress.handle, control.stop_asked)
@@ -420,6 +425,9 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
                 progress.handle(event)
                 hangs.handle(event)
                 told = told and event["kind"] != "hello"  # a new worker has not heard it yet
+            if patient and not progress.world_size and time.monotonic() - started > PHASE_S:
+                progress.display.print("starting  workers, which import the experiment")
+                patient = False
             control.check()
             if control.stop_asked() and not told:
                 receiver.tell(STOP)

@@ -7,6 +7,8 @@ from torch import nn
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.sampling import micro_batches
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("batch_size", "wanted", "workers", "found"),

@@ -22,6 +22,8 @@ from mlx_runtime.errors import BindError
 from mlx_runtime.loading import build
 from mlx_runtime.nodes import Description
 
+pytestmark = pytest.mark.pure
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 8, *, scale: float = 1e-8):

@@ -4,11 +4,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from browser import Browser
 from conftest import ROOT, Mlx
 
 sys.path.insert(0, str(ROOT / "docs"))
 import screenshot
+
+pytestmark = pytest.mark.browser
 
 
 def test_a_browser_shows_curves_and_the_flow_of_gradients(

@@ -31,6 +31,8 @@ from mlx_runtime.checkpoints import (
 )
 from mlx_runtime.errors import ConfigError, StorageError
 
+pytestmark = pytest.mark.pure
+
 NONE: dict = {"then": {}, "now": {}}
 
 
@@ -144,7 +146,7 @@ def names(saved: Checkpoints) -> list[str]:
     return [item.name for item in saved.all()]
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place for checkpoints: a folder, and a bucket of a real S3 server."""
     if request.param == "folder":
@@ -239,28 +241,44 @@ def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
     assert [name for name in saved._storage.names() if name.startswith(".")] == []
 
 
+@pytest.mark.process
 def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
-    """A process saves again and again and is killed at a moment of its own choosing, ten times."""
+    """A process saves again and again and is killed at a moment of its own choosing, ten times.
+
+    The ten are forks of one interpreter, which imports what they need once.
+    """
     script = (
-        "import sys, torch\n"
+        "import os, sys, torch\n"
         "from mlx_runtime.checkpoints import *\n"
         "saved = Checkpoints(sys.argv[1])\n"
         "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"
-        "for number in range(10_000):\n"
-        "    saved.save(state, Checkpoint(number % 3, True, number, {}))\n"
-        "    print(number, flush=True)\n"
+        "for _ in iter(sys.stdin.readline, ''):\n"
+        "    if pid := os.fork():\n"
+        "        os.waitpid(pid, 0)\n"
+        "        print('ended', flush=True)\n"
+        "        continue\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    for number in range(10_000):\n"
+        "        saved.save(state, Checkpoint(number % 3, True, number, {}))\n"
+        "        print(number, flush=True)\n"
     )
     saved = Checkpoints(str(tmp_path))
-    for delay in range(10):
-        with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **streams, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for delay in range(10):
+            process.stdin.write("another\n")
+            pid = int(process.stdout.readline())
             for _ in range(5):
                 process.stdout.readline()
             time.sleep(delay / 300)
-            os.kill(process.pid, signal.SIGKILL)
-        found = saved.newest(pytest.fail)
-        assert found is not None
-        assert found.global_step >= 2
+            os.kill(pid, signal.SIGKILL)
+            while process.stdout.readline() != "ended\n":
+                pass
+            found = saved.newest(pytest.fail)
+            assert found is not None
+            assert found.global_step >= 2
     saved.clean()
     assert all(path.name.startswith("epoch_") for path in tmp_path.iterdir())
 

@@ -1,4 +1,7 @@
-"""One client for a real cluster: a head and two raylets on loopback, with a token, and what `mlx` does with them."""
+"""One client for a real cluster: a head and two raylets on loopback, with a token, and what `mlx` does with them.
+
+All tests share the cluster, each with runs or jobs of its own; the last one kills the head.
+"""
 
 import contextlib
 import json
@@ -18,18 +21,20 @@ from typing import Any
 
 import pytest
 from clusters import RayCluster, cluster, free_ports
-from conftest import KEYS, edit
+from conftest import KEYS, Mlx, edit
 
-from mlx_runtime import jobs
-from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime import data, jobs
 from mlx_runtime.jobs import Address, reached
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.logs import stored
+from mlx_runtime.storage import Storage
 from mlx_runtime.uploads import Upload
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+Types = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +340,82 @@ def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) 
         server.wait()
 
 
+class TestDataJobs:
+    """Data jobs, and a storage that only the cluster sees."""
+
+    @pytest.fixture
+    def shards(self, baked_job: Path, tmp_path: Path, mlx: Mlx) -> Path:
+        folder = Path(shutil.copytree(baked_job, tmp_path / "shards"))
+        assert mlx(folder, "data", "bind").returncode == 0
+        return folder
+
+    @pytest.fixture
+    def types(self, shards: Path, mlx: Mlx, ray_cluster: RayCluster) -> Types:
+        """`types("data", "launch", ...)` in the data job, knowing the cluster and its token."""
+        settings = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
+
+        def run(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+            return mlx(shards, *arguments, **settings | more)
+
+        return run
+
+    def test_a_job_fills_the_shared_storage(self, shards: Path, types: Types) -> None:
+        """Launched and followed to its end; launched again, it is told that all is there before anything is sent."""
+        done = types("data", "launch", "--follow", "images.per_shard=300", "cfg.start_workers=3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        made = shards / "storage" / "data" / "shards"
+        lines = done.stdout.splitlines()
+        assert lines[0].startswith("checking  http://127.0.0.1:")
+        assert lines[1:3] == ["job       data-shards", f"folder    {made}"]
+        assert "workers   3 tasks at a time in Ray cluster with 4 CPUs" in lines
+        assert lines[-1] == f"folder    {made}"
+        assert len(list(made.glob("*_images.npy"))) == 6
+        done = types("data", "launch", "--check")
+        assert done.returncode == 1
+        assert f"FAIL  config     {made} is there already, made 20" in done.stdout
+
+    def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
+        done = types("data", "launch", "-f", "images.size=-1")
+        assert done.returncode == 1, done.stdout + done.stderr
+        error = done.stdout.partition("\nerror: ")[2]
+        assert re.match(r"RuntimeError: .* \(in item \d+\)\n  src/job.py:\d+ in write_shard\n", error)
+        assert "mlx_runtime" not in error
+        assert Storage(str(shards / "storage" / "data")).names() == []
+
+    def test_a_job_that_is_stopped_leaves_nothing(
+        self, shards: Path, types: Types, ray_cluster: RayCluster, environment: dict[str, str]
+    ) -> None:
+        job = shards / "src" / "job.py"
+        job.write_text(job.read_text().replace("digits = load_digits()\n", "__import__('time').sleep(60)\n", 1))
+        done = types("data", "launch")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == "status    RUNNING"
+        command = next(line for line in done.stdout.splitlines() if line.startswith("stop ")).split()
+        assert command[1] == f"RAY_ADDRESS={ray_cluster.url}"
+        settings = environment | {"RAY_ADDRESS": ray_cluster.url, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        ray = str(Path(sys.executable).with_name("ray"))
+        subprocess.run([ray, *command[3:]], env=settings, check=True, timeout=120, capture_output=True)
+        until = time.monotonic() + 60
+        while Storage(str(shards / "storage" / "data")).names() and time.monotonic() < until:
+            time.sleep(0.5)
+        assert Storage(str(shards / "storage" / "data")).names() == []
+
+    def test_a_storage_that_only_the_cluster_has_is_shown_by_it(
+        self, shards: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The folder is hidden from the command for the moment in which it looks whether it is there."""
+        (tmp_path / "shared" / "data").mkdir(parents=True)
+        (tmp_path / "shared" / "data" / "a.bin").write_bytes(b"x" * 1500)
+        monkeypatch.setenv("MLX_STORAGE", str(tmp_path / "shared"))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        here = Path.is_dir
+        monkeypatch.setattr(data.Path, "is_dir", lambda path: str(path) != str(tmp_path / "shared") and here(path))
+        found = data.show("data", 1, 20, ray_cluster.url)
+        assert found.lines() == ["data       1.5 kB  1 file", "└── a.bin  1.5 kB"]
+        with pytest.raises(data.UsageError, match=r"on the cluster there is no .*/shared/dato\. Did you mean 'data'\?"):
+            data.show("dato", 1, 20, ray_cluster.url)
+
+
 @pytest.fixture(scope="class")
 def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
     """`run_002`, launched through a proxy, with no end of its own."""
@@ -410,78 +491,3 @@ class TestALongRun:
         done = user.types("train", "launch", "--ray-address", ray_cluster.url)
         assert done.returncode == 1
         assert f"{ray_cluster.url} (from --ray-address) does not answer" in done.stdout
-
-
-class TestAddresses:
-    @pytest.mark.parametrize(
-        ("given", "url", "notice"),
-        [
-            ("http://head:8265", "http://head:8265", ""),
-            ("https://ray.example.com/cluster/", "https://ray.example.com/cluster", ""),
-            ("head:8265", "http://head:8265", ""),
-            ("head", "http://head:8265", "names no port"),
-            ("head:6379", "http://head:8265", "Ray's own port"),
-            ("ray://head:10001", "http://head:8265", "Ray Client"),
-            ("ray://head", "http://head:8265", "Ray Client"),
-            ("[::1]:8265", "http://[::1]:8265", ""),
-        ],
-    )
-    def test_forms(self, given: str, url: str, notice: str) -> None:
-        found = Address.of(given)
-        assert found.url == url
-        assert notice in found.notice
-        assert bool(notice) == bool(found.notice)
-
-    @pytest.mark.parametrize("given", ["auto", "local", "ftp://head", "head:port", "http://", "--check"])
-    def test_what_is_none(self, given: str) -> None:
-        with pytest.raises(UsageError, match="is no address of a cluster"):
-            Address.of(given)
-
-    def test_the_flag_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("RAY_ADDRESS", "http://one:8265")
-        assert Address.of(None) == Address("http://one:8265", "RAY_ADDRESS")
-        assert Address.of("http://two:8265") == Address("http://two:8265", "--ray-address")
-        monkeypatch.delenv("RAY_ADDRESS")
-        with pytest.raises(UsageError, match="which cluster"):
-            Address.of(None)
-
-    def test_a_password_is_refused(self) -> None:
-        with pytest.raises(UsageError, match="RAY_AUTH_TOKEN"):
-            Address.of("http://me:secret@head:8265")
-
-    def test_nobody_waits_for_a_cluster_that_does_not_answer(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            started = time.monotonic()
-            with pytest.raises(ClusterError, match="did not answer within 5 s"):
-                reached(Address(f"http://127.0.0.1:{silent.getsockname()[1]}", "here"))
-            assert time.monotonic() - started < 6
-
-    def test_another_server_is_told_apart(self, s3: str) -> None:
-        port = re.search(r"127\.0\.0\.1:(\d+)", s3)
-        assert port is not None
-        with pytest.raises(ClusterError, match=r"is no Ray dashboard|cannot be asked"):
-            reached(Address(f"http://127.0.0.1:{port[1]}", "here"))
-
-
-class TestUploads:
-    def test_ignore_files_are_followed(self, tmp_path: Path) -> None:
-        """
-        kept: main.py  src/a.py  src/data/keep.csv  notes/b.txt
-        not:  .git .venv runs .env *.log src/data/*.csv notes/private
-        """
-        for name in (
-            *("main.py", "src/a.py", "src/__pycache__/a.pyc", "src/data/keep.csv", "src/data/x.csv", "x.log"),
-            *(".git/HEAD", ".venv/bin/python", "runs/digits/run_001/run.json", ".env", "notes/b.txt", "notes/private"),
-        ):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_text(name)
-        (tmp_path / ".gitignore").write_text("*.log\nsrc/data/*.csv\n!src/data/keep.csv\n")
-        (tmp_path / "notes" / ".rayignore").write_text("/private\n")
-        upload = Upload.of(tmp_path)
-        found = {str(path) for path, _ in upload.files}
-        ignores = {".gitignore", "notes/.rayignore"}
-        assert found - ignores == {"main.py", "src/a.py", "src/data/keep.csv", "notes/b.txt"}
-        with upload.staged() as staged:
-            assert (staged / "src" / "a.py").read_text() == "src/a.py"
-            assert (staged / "mlx_runtime" / "uploads.py").is_file()
-            assert not list(staged.rglob("*.pyc"))

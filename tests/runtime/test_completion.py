@@ -8,6 +8,8 @@ import pytest
 
 from mlx_runtime.layout import claim_run
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:

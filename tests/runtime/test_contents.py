@@ -27,6 +27,8 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import run_folder
 from mlx_runtime.storage import Storage, joined, to_json
 
+pytestmark = pytest.mark.pure
+
 
 def run_record(root: str, name: str, **fields: Any) -> None:
     """A run whose driver is this process, unless the fields say something else."""
@@ -132,6 +134,7 @@ def test_100_000_files_take_seconds(tmp_path: Path) -> None:
     assert len(found.lines()) == 1 + 20 + 20 * 21 + 1
 
 
+@pytest.mark.process
 def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user without rights; root, who may read everything, becomes one for the moment."""
     from click.testing import CliRunner
@@ -155,6 +158,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
     assert "error: the sizes leave out what could not be read: data/secret\n" in done.output
 
 
+@pytest.mark.process
 def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(tmp_path, "data", "show", "--json", "--depth", "0", "data/digits", MLX_STORAGE=root)
     assert json.loads(done.stdout) == {"name": "digits", "kind": "folder", "size_bytes": 5000, "files": 4}
@@ -166,6 +170,7 @@ def test_show_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     assert done.stderr == "error: which storage? Change into an experiment, or set MLX_STORAGE=FOLDER\n"
 
 
+@pytest.mark.process
 def test_a_storage_that_only_a_cluster_has_asks_for_it(mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(tmp_path, "data", "show", MLX_STORAGE="/nowhere/shared")
     assert done.returncode == 2
@@ -202,6 +207,7 @@ def test_what_lies_outside_is_refused(folder: Path, tmp_path: Path, path: str, m
         place_in(str(folder), str(tmp_path / "victim") if path == "/victim" else path)
 
 
+@pytest.mark.s3
 @pytest.mark.parametrize(
     "path", ["../victim", "data/../../victim", "/victim", "s3://other/victim", "s3://bucket/victim"]
 )
@@ -233,6 +239,7 @@ def test_paths_over_links_inside_are_understood(folder: Path, tmp_path: Path) ->
     assert place_in(str(tmp_path / "alias"), "data").parts == ("data",)
 
 
+@pytest.mark.process
 def test_of_a_link_only_the_link_goes(folder: Path, tmp_path: Path, mlx: Mlx) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("x")
@@ -288,6 +295,7 @@ def test_what_is_being_read_is_refused(root: str) -> None:
             contents.refuse_in_use(place, survey(place, 0, 0))
 
 
+@pytest.mark.process
 def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
     done = mlx(folder, "data", "rm", "data/digits", MLX_STORAGE=str(folder))
     assert done.returncode == 1
@@ -295,6 +303,7 @@ def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
     assert files(str(folder)) == sorted(SIZES)
 
 
+@pytest.mark.process
 def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     done = mlx(tmp_path, "data", "rm", "--yes", "data/digits", MLX_STORAGE=root)
     where = joined(root, "data", "digits")
@@ -302,6 +311,7 @@ def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     assert files(root) == []
 
 
+@pytest.mark.process
 def test_unclear_requests_are_refused(folder: Path, mlx: Mlx) -> None:
     done = mlx(folder, "data", "rm", MLX_STORAGE=str(folder))
     message = "error: remove what? A part of the storage: mlx data rm PATH; prepared sets: add --prepared\n"
@@ -322,6 +332,7 @@ def unremovable(folder: Path) -> Callable[[bool], None]:
     return hold
 
 
+@pytest.mark.process
 def test_half_a_removal_is_told_and_seen(folder: Path, mlx: Mlx) -> None:
     hold = unremovable(folder / "data" / "digits" / "deep" / "er" / "c.bin")
     hold(True)
@@ -356,6 +367,7 @@ class Refusing:
         raise OSError("connection lost")
 
 
+@pytest.mark.s3
 def test_half_a_removal_is_told_on_s3(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = s3.format(tmp_path.name)
     put(root, {name: b"x" * size for name, size in SIZES.items()} | {"data/digits/job.json": b"{}"})

@@ -13,14 +13,12 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Mlx
+from conftest import Mlx, Start
 from storages import files, put
 
 from mlx_runtime import filling, registry
@@ -28,6 +26,8 @@ from mlx_runtime.contents import place_in, remove, survey
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.filling import Filling, job_record
 from mlx_runtime.storage import Storage, joined, to_json
+
+pytestmark = pytest.mark.process
 
 # -- a folder that is being filled --
 
@@ -271,7 +271,8 @@ def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
     (job.project / "src" / "conf.yaml").unlink()
     done = mlx(job.project, "data", "run", "text.lines=3")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[:5] == [
+    assert done.stdout.splitlines()[:6] == [
+        "loading   src/job.py",
         "no src/conf.yaml yet: binding first",
         "wrote src/conf.yaml",
         "job       lines",
@@ -287,6 +288,7 @@ def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
     assert record["name"] == "lines"
 
 
+@pytest.mark.cluster
 def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNamespace, mlx: Mlx) -> None:
     done = mlx(job.project, "data", "run", "cfg.start_workers=2", "text.lines=6", "text.die_at=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -296,7 +298,7 @@ def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNames
     assert (job.made / "total.txt").read_text() == "15\n"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.cluster)])
 def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx, workers: int) -> None:
     done = mlx(job.project, "data", "run", f"cfg.start_workers={workers}", "text.fail_at=2")
     assert done.returncode == 1
@@ -310,11 +312,10 @@ def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
-    job: SimpleNamespace, mlx: Mlx, environment: dict[str, str], number: int, code: int
+    job: SimpleNamespace, mlx: Mlx, start: Start, number: int, code: int
 ) -> None:
     mlx(job.project, "data", "bind")
-    command = [sys.executable, "-m", "mlx_runtime", "data", "run", "text.sleep_s=0.3", "text.lines=100"]
-    running = subprocess.Popen(command, cwd=job.project, env=environment, stderr=subprocess.PIPE, text=True)
+    running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=100")
     until = time.monotonic() + 200
     while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
         time.sleep(0.1)
@@ -366,6 +367,7 @@ def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
     assert len(list((job.made / "lines").iterdir())) == 1
 
 
+@pytest.mark.s3
 def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_path: Path) -> None:
     (job.project / "src" / "job.py").write_text(JOB.replace('once = self.output.folder / ".died"', "once = None"))
     root = s3.format(tmp_path.name)

@@ -10,6 +10,8 @@ from mlx_runtime.datasets import DatasetShard, Loader, Reading, check
 from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
 
+pytestmark = pytest.mark.pure
+
 
 class Rows(Dataset):
     def __init__(self, rows: int = 10, batch_size: int | None = 3):
@@ -80,6 +82,7 @@ def read(loader: Loader) -> list[list[int]]:
     return [batch["x"][:, 0].tolist() for batch in loader]
 
 
+@pytest.mark.process
 def test_reading_processes_give_the_same_batches_in_every_pass() -> None:
     alone, helped = (shard(Rows(), reading=Reading.parsed(text)).iter_torch_batches() for text in ("auto", "workers=2"))
     before = torch.get_rng_state()
@@ -88,6 +91,7 @@ def test_reading_processes_give_the_same_batches_in_every_pass() -> None:
     assert torch.equal(torch.get_rng_state(), before)  # nor do they take random numbers from training
 
 
+@pytest.mark.process
 def test_random_samples_do_not_depend_on_how_many_processes_read() -> None:
     one, two = (
         [batch["x"].tolist() for batch in shard(Noisy(), reading=Reading("processes", count)).iter_torch_batches()]
@@ -97,6 +101,7 @@ def test_random_samples_do_not_depend_on_how_many_processes_read() -> None:
     assert len({value for batch in one for _, value in batch}) == 10
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("reading", [Reading("worker"), Reading("processes", 1)])
 def test_a_stream_is_shared_out_without_touching_the_random_numbers_of_training(reading: Reading) -> None:
     loaders = [shard(Numbers(), rank, 2, reading=reading).iter_torch_batches() for rank in range(2)]
@@ -148,6 +153,7 @@ def test_other_workers_go_on_with_the_rows_that_are_left(dataset: Dataset) -> No
     assert sorted(seen) == list(range(53))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("dataset", [Rows(rows=53), Numbers(rows=53)])
 @pytest.mark.parametrize("reading", [Reading("worker"), Reading("processes", 1)])
 def test_a_limited_pass_reads_as_many_batches_and_goes_on_where_it_stood(dataset: Dataset, reading: Reading) -> None:
@@ -341,6 +347,7 @@ def test_a_short_set_that_is_not_trained_on_gives_a_short_batch() -> None:
     assert read(shard(Rows(rows=2), name="val").iter_torch_batches()) == [[0, 1]]
 
 
+@pytest.mark.process
 def test_a_sample_that_raises_in_a_reading_process_is_one_line_and_its_place() -> None:
     with pytest.raises(DatasetError) as caught:
         list(shard(Rows(rows=1001), name="val", reading=Reading("processes", 1)).iter_torch_batches())

@@ -8,6 +8,8 @@ import pytest
 
 from mlx_runtime.errors import RunStopped, UsageError, clean_exit
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize(
     ("error", "code"), [(UsageError("no such run"), UsageError.exit_code), (KeyboardInterrupt(), RunStopped.exit_code)]
@@ -20,6 +22,7 @@ def test_a_process_that_goes_on_can_still_be_interrupted(error: BaseException, c
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.process
 def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None:
     script = (
         "import atexit, os, signal, time; from mlx_runtime.errors import clean_exit\n"

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx
+from conftest import Mlx, Start, Started
 from faults import (
     KINDS,
     Campaign,
@@ -35,13 +34,14 @@ from faults import (
 from mlx_runtime import open_run
 from mlx_runtime.storage import joined
 
-pytestmark = pytest.mark.timeout(900)  # nodes that are lost are missed after a while, on a busy machine a long one
+pytestmark = [
+    pytest.mark.kills,
+    pytest.mark.timeout(900),  # nodes that are lost are missed after a while, on a busy machine a long one
+]
 
 EPOCHS = 12
 
 OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.max_failures=-1")
-
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(scope="module")
@@ -73,29 +73,6 @@ def whole_here(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-@pytest.fixture
-def start(environment: dict[str, str], folder: Path) -> Iterator[Start]:
-    """`start("train", "run", ...)`: the command in the background, in the folder of the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*arguments: str, **settings: str) -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_runtime", *arguments],
-            cwd=folder,
-            env=environment | {"PYTHONUNBUFFERED": "1"} | settings,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 def steps_of(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
     return [note for note in diary(folder) if "rows" in note and note["at"] > since]
 
@@ -113,22 +90,24 @@ def same(folder: Path, whole: Path) -> list[str]:
     return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
+@pytest.mark.parametrize("engine", [pytest.param("local", marks=pytest.mark.local), "ray"])
 def test_the_run_ends_as_if_nobody_had_killed_anything(
-    environment: dict[str, str], folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+    engine: str, environment: dict[str, str], folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Workers, nodes, drivers and savers are killed twice each at moments that a seed decides, in one run."""
+    """Workers, nodes, drivers, fork servers and savers are killed twice each in one run, when a seed says so."""
     overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", "models.net.ballast=5000000", "cfg.pause_s=0.15"]
-    with cluster(3, environment) as raylets:
+    with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
         campaign = Campaign(folder, 7, raylets, overrides, environment)
         with capsys.disabled():
             print()
-            status = campaign.carry_out([*KINDS, *reversed(KINDS)])
+            status = campaign.carry_out([*KINDS[engine], *reversed(KINDS[engine])])
     assert status == 0, campaign.output
     assert verdict(folder, whole, EPOCHS) == []
-    assert len(record(folder)["attempts"]) == 2
+    assert len(record(folder)["attempts"]) == sum(kind in ("driver", "server") for kind, _ in campaign.recoveries)
     assert record(folder)["status"] == "SUCCEEDED"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("moment", ["in an epoch", "while saving"])
 def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
@@ -139,7 +118,7 @@ def test_a_killed_driver_goes_on_where_it_was(
         options.append("cfg.num_epochs=3")
     at = 0.0
     for attempt in range(2):
-        process = start("train", "run", *options, *(["--resume"] if attempt else []))
+        process = start(folder, "train", "run", *options, *(["--resume"] if attempt else []))
         if moment == "while saving":
             wait_for(lambda at=at: len(steps_of(folder, at)) > 7)
             wait_for(lambda: list(run_of(folder).glob("checkpoints/.saving-*")), every_s=0.0001)
@@ -161,6 +140,7 @@ def test_a_killed_driver_goes_on_where_it_was(
     assert not list(run_of(folder).glob("checkpoints/.saving-*"))
 
 
+@pytest.mark.process
 def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
@@ -177,6 +157,7 @@ def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     assert "cfg.num_epochs=3" in record(folder)["overrides"]
 
 
+@pytest.mark.process
 def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: Path) -> None:
     """From a run of another width: the layers between are left as they were made."""
     checkpoint = run_of(whole_here) / "checkpoints" / "epoch_0002"
@@ -191,6 +172,7 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
     assert "epoch 1/" not in taken.stdout
 
 
+@pytest.mark.pure
 def test_deterministic_algorithms_while_a_run_lasts() -> None:
     from mlx_runtime.training import _deterministic
 
@@ -199,6 +181,7 @@ def test_deterministic_algorithms_while_a_run_lasts() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.process
 def test_a_new_run_starts_from_the_config_of_an_old_one(mlx: Mlx, folder: Path) -> None:
     options = ("cfg.start_workers=0", "cfg.num_epochs=1", "tools.noise.scale=0.5")
     assert mlx(folder, "train", "run", *options).returncode == 0
@@ -212,11 +195,12 @@ def test_a_new_run_starts_from_the_config_of_an_old_one(mlx: Mlx, folder: Path) 
     assert both.stderr == "error: --resume goes on with a run and --from starts a new one; give one of them\n"
 
 
+@pytest.mark.process
 def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
     """Also from the storage's side: `xp stop` ends a run that it cannot reach by signal, with a checkpoint."""
-    process = start("train", "run", "cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.5")
+    process = start(folder, "train", "run", "cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.5")
     wait_for(lambda: len(steps_of(folder)) > 4)
     second = mlx(folder, "train", "run", "--resume")
     assert second.returncode == 2
@@ -239,11 +223,12 @@ def test_one_driver_per_run_and_the_other_is_told_how_to_end_it(
     assert len(steps_of(folder)) == 48, f"{before} before: the checkpoint was not of the last step"
 
 
+@pytest.mark.local
 class TestTwoWorkers:
     """What takes a group."""
 
     def test_sigterm_ends_with_a_checkpoint_of_the_last_step(self, start: Start, mlx: Mlx, folder: Path) -> None:
-        process = start("train", "run", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
@@ -263,7 +248,7 @@ class TestTwoWorkers:
         assert record(folder).get("failures") is None
 
     def test_lost_workers_are_replaced_so_often_and_no_more(self, start: Start, folder: Path) -> None:
-        process = start("train", "run", "cfg.max_failures=0", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.max_failures=0", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.kill(next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note), signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -285,7 +270,7 @@ class TestTwoWorkers:
         assert record(folder)["status"] == "FAILED"
 
     def test_a_worker_that_is_frozen_does_not_answer(self, start: Start, folder: Path) -> None:
-        process = start("train", "run", "cfg.hang_timeout_s=3", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.hang_timeout_s=3", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)
         frozen = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
         os.kill(frozen, signal.SIGSTOP)
@@ -311,7 +296,7 @@ class TestDataProcesses:
         undisturbed = Path(shutil.copytree(bound, tmp_path / "undisturbed"))
         options = [option, "cfg.num_epochs=2", "cfg.checkpoint_every_steps=2"]
         assert mlx(undisturbed, "train", "run", *options).returncode == 0
-        process = start("train", "run", *options, "cfg.pause_s=0.3", MLX_TEST_MARK=tmp_path.name)
+        process = start(folder, "train", "run", *options, "cfg.pause_s=0.3", MLX_TEST_MARK=tmp_path.name)
         for victim in victims:
             at = time.time()
             wait_for(lambda at=at: len(steps_of(folder, at)) > 4)
@@ -331,10 +316,10 @@ def named(title: str, mark: str) -> int | None:
     return None
 
 
-def driver_on(raylets: Any, start: Start, folder: Path, *options: str) -> "subprocess.Popen[str]":
+def driver_on(raylets: Any, start: Start, folder: Path, *options: str) -> Started:
     """A run as a job of a cluster."""
     settings = {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
-    return start("train", "run", f"cfg.out={folder / 'diary'}", *options, **settings)
+    return start(folder, "train", "run", f"cfg.out={folder / 'diary'}", *options, **settings)
 
 
 class TestElastic:
@@ -395,6 +380,7 @@ def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(
     assert any(path.name.endswith(f"_step_{last:08d}") for path in (run_of(folder) / "checkpoints").iterdir())
 
 
+@pytest.mark.s3
 class TestObjectStore:
     """Runs on an S3 server: nothing of them is needed on a machine to go on there."""
 
@@ -403,9 +389,8 @@ class TestObjectStore:
     ) -> None:
         storage = s3.format(f"runs-{tmp_path.name}")
         place = f"cfg.storage_path='{storage}'"
-        process = start(
-            "train", "run", "cfg.start_workers=0", place, *OFTEN, "cfg.pause_s=0.1", MLX_CACHE=str(tmp_path / "a")
-        )
+        options = ["cfg.start_workers=0", place, *OFTEN, "cfg.pause_s=0.1"]
+        process = start(folder, "train", "run", *options, MLX_CACHE=str(tmp_path / "a"))
         wait_for(lambda: len(steps_of(folder)) > 22)
         process.kill()
         process.wait()

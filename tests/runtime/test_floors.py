@@ -1,16 +1,19 @@
 """The package is built in floors: a module imports only from below, and each outside library has a home."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"accumulation", "sampling", "settings", "sources", "uploads"},
+    {"accumulation", "importing", "sampling", "settings", "sources", "uploads"},
     {"errors", "declarations"},
     {"callbacks", "gradients", "ray_private", "reduction", "storage"},
     {"trackers"},
@@ -79,13 +82,14 @@ HOMES = {
 }
 
 
-def modules() -> dict[str, list[ast.Module]]:
-    """The trees of each module by its name on the floors; a folder counts as one."""
-    found: dict[str, list[ast.Module]] = {}
+@functools.cache
+def modules() -> dict[str, set[str]]:
+    """What each module imports, by its name on the floors; a folder counts as one."""
+    found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):
         name = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if not name.startswith("__"):
-            found.setdefault(name, []).append(ast.parse(file.read_text()))
+            found.setdefault(name, set()).update(imports(ast.parse(file.read_text())))
     return found
 
 
@@ -108,20 +112,17 @@ def test_every_module_has_a_floor() -> None:
 def test_imports_only_go_down(name: str) -> None:
     floor = next(index for index, names in enumerate(FLOORS) if name in names)
     below = set().union(*FLOORS[:floor]) | {name}
-    used = {path.split(".")[1] for tree in modules()[name] for path in imports(tree) if path.startswith("mlx_runtime.")}
+    used = {path.split(".")[1] for path in modules()[name] if path.startswith("mlx_runtime.")}
     assert used - {"__version__"} <= below
 
 
 @pytest.mark.parametrize("library", sorted(HOMES))
 def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
-    users = {
-        name
-        for name, trees in modules().items()
-        if any(path.split(".")[0] == library for tree in trees for path in imports(tree))
-    }
+    users = {name for name, used in modules().items() if any(path.split(".")[0] == library for path in used)}
     assert users == HOMES[library]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "module",
     ["", ".cli", ".cli.data", ".cli.train", ".cli.xp"],
@@ -133,6 +134,7 @@ def test_the_command_starts_without_heavy_imports(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.process
 def test_what_controls_the_workers_imports_little() -> None:
     """They wait for it: each second there is one of every start."""
     script = "import mlx_runtime.failures, sys; print(sorted({'torch', 'torchmetrics', 'hydra'} & set(sys.modules)))"

@@ -9,6 +9,8 @@ from torch import nn
 from mlx_runtime.errors import MlxError
 from mlx_runtime.gradients import Gradients
 
+pytestmark = pytest.mark.pure
+
 
 def model() -> nn.Sequential:
     net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))

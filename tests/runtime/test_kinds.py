@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -11,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Mlx
+from conftest import Mlx, Start, edit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlx_runtime.prepared import Store
+
+pytestmark = pytest.mark.cluster
 
 Make = Callable[[str], Path]
 
@@ -188,15 +189,25 @@ def test_a_set_four_times_the_object_store_takes_constant_memory(experiment: Mak
         assert end - start < 120  # of 160 MB that this worker reads, three quarters come after `start`
 
 
-def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, environment: dict[str, str]) -> None:
-    folder = experiment("kinds")
+def without_streams(folder: Path) -> Path:
+    """The experiment with map-style sets in the place of those of Ray Data, so that no Ray starts."""
+    source = folder / "src" / "experiment.py"
+    edit(source, "    table: Table = Table()", "    table: Rows = Rows(rows=1001)")
+    edit(source, "    val: Table = Table(rows=130, batch_size=16)", "    val: Rows = Rows(rows=130)")
+    (folder / "src" / "conf.yaml").unlink()
+    return folder
+
+
+@pytest.mark.process
+def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, start: Start) -> None:
+    folder = without_streams(experiment("kinds"))
     options = ("cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1", "datasets.train.slow_s=0.05")
-    command = [sys.executable, "-m", "mlx_runtime", "train", "prepare", *options]
     root = folder / "runs" / ".prepared"
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as preparing:
-        while not (files := list(root.glob("Rows-*/*.npy"))) and preparing.poll() is None:
-            time.sleep(0.01)
-        preparing.send_signal(signal.SIGKILL)
+    preparing = start(folder, "train", "prepare", *options)
+    while not (files := list(root.glob("Rows-*/*.npy"))) and preparing.poll() is None:
+        time.sleep(0.01)
+    preparing.kill()
+    preparing.wait()
     assert files
     assert all(item.manifest is None for item in Store(str(root)).found())
     done = mlx(folder, "train", "run", *options)
@@ -225,10 +236,11 @@ def test_two_who_prepare_at_the_same_time_do_not_collide(experiment: Make, envir
         assert files == {file for file, _, _ in item.manifest.columns.values()}
 
 
+@pytest.mark.s3
 def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_them(
     mlx: Mlx, experiment: Make, s3: str, tmp_path: Path
 ) -> None:
-    folder = experiment("kinds")
+    folder = without_streams(experiment("kinds"))
     options = (f"cfg.prepared_path={s3.format('run')}", "cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1")
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     settings["MLX_CACHE"] = str(tmp_path / "cache")
@@ -240,8 +252,9 @@ def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_t
     assert not (folder / "runs" / ".prepared").exists()
 
 
+@pytest.mark.process
 def test_prepared_sets_are_removed_by_hand(mlx: Mlx, experiment: Make) -> None:
-    folder = experiment("kinds")
+    folder = without_streams(experiment("kinds"))
     options = ("cfg.start_workers=0", "cfg.only=train", "cfg.num_epochs=1")
     assert "nothing to remove" not in mlx(folder, "train", "prepare", *options).stdout
     done = mlx(folder, "data", "rm", "--prepared", "--older-than", "1")

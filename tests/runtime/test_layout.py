@@ -12,6 +12,8 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, named_run
 from mlx_runtime.storage import write_atomic
 
+pytestmark = pytest.mark.pure
+
 
 def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
@@ -52,6 +54,7 @@ def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         claim_run(str(tmp_path / "file"), "digits")
 
 
+@pytest.mark.process
 def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
     """A file size limit of 4 KiB stands for the full disk: creating works, writing does not."""
     script = (
@@ -82,6 +85,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o644
 
 
+@pytest.mark.s3
 class TestObjectStore:
     """The same on an S3 server."""
 

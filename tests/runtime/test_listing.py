@@ -22,6 +22,8 @@ from mlx_runtime.checkpoints import Checkpoint, Checkpoints
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder, claim_run
 
+pytestmark = pytest.mark.process
+
 Made = Callable[..., RunFolder]
 
 
@@ -36,7 +38,7 @@ def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty storage of either kind, which is that of the test's process."""
     monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
@@ -117,6 +119,7 @@ class TestLs:
         assert "\x1b[32mSUCCEEDED\x1b[0m" in text
         assert "run_002" in text
 
+    @pytest.mark.s3
     def test_an_empty_storage_says_what_to_do(self, mlx: Mlx, tmp_path: Path, s3: str) -> None:
         for storage in (str(tmp_path / "nothing"), s3.format("nothing")):
             done = mlx(tmp_path, "xp", "ls", MLX_STORAGE=storage)
@@ -476,6 +479,7 @@ class TestRm:
         assert stranger.is_dir()
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, ""), (-3, "0 s"), (0.4, "0 s"), (59.7, "1 min"), (200, "3 min 20 s"), (7_200, "2 h"), (187_400, "2 d 4 h")],
@@ -484,6 +488,7 @@ def test_lengths_of_time(seconds: float | None, text: str) -> None:
     assert listing.span(seconds) == text
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, ""), (0, "0.0000"), (0.99263, "0.9926"), (1e-5, "1e-05"), (123456.7, "1.23e+05"), ("x", "")],

@@ -14,6 +14,8 @@ from mlx_runtime.errors import ConfigError
 from mlx_runtime.loading import build, build_optimizers, load_config
 from mlx_runtime.nodes import Description
 
+pytestmark = pytest.mark.pure
+
 
 class Net(nn.Module):
     def __init__(self, width: int = 4, kind: Literal["a", "b"] = "a", layer: nn.Linear = nn.Linear(1, 1)):

@@ -8,6 +8,8 @@ import pytest
 from conftest import Mlx
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.process
+
 Make = Callable[[str], Path]
 
 HEARD = ("+cfg.trackers.heard._target_=src.experiment.Heard", "+cfg.trackers.heard.file=tracker.jsonl")
@@ -28,6 +30,7 @@ def series(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+@pytest.mark.local
 class TestTwoWorkers:
     @pytest.fixture(scope="class")
     def folder(self, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory, make_in: Callable[[str, Path], Path]) -> Path:
@@ -107,6 +110,7 @@ class TestTwoWorkers:
             assert without_place(told, hook) == without_place(heard, hook), hook
 
 
+@pytest.mark.local
 def test_who_records_alone_ends_the_run_with_an_error(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("logging")
     done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.fault=alone")

@@ -10,6 +10,8 @@ from conftest import Mlx
 
 from mlx_runtime import MlxError, open_run
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def run(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

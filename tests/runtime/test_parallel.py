@@ -6,6 +6,8 @@ import torch
 from mlx_runtime import parallel
 from mlx_runtime.parallel import Vote, Worker
 
+pytestmark = pytest.mark.pure
+
 
 class TestVote:
     """How many steps pass between two votes."""

@@ -16,6 +16,8 @@ from mlx_runtime import preparation
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.prepared import Store
 
+pytestmark = pytest.mark.pure
+
 ORIGINAL = """
     import torch
     from torch.utils.data import Dataset

@@ -16,6 +16,8 @@ import torch
 from mlx_runtime.errors import StorageError
 from mlx_runtime.prepared import ColumnReader, Manifest, Store, Writer, as_numpy
 
+pytestmark = pytest.mark.pure
+
 BLOCK = {"x": torch.arange(12.0).reshape(6, 2), "label": torch.arange(6)}
 
 EVERY_TYPE = [
@@ -34,7 +36,7 @@ EVERY_TYPE = [
 ]
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return Store(str(tmp_path / "prepared"))
@@ -156,6 +158,7 @@ def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
         assert [item.name for item in store.clean(max_age_s=1e9, max_bytes=1e9)] == ["Rows-1"]
 
 
+@pytest.mark.s3
 def test_a_copy_on_this_machine_is_fetched_once_and_again_when_the_set_was_made_anew(s3: str, tmp_path: Path) -> None:
     store, cache = Store(s3.format("copies")), tmp_path / "cache"
     manifest = written(store)

@@ -7,11 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from mlx_runtime import progress
 from mlx_runtime.progress import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
+
+pytestmark = pytest.mark.pure
 
 
 def step(number: int, epoch: int = 0, stage: str = "train", rate: float = 10.0) -> dict[str, Any]:
@@ -23,13 +27,37 @@ def ended(epoch: int, seconds: float) -> dict[str, Any]:
     return {"kind": "epoch", "epoch": epoch, "epochs": 5, "values": {"train/loss": 0.25}, "seconds": seconds}
 
 
-def draw(display: Display) -> None:
-    """The beginning and an epoch of a run, as its driver draws them."""
+class Clock:
+    """Stands for the module `time`: it is as late as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "time", CLOCK)
+
+
+def draw(display: Display, pause_s: float = 0.0) -> None:
+    """The beginning and an epoch of a run, as its driver draws them.
+
+    Args:
+        display: to draw on.
+        pause_s: after each step; a bar is drawn ten times a second by a real clock.
+    """
     display.print("workers   2")
     display.print("folder    /runs/run_001", always=True)
     for number in (1, 20, 60):
         display.handle(step(number))
-        time.sleep(SECONDS_PER_LINE / 2 + 0.1)
+        CLOCK.now += SECONDS_PER_LINE / 2 + 0.1
+        time.sleep(pause_s)
     display.handle({"kind": "notice", "text": "a notice"})
     display.preparing("train", 5, 10)
     display.handle(ended(0, 12.0))
@@ -64,7 +92,7 @@ class TestTimeLeft:
     def test_in_the_first_epoch_the_others_are_taken_to_be_like_it(self) -> None:
         left = TimeLeft(5)
         left.text(step(0, rate=0.0))
-        time.sleep(1)
+        CLOCK.now += 1
         assert left.text(step(90)) == "1 s left, 9 s in all"  # 1 s, and four times the two seconds of this one
 
     def test_later_ones_are_told_by_the_latest_of_those_that_ended(self) -> None:
@@ -111,7 +139,7 @@ class TestPipe:
 class TestTerminal:
     def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "120")
-        text = on_a_terminal(draw, epochs=5)
+        text = on_a_terminal(partial(draw, pause_s=0.5), epochs=5)
         assert re.search(r"epoch 1 train .*━.* 60/100 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", text)
         assert "epoch 1/5 | train loss 0.2500 | 12.0 s" in text
         assert "prepare train" in text

@@ -1,6 +1,10 @@
 """What `import mlx_runtime` offers."""
 
+import pytest
+
 import mlx_runtime
+
+pytestmark = pytest.mark.pure
 
 
 def test_all_is_sorted_and_importable() -> None:

@@ -12,6 +12,8 @@ from conftest import Mlx, edit
 
 from mlx_runtime.storage import Storage, joined
 
+pytestmark = pytest.mark.process
+
 Make = Callable[[str], Path]
 
 HERE = ("cfg.start_workers=0",)
@@ -23,6 +25,7 @@ def seen(folder: Path, workers: int) -> list[dict]:
 
 
 class TestFastDevRun:
+    @pytest.mark.local
     def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx) -> None:
         edit(digits / "src" / "conf.yaml", "resume: null", "resume: auto")
         before = sorted(digits.rglob("*"))
@@ -85,6 +88,7 @@ class TestFastDevRun:
 
 
 class TestOverfit:
+    @pytest.mark.cluster
     def test_every_kind_reads_the_same_rows_in_each_epoch(self, experiment: Make, mlx: Mlx) -> None:
         folder = experiment("kinds")
         done = mlx(folder, "train", "run", "--overfit", "3", "cfg.num_epochs=3")
@@ -94,6 +98,7 @@ class TestOverfit:
         for line in (folder / "runs" / "kinds" / "run_001" / "conf.yaml").read_text().splitlines():
             assert "overfit_batches" not in line or line == "  overfit_batches: 3"
 
+    @pytest.mark.cluster
     def test_so_do_prepared_sets(self, experiment: Make, mlx: Mlx) -> None:
         folder = experiment("kinds")
         done = mlx(folder, "train", "run", "--overfit", "3", "--prepare-batches", "cfg.num_epochs=3")
@@ -120,7 +125,7 @@ class TestOverfit:
 
 
 class TestProfile:
-    @pytest.mark.parametrize("workers", [0, 2])
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
     def test_a_trace_of_training_steps_also_of_a_run_that_goes_on(self, digits: Path, mlx: Mlx, workers: int) -> None:
         options = (f"cfg.start_workers={workers}", "cfg.limit_batches=4")
         done = mlx(digits, "train", "run", "--profile", "cfg.num_epochs=2", *options)
@@ -150,6 +155,7 @@ class TestProfile:
         assert sum(name == "Optimizer.step#Adam.step" for name in names) == 5
         assert "aten::convolution_backward" in names
 
+    @pytest.mark.s3
     def test_it_is_stored_on_an_object_store(self, digits: Path, mlx: Mlx, s3: str, tmp_path: Path) -> None:
         storage = s3.format("profiled")
         options = (f"cfg.storage_path='{storage}'", "cfg.num_epochs=1", *HERE)
@@ -164,6 +170,7 @@ class TestProfile:
 
 
 class TestQuiet:
+    @pytest.mark.local
     def test_only_the_folder_and_the_end_are_printed_and_all_is_logged(self, digits: Path, mlx: Mlx) -> None:
         done = mlx(digits, "train", "run", "-q", "cfg.num_epochs=2", "cfg.start_workers=1")
         assert done.returncode == 0, done.stdout + done.stderr
@@ -186,6 +193,7 @@ class TestQuiet:
         assert done.returncode == 1
         assert "ZeroDivisionError" in done.stderr
 
+    @pytest.mark.cluster
     def test_verbose_shows_what_ray_prints(self, digits: Path, mlx: Mlx) -> None:
         done = mlx(digits, "train", "run", "-v", "--fast-dev-run", "cfg.start_workers=1")
         assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime.errors import MlxError
 from mlx_runtime.reduction import ROOM, Exchange, Known, Message, States, numbers, packed
+
+pytestmark = pytest.mark.pure
 
 WORLD = 2
 
@@ -52,20 +55,26 @@ def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool
     return packed({name: Known(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
 
 
-def on_workers(work: Callable[[int, Path], None], folder: Path) -> list[object]:
-    """What `work(rank, folder)` saved on each of two processes, a gloo group."""
-    torch.multiprocessing.spawn(_joined, (work, folder), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+@pytest.fixture(scope="module")
+def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What each of `WORKS` returned on each of two processes, by its name. Each had a gloo group of its own."""
+    folder = tmp_path_factory.mktemp("workers")
+    torch.multiprocessing.spawn(_worked, (folder,), nprocs=WORLD)
+    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return {name: [rank[name] for rank in ranks] for name in WORKS}
 
 
-def _joined(rank: int, work: Callable[[int, Path], object], folder: Path) -> None:
-    store = torch.distributed.FileStore(str(folder / "store"), WORLD)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    torch.save(work(rank, folder), folder / f"{rank}.pt")
-    torch.distributed.destroy_process_group()
+def _worked(rank: int, folder: Path) -> None:
+    found = {}
+    for name, work in WORKS.items():
+        store = torch.distributed.FileStore(str(folder / name), WORLD)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        found[name] = work(rank)
+        torch.distributed.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
 
 
-def _values(rank: int, _: Path) -> dict[str, object]:
+def _values(rank: int) -> dict[str, object]:
     warnings.simplefilter("ignore")
     metrics, exchange = made(), Exchange()
     for step in range(6):
@@ -86,8 +95,9 @@ def _values(rank: int, _: Path) -> dict[str, object]:
     return {"values": found, "unchanged": alike}
 
 
-def test_values_are_those_of_one_worker(tmp_path: Path) -> None:
-    first, second = on_workers(_values, tmp_path)
+@pytest.mark.process
+def test_values_are_those_of_one_worker(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["values"]
     alone = made()
     for step in range(6):
         see(alone, step)
@@ -102,7 +112,7 @@ def test_values_are_those_of_one_worker(tmp_path: Path) -> None:
                 assert found[name][key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
 
 
-def _large(rank: int, _: Path) -> list[int] | None:
+def _large(rank: int) -> list[int] | None:
     exchange = Exchange()
     metrics = {"cat": tm.CatMetric()}
     metrics["cat"].update(torch.arange(rank + ROOM, dtype=torch.float32))
@@ -111,11 +121,12 @@ def _large(rank: int, _: Path) -> list[int] | None:
     return [sum(map(len, item.states["cat"][1][""]["value"])) for item in heard] if rank == 0 else None
 
 
-def test_what_does_not_fit_comes_later(tmp_path: Path) -> None:
-    assert on_workers(_large, tmp_path) == [[ROOM, ROOM + 1], None]
+@pytest.mark.process
+def test_what_does_not_fit_comes_later(on_workers: dict[str, list[Any]]) -> None:
+    assert on_workers["large"] == [[ROOM, ROOM + 1], None]
 
 
-def _alone(rank: int, folder: Path) -> str:
+def _alone(rank: int) -> str:
     exchange = Exchange()
     said = frozenset({"losses", "metrics"}) if rank == 0 else frozenset({"losses"})
     exchange.send(Message(("train", 10), said))
@@ -124,13 +135,14 @@ def _alone(rank: int, folder: Path) -> str:
     return str(told.value)
 
 
-def test_one_who_records_alone_is_told_everywhere(tmp_path: Path) -> None:
-    first, second = on_workers(_alone, tmp_path)
+@pytest.mark.process
+def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["alone"]
     assert first == second
     assert first.startswith("metrics were saved on some workers only: not on rank 1 until step 10 of train; every")
 
 
-def _apart(rank: int, folder: Path) -> str:
+def _apart(rank: int) -> str:
     exchange = Exchange()
     exchange.send(Message(("train", 10) if rank == 0 else ("val", 3), frozenset()))
     with pytest.raises(MlxError) as told:
@@ -138,9 +150,14 @@ def _apart(rank: int, folder: Path) -> str:
     return str(told.value)
 
 
-def test_workers_at_different_places_are_told(tmp_path: Path) -> None:
-    first, _ = on_workers(_apart, tmp_path)
+@pytest.mark.process
+def test_workers_at_different_places_are_told(on_workers: dict[str, list[Any]]) -> None:
+    first, _ = on_workers["apart"]
     assert first.startswith("rank 0 records at step 10 of train, rank 1 at step 3 of val; every")
+
+
+WORKS: dict[str, Callable[[int], Any]] = {"values": _values, "large": _large, "alone": _alone, "apart": _apart}
+"""What is done on two workers: each group of processes takes seconds to start."""
 
 
 def test_one_that_was_not_updated_has_no_value() -> None:

@@ -15,6 +15,8 @@ from mlx_runtime import registry
 from mlx_runtime.errors import UsageError
 from mlx_runtime.layout import RunFolder, claim_run
 
+pytestmark = pytest.mark.pure
+
 
 def fields(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
@@ -47,6 +49,7 @@ def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> N
     assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
 
 
+@pytest.mark.process
 def test_commit_and_uncommitted_changes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert registry.provenance([])["git"] is None
@@ -78,6 +81,7 @@ class TestOneDriver:
         ):
             registry.take_over(run)
 
+    @pytest.mark.process
     def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
         with subprocess.Popen(["sleep", "9"]) as process:
             started = registry._started(process.pid)

@@ -16,6 +16,8 @@ from mlx_runtime.checkpoints import Checkpoint, Checkpoints
 from mlx_runtime.layout import RunFolder, claim_run
 from mlx_runtime.storage import size_text
 
+pytestmark = pytest.mark.browser
+
 CURVES = "document.querySelectorAll('.plot .scatterlayer .trace path.js-line').length"
 TEXT = "document.body.innerText"
 DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
@@ -118,6 +120,7 @@ class TestOfARun:
         page.evaluate("document.querySelector('details').open = true")
         assert record["packages"]["torch"] in page.evaluate(TEXT)
 
+    @pytest.mark.process
     def test_one_file_holds_all_of_it(self, page_of_run: Path) -> None:
         text = page_of_run.read_text()
         assert not re.findall(
@@ -214,6 +217,7 @@ class TestOfARun:
             assert item in text, item
         assert (tmp_path / "page.html").stat().st_size < 20_000
 
+    @pytest.mark.process
     def test_where_it_cannot_be_written_is_told(self, trained: Path, mlx: Mlx) -> None:
         done = mlx(trained.parents[2], "xp", "report", "digits", "-o", "no/such/page.html")
         assert done.returncode == 2
@@ -263,6 +267,7 @@ class TestOfRuns:
         assert "There are none." in opened(browser, tmp_path / "runs.html").evaluate(TEXT)
 
 
+@pytest.mark.pure
 def test_long_curves_keep_their_peaks() -> None:
     points: list[report.Point] = [(step, 1.0, 1) for step in range(100_000)]
     points[70_123] = (70_123, 9.0, 1)
@@ -276,6 +281,7 @@ def test_long_curves_keep_their_peaks() -> None:
     assert report._thinned(points[:2_000]) == points[:2_000]
 
 
+@pytest.mark.pure
 def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
     folder = claim_run(str(tmp_path), "digits")
     registry.Record(folder, status="FAILED", command="mlx train run cfg.storage_path=s3://KEY:SECRET@bucket/runs")

@@ -18,6 +18,8 @@ from conftest import Mlx, edit, unbound
 from faults import differences
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.process
+
 Make = Callable[[str], Path]
 
 HERE = ("cfg.start_workers=0",)
@@ -51,6 +53,7 @@ def seen(run: tuple[Path, str]) -> list[dict]:
     return [json.loads((run[0] / "seen" / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.mark.local
 class TestTwoWorkers:
     """That run, looked at from all sides."""
 
@@ -128,7 +131,16 @@ class TestTwoWorkers:
 
     def test_what_is_printed(self, run: tuple[Path, str]) -> None:
         lines = run[1].splitlines()
-        starts = ["no src/conf.yaml", "wrote src/conf.yaml", "ray ", "run ", "folder ", "workers ", "device ", "train "]
+        starts = [
+            "loading ",
+            "no src/conf.yaml",
+            "wrote src/conf.yaml",
+            "run ",
+            "folder ",
+            "workers ",
+            "device ",
+            "train ",
+        ]
         assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
         assert lines[3] == "run       probe run_001"
         assert re.match(
@@ -139,6 +151,7 @@ class TestTwoWorkers:
         assert lines[-1].endswith("mlx xp board probe run_001")
 
 
+@pytest.mark.local
 def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(
     mlx: Mlx, baked: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +190,7 @@ def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make
     assert (seen["started"], seen["counter"]) == (1, 3)
 
 
+@pytest.mark.local
 def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.fault=rank1")
@@ -204,7 +218,12 @@ def marked(mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "sent", "code"), [(2, signal.SIGINT, 130), (0, signal.SIGINT, 130), (0, signal.SIGTERM, 143)]
+    ("workers", "sent", "code"),
+    [
+        pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.local),
+        (0, signal.SIGINT, 130),
+        (0, signal.SIGTERM, 143),
+    ],
 )
 def test_a_stopped_run_is_marked_and_leaves_no_process(
     workers: int, sent: int, code: int, environment: dict[str, str], experiment: Make, tmp_path: Path
@@ -310,6 +329,7 @@ def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.local
 def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
     wanted = torch.cuda.device_count() + 1
     folder = experiment("probe")

@@ -9,6 +9,8 @@ import torch
 
 from mlx_runtime.sampling import Plan, epoch_order
 
+pytestmark = pytest.mark.pure
+
 
 def random_plan(chance: random.Random) -> Plan:
     world_size, batch_size = chance.randint(1, 9), chance.randint(1, 12)

@@ -13,6 +13,8 @@ from mlx_runtime.experiment import WorkerRun
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Worker
 
+pytestmark = pytest.mark.pure
+
 
 class Rows(Dataset):
     def __init__(self, rows: int):

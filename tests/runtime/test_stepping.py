@@ -24,6 +24,8 @@ from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Worker
 from mlx_runtime.stepping import Stepping, in_half_precision, share_gradients
 
+pytestmark = pytest.mark.pure
+
 CPU = torch.device("cpu")
 
 Pair = namedtuple("Pair", "first second")
@@ -354,6 +356,7 @@ def whole_run(mlx: Mlx, folder: Path, *overrides: str) -> Made:
     return folder, json.loads((folder / "seen" / "rank_0.json").read_text())
 
 
+@pytest.mark.local
 class TestTwoWorkers:
     """A run of ten steps per epoch: updates of four, four and two steps."""
 
@@ -390,6 +393,7 @@ def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> None:
     assert "(epoch 2, step 4)" in done.stdout  # after its first update of four steps
 
 
+@pytest.mark.process
 def test_half_precision_goes_on_where_it_was(
     mlx: Mlx, make_in: MakeIn, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -407,6 +411,7 @@ def test_half_precision_goes_on_where_it_was(
     assert differences(final(whole[0]), final(folder)) == []
 
 
+@pytest.mark.process
 def test_a_plain_loop_is_told_what_to_call(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.accumulate_grad_batches=4")

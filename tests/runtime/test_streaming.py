@@ -18,6 +18,8 @@ from mlx_runtime.parallel import Worker
 from mlx_runtime.sampling import Plan
 from mlx_runtime.streaming import Dealer, DealtReader
 
+pytestmark = pytest.mark.cluster
+
 ROWS = 3000
 
 

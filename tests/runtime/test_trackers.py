@@ -16,6 +16,8 @@ from mlx_runtime.layout import RunFolder
 from mlx_runtime.trackers import CSV, JSONL, MLflow, TensorBoard, WandB, flat
 from mlx_runtime.tracking import FACTS, Tracking
 
+pytestmark = pytest.mark.pure
+
 CONFIG = {"cfg": {"seed": 7, "name": "digits"}, "models": {"net": {"widths": [1, 2]}}}
 
 
@@ -123,6 +125,7 @@ def records(log: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+@pytest.mark.process
 def test_weights_and_biases_offline(tmp_path: Path) -> None:
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -4,8 +4,12 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from mlx_runtime.progress import NOWHERE
 from mlx_runtime.watching import Watch, verdict
+
+pytestmark = pytest.mark.pure
 
 
 def answer(**fields: object) -> dict:

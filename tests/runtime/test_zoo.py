@@ -18,6 +18,8 @@ from mlx_runtime.loading import build, parsed
 from mlx_runtime.signatures import recorded_default
 from mlx_runtime.verification import differs
 
+pytestmark = pytest.mark.pure
+
 with declaring():  # as while `src` is imported
     import zoo
 

@@ -10,14 +10,15 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, Mlx, edit
 from test_generate import cookiecutter, files, repository  # noqa: F401 - a fixture
-from test_template import make
+from test_template import MYPY_CACHE, make
+
+pytestmark = pytest.mark.process
 
 FILES = [
     ".env.example",
@@ -62,19 +63,6 @@ def makefile(folder: Path) -> str:
     return (folder / "alpha" / "Makefile").read_text()
 
 
-def test_the_wheel_carries_the_template(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT / "runtime")]
-    subprocess.run(command, check=True, timeout=200)
-    with zipfile.ZipFile(next(tmp_path.glob("mlx_runtime-*.whl"))) as archive:
-        archive.extractall(tmp_path / "site")
-    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mlx_runtime.cli import mlx; mlx()"
-    command = [sys.executable, "-c", script, "data", "new", "beta", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "beta") == FILES
-    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
-
-
 def test_no_template_syntax_is_left(baked_job: Path) -> None:
     for name in FILES:
         text = (baked_job / name).read_text()
@@ -105,6 +93,7 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
 
 
+@pytest.mark.cluster
 def test_it_binds_and_runs_in_parallel_by_make(shards: Path, environment: dict[str, str]) -> None:
     done = make(shards, environment, "bind")
     assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
@@ -138,13 +127,13 @@ def test_its_own_tests_pass(shards: Path, environment: dict[str, str]) -> None:
 
 def test_its_own_tests_notice_an_image_that_is_lost(shards: Path, environment: dict[str, str]) -> None:
     edit(shards / "src" / "job.py", "firsts = range(0, count,", "firsts = range(1, count,")
-    done = make(shards, environment, "test")
+    done = make(shards, environment | {"PYTEST_ADDOPTS": "-k every_image"}, "test")
     assert done.returncode != 0
     assert "FAILED tests/test_job.py::test_every_image_is_there_once" in done.stdout
 
 
 def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", "/dev/null"]):
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", MYPY_CACHE]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=shards, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
 

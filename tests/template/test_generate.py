@@ -1,12 +1,13 @@
-"""Generating an experiment: by cookiecutter from a folder and a git URL, by `mlx` from an installed wheel."""
+"""Generating an experiment: by cookiecutter from a folder and a git URL, by `mlx`."""
 
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Mlx
+
+pytestmark = pytest.mark.process
 
 FILES = [
     ".env.example",
@@ -111,23 +112,3 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
     assert files(tmp_path / "mine") == ["precious"]
-
-
-def test_the_wheel_carries_the_template_and_works_without_this_repository(tmp_path: Path) -> None:
-    """Built as a release would be, and used by an interpreter that sees no checkout."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT / "runtime")]
-    subprocess.run(command, check=True, timeout=200)
-    wheel = next(tmp_path.glob("mlx_runtime-*.whl"))
-    with zipfile.ZipFile(wheel) as archive:
-        packed = [name for name in archive.namelist() if "/template/" in name]
-        archive.extractall(tmp_path / "site")
-    inside = "mlx_runtime/template/<<cookiecutter.experiment_name>>/"
-    assert sorted(name.removeprefix(inside) for name in packed if name.startswith(inside)) == FILES
-    script = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from mlx_runtime.cli import mlx; mlx()"
-    options = ["train", "new", "beta", "-o", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-c", script, *options], capture_output=True, text=True, cwd=tmp_path, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path / "beta") == FILES
-    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()

@@ -1,7 +1,6 @@
 """The generated experiment, as its owner uses it: linted, typed, bound, trained by make, its own tests run."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -13,9 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx, edit
+from conftest import ROOT, Mlx, Start, edit
 from faults import differences, final_state, reports, wait_for
 from torchmetrics.classification import MulticlassAccuracy
+
+pytestmark = pytest.mark.process
+
+
+MYPY_CACHE = str(ROOT / ".mypy_cache" / "templates")
+"""What mypy has found out about torch and others, which both templates import; that takes it most of its time."""
 
 
 def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -35,18 +40,21 @@ def trained(baked: Path, environment: dict[str, str], tmp_path_factory: pytest.T
     return folder, done.stdout
 
 
+@pytest.mark.local
 def test_it_reaches_the_promised_accuracy(trained: tuple[Path, str]) -> None:
     accuracy = re.search(r"^test/accuracy +(\d\.\d{4})$", trained[1], re.MULTILINE)
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.96
 
 
+@pytest.mark.local
 def test_it_ends_with_where_to_look(trained: tuple[Path, str]) -> None:
     folder = trained[0] / "runs" / "digits" / "run_001"
     assert re.search(rf"^run +{folder}$", trained[1], re.MULTILINE)
     assert trained[1].splitlines()[-1].endswith("mlx xp board digits run_001")
 
 
+@pytest.mark.local
 def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str]) -> None:
     lines = [json.loads(line) for line in (trained[0] / "runs/digits/run_001/metrics.jsonl").read_text().splitlines()]
     losses = [line["val/cross_entropy"] for line in lines if "val/cross_entropy" in line]
@@ -57,6 +65,7 @@ def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str
     assert rates[-1] < max(rates) / 2
 
 
+@pytest.mark.local
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path, str], split: str) -> None:
     """The best checkpoint, evaluated here in one process, gives the value that two workers reported."""
@@ -76,9 +85,10 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path,
     assert value.item() == pytest.approx(reported, abs=1e-6)
 
 
+@pytest.mark.local
 @pytest.mark.timeout(900)
 def test_an_interrupted_run_ends_like_one_that_was_not(
-    trained: tuple[Path, str], mlx: Mlx, environment: dict[str, str], tmp_path: Path
+    trained: tuple[Path, str], mlx: Mlx, start: Start, tmp_path: Path
 ) -> None:
     """Stopped in the middle of the fourth epoch, then broken off between the last epoch and the test."""
     whole = trained[0] / "runs" / "digits" / "run_001"
@@ -87,15 +97,11 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     text = code.read_text()
 
     edit(code, "self.scheduler.step()", "self.scheduler.step(), __import__('time').sleep(self.global_step > 60)")
-    command = [sys.executable, "-m", "mlx_runtime", "train", "run", "cfg.checkpoint_every_steps=2"]
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    try:
-        wait_for(lambda: list(run.glob("checkpoints/epoch_0004_step_*")) or process.poll() is not None, seconds=400)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 143, output
+    process = start(folder, "train", "run", "cfg.checkpoint_every_steps=2")
+    wait_for(lambda: list(run.glob("checkpoints/epoch_0004_step_*")) or process.poll() is not None, seconds=400)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 143, output + errors
     assert re.fullmatch(r"epoch_0004_step_\d+", max(path.name for path in (run / "checkpoints").iterdir()))
 
     code.write_text(text)
@@ -117,6 +123,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
     assert differences(dict(kept), state["tools"]["best"]["weights"]) == []
 
 
+@pytest.mark.local
 def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[str, str]) -> None:
     """A real TensorBoard, by the command that the run ended with, asked over HTTP for what it read."""
     port = 16006
@@ -138,6 +145,7 @@ def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[
         server.wait()
 
 
+@pytest.mark.local
 def test_overrides_reach_the_run_through_make(trained: tuple[Path, str], environment: dict[str, str]) -> None:
     options = "cfg.start_workers=0 cfg.num_epochs=1 optimizers.adam.lr=1e-4 cfg.name=other"
     done = make(trained[0], environment, "run", f"ARGS={options}")
@@ -174,13 +182,13 @@ def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
 
 def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environment: dict[str, str]) -> None:
     edit(digits / "src" / "experiment.py", "            self.optimizers.adam.step()\n", "")
-    done = make(digits, environment, "test")
+    done = make(digits, environment | {"PYTEST_ADDOPTS": "-k a_checkpoint"}, "test")
     assert done.returncode != 0
     assert "FAILED tests/test_experiment.py::test_training_goes_on_from_a_checkpoint" in done.stdout
 
 
 def test_it_is_linted_formatted_and_typed(digits: Path) -> None:
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", "/dev/null"]):
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", MYPY_CACHE]):
         done = subprocess.run([sys.executable, "-m", *command], cwd=digits, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -238,22 +246,6 @@ def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
     }
     done = mlx(digits, "train", "show", "tols")
     assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")
-
-
-@pytest.mark.timeout(1200)
-def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(digits: Path, tmp_path: Path) -> None:
-    """`make setup` with a Python that has nothing installed, then `make bind` with what it made."""
-    (digits / "src" / "conf.yaml").unlink()
-    bare = Path(sys.base_prefix) / "bin" / "python3"
-    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    environment = kept | {"HOME": str(tmp_path), "PATH": f"{bare.parent}:/usr/bin:/bin", "PIP_NO_COMPILE": "1"}
-    command = ["make", "-s", "setup", f"PYTHON={bare}"]
-    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=1000)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "installing into .venv (once; a minute or two)\n"
-    done = make(digits, environment, "bind", f"PYTHON={bare}")
-    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
-    assert (digits / ".venv" / "bin" / "mlx").is_file()
 
 
 def test_binding_by_the_command_keeps_edits(digits: Path, mlx: Mlx) -> None:

@@ -13,6 +13,8 @@ from torch.optim import SGD
 
 from mlx_runtime import checkpoints
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(scope="module")
 def tools() -> ModuleType:

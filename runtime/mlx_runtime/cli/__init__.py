@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__
+from mlx_runtime.importing import exit_quickly
 
 GROUPS = {
     "data": "Fill the storage, look at it, and clean it up.",
@@ -91,4 +92,5 @@ def main() -> None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
+    exit_quickly()
     mlx(prog_name="mlx")

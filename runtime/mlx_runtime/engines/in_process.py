@@ -7,6 +7,7 @@ import ray.train.torch
 
 from mlx_runtime.engines.base import Handle, StopAsked
 from mlx_runtime.progress import Direct, Sink
+from mlx_runtime.ray_private import quiet_ray_train
 from mlx_runtime.training import Job, train_to
 
 
@@ -26,6 +27,8 @@ class InProcess:
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "_Alone":
         if not self._use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray Train's `get_device` takes what torch sees
+        if not job.verbose:
+            quiet_ray_train()
         return _Alone(job, Direct(handle, stop_asked))
 
     def close(self) -> None:

@@ -22,6 +22,8 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlx_runtime.importing import many_imports
+
 Channel = Connection  # its type parameters came with Python 3.13
 
 PRELOAD = ("mlx_runtime.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
@@ -89,9 +91,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                     for rank, environment in enumerate(order.environments):
                         workers[rank] = _started(context, control, order.job, rank, environment)
                 elif isinstance(order, Preload) and forks:
-                    for name in PRELOAD:
-                        with contextlib.suppress(ImportError):  # a worker that needs it says so
-                            importlib.import_module(name)
+                    _preload()
                 elif isinstance(order, Kill):
                     _kill(workers)
             for rank in [rank for rank, worker in workers.items() if worker.sentinel in ready]:
@@ -102,6 +102,13 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
     except (EOFError, OSError):
         _kill(workers)
         os._exit(0)  # rather than wait for a worker that was about to start; it dies with this process
+
+
+def _preload() -> None:
+    with many_imports():
+        for name in PRELOAD:
+            with contextlib.suppress(ImportError):  # a worker that needs it says so
+                importlib.import_module(name)
 
 
 def _started(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, environment: Mapping[str, str]) -> Any:

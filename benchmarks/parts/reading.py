@@ -1,0 +1,70 @@
+"""How fast datasets are read, with a model and without."""
+
+import subprocess
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from commands import BIN, environment, found_by, mlx, torchrun, workplace
+from page import table
+from rounds import alternating, median
+
+TITLE = "Reading data"
+
+CONTENDERS = {
+    "torchrun": "torchrun, DDP, DataLoader",
+    "torchrun-2": "the same, `num_workers=2`",
+    "accelerate": "HF Accelerate",
+    "lightning": "Lightning, `barebones`",
+    "mlx": "**mlx**",
+    "mlx-prepared": "**mlx, prepared**",
+}
+
+
+def section(rounds: int, only: Collection[str]) -> str:
+    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
+        folder = workplace(Path(parent), "input")
+        subprocess.run([BIN / "mlx", "train", "prepare"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        found = alternating(list(CONTENDERS), only, rounds, lambda contender: _measured(contender, folder))
+    return f"""Samples per second of both workers, per batch size. 50,000 rows of 32 float32, and 20,000 images of
+3 x 32 x 32 bytes, from memory; the model is an MLP with one hidden layer of 64. All read the same datasets, in a new
+order each epoch; mlx on its local engine. Medians of {rounds} alternating rounds; differences under 1.3x with a model
+are noise.
+
+{_table(found)}
+"""
+
+
+def _measured(contender: str, folder: Path) -> dict:
+    out = folder / f"{contender}.json"
+    prepared = "auto" if contender == "mlx-prepared" else "never"
+    ours = mlx("cfg.engine=local", f"cfg.prepared={prepared}", f"cfg.out={out}")
+    command = ours if contender.startswith("mlx") else torchrun(2, contender, out)
+    return found_by(command, folder, out, environment(folder))
+
+
+def _table(found: dict[str, list[dict]]) -> str:
+    """Samples per second of the first contender, and everybody's ratio to it."""
+    medians = {
+        contender: {
+            case: median(item["samples_per_s"][case] for item in measured) for case in measured[0]["samples_per_s"]
+        }
+        for contender, measured in found.items()
+    }
+    base = medians["torchrun"]
+    kinds = list(dict.fromkeys(case.rsplit(" ", 1)[0] for case in base))
+    sizes = list(dict.fromkeys(case.rsplit(" ", 1)[1] for case in base))
+    titles = [kind.replace(" none", ", no model").replace(" mlp", ", MLP") for kind in kinds]
+    rows = []
+    for contender, measured in found.items():
+        cells = []
+        for kind in kinds:
+            rates = [(medians[contender].get(f"{kind} {size}"), base[f"{kind} {size}"]) for size in sizes]
+            ratios = " / ".join(f"{rate / first:.2f}x" if rate else "-" for rate, first in rates)
+            absolute = " / ".join(f"{first / 1000:,.0f}k" for _, first in rates)
+            cells.append(f"{absolute} samples/s" if contender == "torchrun" else ratios)
+        memory = [item["memory_mb"] for item in measured]
+        cells.append(" / ".join(f"{median(item[key] for item in memory):,.0f}" for key in memory[0]))
+        rows.append([CONTENDERS[contender], *cells])
+    heads = [f"{title}<br>{' / '.join(sizes)}" for title in titles]
+    return table(["", *heads, "memory of a worker, MB<br>own / resident"], rows)

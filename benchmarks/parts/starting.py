@@ -1,0 +1,141 @@
+"""How soon a run trains, and what starting it costs."""
+
+import sys
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from commands import BIN, Command, environment, mlx, torchrun, workplace
+from page import table
+from processes import Cost, cost
+from rounds import alternating, median
+
+TITLE = "Starting"
+
+LAUNCH = [
+    "--multi_gpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+]
+"""Of Accelerate: how it is told to start several processes here; the script then chooses the CPU."""
+
+TWO_WORKERS = {
+    "torchrun": "torchrun script, DDP",
+    "accelerate": "HF Accelerate, `accelerate launch`",
+    "lightning": 'Lightning, `strategy="ddp"`',
+    "mlx-local": "**mlx**, local engine",
+    "mlx-ray": "**mlx**, embedded Ray",
+}
+
+ONE_PROCESS = {
+    "plain": "a plain script",
+    "mlx-in-process": "**mlx**, `cfg.start_workers=0`",
+    "mlx-fast-dev-run": "**mlx**, the same with `--fast-dev-run`, two steps",
+}
+
+IMPORTING = {"import": "`import src.experiment`", "mlx-bind": "**mlx** `train bind`"}
+HELPING = {"click": "`import click`", "mlx-help": "**mlx** `--help`"}
+
+SHORT = 5
+"""Runs of a command that takes a fraction of a second, for each of one that takes seconds."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one run showed.
+
+    Attributes:
+        first_step_s: from the start of its process to the end of the first step.
+        wall_s: of the whole run.
+        cpu_s: of all its processes.
+    """
+
+    first_step_s: float
+    wall_s: float
+    cpu_s: float
+
+
+def command(contender: str, out: Path) -> Command:
+    """Return how a contender is started, to write to `out` when its first step is finished."""
+    python = [sys.executable, "peers.py"]
+    own = f"cfg.out={out}"
+    return {
+        "torchrun": torchrun(2, contender, out),
+        "accelerate": [BIN / "accelerate", "launch", *LAUNCH, "peers.py", contender, out],
+        "lightning": [*python, contender, out],
+        "mlx-local": mlx("cfg.engine=local", "cfg.start_workers=2", own),
+        "mlx-ray": mlx("cfg.engine=ray", "cfg.start_workers=2", own),
+        "plain": [*python, contender, out],
+        "mlx-in-process": mlx("cfg.start_workers=0", own),
+        "mlx-fast-dev-run": mlx("--fast-dev-run", "cfg.start_workers=0", own),
+        "import": [sys.executable, "-c", "import src.experiment"],
+        "mlx-bind": [BIN / "mlx", "train", "bind"],
+        "click": [sys.executable, "-c", "import click"],
+        "mlx-help": [BIN / "mlx", "--help"],
+    }[contender]
+
+
+def stepped(contender: str, folder: Path, **variables: str) -> tuple[Cost, float, int]:
+    """Run a contender: what it costs, when its first step was finished, and the process of rank 0."""
+    out = folder / "stepped"
+    out.unlink(missing_ok=True)
+    taken = cost(command(contender, out), folder, environment(folder) | variables)
+    when, pid = out.read_text().split()
+    return taken, float(when), int(pid)
+
+
+def section(rounds: int, only: Collection[str]) -> str:
+    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
+        folder = workplace(Path(parent), "starting")
+
+        def start(contender: str) -> Start:
+            taken, when, _ = stepped(contender, folder)
+            return Start(when - taken.started, taken.wall_s, taken.cpu_s)
+
+        def wall(contender: str) -> float:
+            return cost(command(contender, folder / "stepped"), folder, environment(folder)).wall_s
+
+        two = alternating(list(TWO_WORKERS), only, rounds, start)
+        one = alternating(list(ONE_PROCESS), only, rounds, start)
+        importing = alternating(list(IMPORTING), only, rounds, wall)
+        helping = alternating(list(HELPING), only, rounds * SHORT, wall)
+    head = ["", "to the first step", "the whole run", "CPU seconds of all its processes"]
+    return f"""The same small experiment from the start of the process: 2,048 images, a small network, Adam, a loss and
+a metric of TorchMetrics, one epoch, its metrics and a checkpoint at the end; one thread per process. mlx also writes
+TensorBoard and the record of the run. Medians of {rounds} alternating rounds.
+
+{table(["two workers", *head[1:]], _rows(two, TWO_WORKERS))}
+
+{table(["one process", *head[1:]], _rows(one, ONE_PROCESS))}
+
+{table(["a command", "seconds"], [*_walls(importing, IMPORTING), *_walls(helping, HELPING)])}
+
+Aims: to the first step on the local engine <= 1.1x torchrun, on embedded Ray <= 2.5x, in process <= 1.1x the plain
+script; CPU seconds on the local engine <= 1.3x torchrun's; `bind` <= 1.2x the import, `--help` <= 1.5x that of click.
+"""
+
+
+def _rows(found: dict[str, list[Start]], titles: dict[str, str]) -> list[list[str]]:
+    columns = [
+        _compared({name: [getattr(start, field) for start in starts] for name, starts in found.items()})
+        for field in ("first_step_s", "wall_s", "cpu_s")
+    ]
+    return [[titles[name], *(column[name] for column in columns)] for name in found]
+
+
+def _walls(found: dict[str, list[float]], titles: dict[str, str]) -> list[list[str]]:
+    return [[titles[name], cell] for name, cell in _compared(found).items()]
+
+
+def _compared(seconds: dict[str, list[float]]) -> dict[str, str]:
+    """The median of the first contender in seconds, those of the others as ratios to it."""
+    medians = {name: median(values) for name, values in seconds.items()}
+    base, *others = medians
+    return {base: f"{medians[base]:.2f} s"} | {name: f"{medians[name] / medians[base]:.2f}x" for name in others}

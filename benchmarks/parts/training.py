@@ -1,0 +1,66 @@
+"""Steps of a model that keeps all cores busy."""
+
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from commands import Command, environment, found_by, mlx, torchrun, workplace
+from page import table
+from rounds import alternating, median
+
+TITLE = "Training"
+
+CONTENDERS = {
+    "torchrun": "torchrun, DDP, DataLoader",
+    "plain": "a plain script",
+    "mlx-local": "**mlx**, local engine",
+    "mlx-ray": "**mlx**, embedded Ray",
+}
+
+SETTINGS = {"one worker, two threads": (1, 2), "two workers, one thread each": (2, 1)}
+"""Workers, and threads of each."""
+
+Rates = dict[str, float]
+
+
+def section(rounds: int, only: Collection[str]) -> str:
+    found: dict[str, dict[str, list[Rates]]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
+        folder = workplace(Path(parent), "training")
+        for setting, (workers, threads) in SETTINGS.items():
+            names = [name for name in CONTENDERS if name != "plain" or workers == 1]
+            rates = lambda name, workers=workers, threads=threads: _measured(name, folder, workers, threads)
+            found[setting] = alternating(names, only, rounds, rates)
+    names = [name for name in CONTENDERS if name in found["one worker, two threads"]]
+    rows = [[CONTENDERS[name], *(_cell(found[setting], name) for setting in SETTINGS)] for name in names]
+    heads = [f"{setting}<br>median step / all steps" for setting in SETTINGS]
+    return f"""Samples per second of a transformer with 1 M parameters: five layers of width 128, 64 characters of a
+generated text, 12 samples per worker and step, Adam. From the time of the median step, and of all of them: that has
+whatever interrupts the steps, too. Medians of {rounds} alternating rounds.
+
+{table(["", *heads], rows)}
+
+Aim: local engine >= 0.99x.
+"""
+
+
+def _measured(contender: str, folder: Path, workers: int, threads: int) -> Rates:
+    out = folder / "measured.json"
+    ours = [f"cfg.start_workers={workers}", f"cfg.cpus_per_worker={threads}", f"cfg.out={out}"]
+    commands: dict[str, Command] = {
+        "torchrun": torchrun(workers, str(threads), out),
+        "plain": [sys.executable, "peers.py", str(threads), out],
+        "mlx-local": mlx("cfg.engine=local", *ours),
+        "mlx-ray": mlx("cfg.engine=ray", *ours),
+    }
+    return found_by(commands[contender], folder, out, environment(folder, threads))
+
+
+def _cell(found: dict[str, list[Rates]], name: str) -> str:
+    if name not in found:
+        return ""
+    rates = [(median(item[kind] for item in found[name]), kind) for kind in ("median", "all")]
+    if name == "torchrun":
+        return f"{' / '.join(f'{rate:.0f}' for rate, _ in rates)} samples/s"
+    return " / ".join(f"{rate / median(item[kind] for item in found['torchrun']):.2f}x" for rate, kind in rates)

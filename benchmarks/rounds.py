@@ -1,0 +1,58 @@
+"""Contenders that take turns, so that what else the machine does meets all of them."""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeVar
+
+from commands import RunError
+
+Found = TypeVar("Found")
+
+ATTEMPTS = 3
+"""Of a measurement: processes under torchrun now and then abort as they end, after their work is done."""
+
+failures: Counter[str] = Counter()
+"""Runs that failed and were repeated, by contender: the page names them."""
+
+
+def alternating(
+    contenders: Sequence[str], only: Collection[str], rounds: int, measure: Callable[[str], Found]
+) -> dict[str, list[Found]]:
+    """Measure A B C, A B C, … and return what was found by contender.
+
+    Args:
+        contenders: names; the first is the base of the ratios.
+        only: those to measure beside the first; all when empty.
+        rounds: how often.
+        measure: called with a name.
+    """
+    chosen = [name for name in contenders if not only or name in only or name == contenders[0]]
+    found: dict[str, list[Found]] = {name: [] for name in chosen}
+    for number in range(rounds):
+        for name in chosen:
+            started = time.monotonic()
+            found[name].append(_repeated(measure, name))
+            took = time.monotonic() - started
+            print(f"round {number + 1}/{rounds}  {name:<18}{took:5.1f} s  {_short(found[name][-1])}", flush=True)
+    return found
+
+
+def _repeated(measure: Callable[[str], Found], name: str) -> Found:
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return measure(name)
+        except RunError as error:
+            failures[name] += 1
+            print(f"{error}\n{name} is run again", flush=True)
+    return measure(name)
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _short(found: object) -> str:
+    text = str(found)
+    return text if len(text) < 100 else ""

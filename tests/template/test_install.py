@@ -1,0 +1,142 @@
+"""What takes an installation: the commands of README.md in a fresh clone, `make setup`, a wheel.
+
+The fresh clone comes first, since it takes longest.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import test_data_job
+import test_generate
+from conftest import ROOT
+from test_generate import files
+from test_template import make
+
+sys.path.insert(0, str(ROOT / "docs"))
+import readme
+
+pytestmark = pytest.mark.install
+
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for line in block.splitlines()
+]
+
+NOT_HERE = {"make test", "make test-all", "make bench", "make launch RAY_ADDRESS=http://head:8265"}
+"""What is not run here: the commands that run this test would never end, one takes too long, one needs a cluster."""
+
+
+def outline(text: str) -> list[str]:
+    """What a run prints, with numbers, seconds and paths of the machine left out."""
+    text = re.sub(r"(/\S+|~/\S+)", "PATH", text)
+    return [re.sub(r"\d[\d,.]*(e-\d+)?", "N", line) for line in text.splitlines() if not line.startswith("epoch")]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment without anything of this one, but for how pip reaches its index.
+
+    What one test has downloaded, the next one need not; modules are compiled when they are imported.
+    """
+    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    kept |= {"PIP_NO_COMPILE": "1", "PIP_CACHE_DIR": str(tmp_path_factory.mktemp("pip"))}
+    return kept | {"PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"}
+
+
+@pytest.mark.timeout(1800)
+def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, str], tmp_path: Path) -> None:
+    """Clone, then every command of README.md in order, as typed; a new environment, an empty HOME."""
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = bare | {"HOME": str(home)}
+    git = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    origin = tmp_path / "origin"
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(origin)], check=True)
+    changed = subprocess.run(
+        ["git", "ls-files", "-com", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    for name in changed.stdout.splitlines():
+        if (ROOT / name).exists():
+            (origin / name).parent.mkdir(parents=True, exist_ok=True)
+            (origin / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run(["git", "add", "-A"], cwd=origin, check=True)
+    subprocess.run(["git", *git, "commit", "-q", "--allow-empty", "-m", "working tree"], cwd=origin, check=True)
+
+    printed = {}
+    folder = tmp_path
+    for command in COMMANDS:
+        if command in NOT_HERE:
+            continue
+        typed = command.replace("<this repository>", str(origin))
+        inside = command.startswith(("make run", "make prepare"))  # of the experiment that the demo made
+        where = folder / "demo" / "digits" if inside else folder
+        options = "PYTHON=../../.venv/bin/python" if inside else ""
+        done = subprocess.run(
+            ["bash", "-c", f"{typed} {options}"],
+            cwd=where,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        printed[command] = done.stdout
+        if command.startswith("git clone"):
+            folder = tmp_path / "mlx"
+    shown = outline(readme.section("demo output").replace("…\n", ""))
+    assert [line for line in outline(printed["make demo"]) if not line.startswith("installing")] == shown
+    assert (tmp_path / "my-experiment" / "main.py").is_file()
+
+
+@pytest.mark.timeout(1200)
+def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
+    digits: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    """`make setup` with a Python that has nothing installed, then `make bind` with what it made."""
+    (digits / "src" / "conf.yaml").unlink()
+    environment = bare | {"HOME": str(tmp_path)}
+    python = f"PYTHON={Path(sys.base_prefix) / 'bin' / 'python3'}"
+    command = ["make", "-s", "setup", python]
+    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "installing into .venv (once; a minute or two)\n"
+    done = make(digits, environment, "bind", python)
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    assert (digits / ".venv" / "bin" / "mlx").is_file()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the wheel holds, built as a release would be, in a folder for `sys.path`."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT / "runtime")]
+    subprocess.run(command, check=True, timeout=200)
+    with zipfile.ZipFile(next(folder.glob("mlx_runtime-*.whl"))) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "wanted"),
+    [
+        ("train", "<<cookiecutter.experiment_name>>", test_generate.FILES),
+        ("data", "data_job/<<cookiecutter.job_name>>", test_data_job.FILES),
+    ],
+)
+def test_the_wheel_carries_the_templates_and_works_without_this_repository(
+    kind: str, template: str, wanted: list[str], wheel: Path, tmp_path: Path
+) -> None:
+    """Used by an interpreter that sees no checkout."""
+    assert files(wheel / "mlx_runtime" / "template" / template) == wanted
+    script = f"import sys; sys.path.insert(0, {str(wheel)!r}); from mlx_runtime.cli import mlx; mlx()"
+    command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "beta") == wanted
+    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
