@@ -20,6 +20,8 @@ from mlx_runtime import ray_private
 from mlx_runtime.errors import UsageError
 from mlx_runtime.ray_private import TrimmedTrainer, enter_ray_train, quiet_ray_train
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def levels() -> Iterator[None]:
