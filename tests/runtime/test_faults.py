@@ -149,7 +149,7 @@ def test_what_has_succeeded_is_not_run_again_and_more_epochs_extend_it(
     again = mlx(folder, "train", "run", *here, "cfg.num_epochs=1")
     assert again.returncode == 0
     assert again.stderr.startswith("faults run_001 has succeeded, with cfg.num_epochs=1. To train on, raise it;")
-    assert (again.stdout, len(diary(folder))) == ("", 17)
+    assert (again.stdout, len(diary(folder))) == ("loading   src/experiment.py\n", 17)
     longer = mlx(folder, "train", "run", *here, *OFTEN, "cfg.num_epochs=3")
     assert longer.returncode == 0, longer.stderr
     assert same(folder, whole_here) == []

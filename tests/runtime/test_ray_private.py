@@ -104,6 +104,6 @@ class TestForkedWorker:
         monkeypatch.setattr(ray, "init", ray.init)
         enter_ray_train("digits", 0, 1)
         assert auto_init_hook.enable_auto_connect
-        for use in (ray.init, auto_init_hook.auto_init_ray, ray.cluster_resources, lambda: ray.put(1)):
+        for use in (ray.init, auto_init_hook.auto_init_ray, ray.remote(int).remote, lambda: ray.put(1)):
             with pytest.raises(UsageError, match="train with cfg.engine=ray"):
                 use()
