@@ -458,13 +458,9 @@ class TestNothingIsLeft:
         pids = [found["pid"] for found in seen(acts)]
         wait_for(lambda: not set(marked(tmp_path)) & set(pids), 15)
 
-    def test_a_worker_is_killed_that_has_children(
-        self, start_group: StartGroup, experiment: Make, tmp_path: Path
-    ) -> None:
-        folder = experiment("faults")
-        process = start_group(folder, "cfg.loader=workers=1", "cfg.max_failures=0", "cfg.pause_s=0.2")
-        wait_for(lambda: sum("rows" in note for note in diary(folder)) > 6)
-        victim = next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note)
+    def test_a_worker_is_killed_that_has_children(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
+        process = start_group(acts, *self.WAITING)
+        victim = wait_for(lambda: seen(acts), 60)[1]["pid"]
         assert children(victim)
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
