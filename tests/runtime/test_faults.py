@@ -262,7 +262,8 @@ class TestTwoWorkers:
         assert re.fullmatch(
             r"error: the workers have taken no step for \d+ s:\n"
             # in the vote on stopping after step 6, if that is due then, else in the next backward
-            r"  rank 0 waits for the others in \S.* since \d+ s: epoch 1, train step [67], src/experiment.py:\d+ in \w+\n"
+            r"  rank 0 waits for the others in \S.* since \d+ s: epoch 1, train step [67], "
+            r"src/experiment.py:\d+ in \w+\n"
             r"  rank 1 is at work since \d+ s: epoch 1, train step 6, src/experiment.py:\d+ in step\n"
             r"If they need so long, raise cfg.hang_timeout_s\n"
             r"Again from the last checkpoint: mlx train run --resume=run_001\n",
