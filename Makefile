@@ -22,13 +22,13 @@ help: ## show this list
 demo: $(VENV)/.demo $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
-test: $(VENV)/.dev ## test every promise in its innermost ring; ARGS="-k name" picks tests
+test: $(VENV)/.dev ## run the tests that need only processes of this machine; ARGS="-k name" picks tests
 	$(PYTEST) -m "$(INNER)" $(ARGS)
 
-test-all: $(VENV)/.dev ## run all tests: also on Ray and S3, in a browser, with kills, in a fresh clone
+test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and fresh installs
 	$(PYTEST) $(ARGS)
 
-test-rest: $(VENV)/.dev ## run what `make test-all` has and `make test` has not
+test-rest: $(VENV)/.dev ## run the tests that `make test` skips
 	$(PYTEST) -m "not ($(INNER))" $(ARGS)
 
 check: $(VENV)/.dev ## lint, formatting and types
@@ -43,7 +43,7 @@ format: $(VENV)/.dev ## rewrite the code as `make check` wants it
 bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-chaos: $(VENV)/.dev ## kill parts of two runs 50 times each, on this machine and on Ray, and compare their weights; half an hour
+chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
 
 bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..

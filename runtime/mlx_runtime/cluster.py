@@ -5,16 +5,13 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from mlx_runtime.config import DataConfig, TrainConfig
+from mlx_runtime.config import DataConfig, EngineName, TrainConfig
 from mlx_runtime.errors import ClusterError, ConfigError, first_line
-from mlx_runtime.settings import Settings
+from mlx_runtime.settings import Settings, release_threads
 
 JOB_FLAG = "MLX_IN_JOB"
 """Set in the environment of a submitted job: there the driver joins the cluster that it runs on."""
-
-EngineName = Literal["in_process", "local", "ray"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
-    """Have what trains while the block runs: Ray where `engine_for` says so, else nothing but this machine.
+    """Provide what the run trains on: Ray if `engine_for` chooses it, otherwise this machine.
 
     Raises:
-        ConfigError: there is not what `cfg` asks for, or `cfg.engine` cannot train it.
+        ConfigError: this machine or cluster lacks what `cfg` asks for, or `cfg.engine` cannot train it.
     """
     engine, why = engine_for(cfg)
     if engine == "ray":
@@ -66,8 +63,8 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[EngineName, str]:
     if cfg.start_workers == 0:
         if cfg.engine != "auto" and not isinstance(cfg, DataConfig):
             raise ConfigError(
-                f"cfg.engine={cfg.engine} starts workers, and cfg.start_workers=0 trains without; "
-                "use cfg.engine=auto, or cfg.start_workers=1"
+                f"cfg.engine={cfg.engine} needs workers, but cfg.start_workers=0 starts none; "
+                "use cfg.engine=auto or cfg.start_workers=1"
             )
         return "in_process", ""
     if cfg.engine == "local":
@@ -98,15 +95,13 @@ def needs_ray(cfg: TrainConfig | DataConfig) -> str:
 
 
 def _this_machine(cfg: TrainConfig | DataConfig, engine: EngineName) -> Cluster:
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs must not initialize CUDA before a fork
     cores = os.cpu_count() or 1
     _check_threads(cfg, cores)
-    if isinstance(cfg, DataConfig):
-        gpus = 0
-    else:
-        import torch
+    if isinstance(cfg, DataConfig):  # its code takes the devices that it finds
+        return Cluster("0: in this process", False, "127.0.0.1", 0, 0, engine)
+    import torch
 
-        gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
     use_gpu = uses_gpus(cfg, max(1, cfg.start_workers), gpus)
     if engine == "in_process":
         return Cluster("0: training in this process", False, "127.0.0.1", 0, gpus, engine, use_gpu=use_gpu)
@@ -127,10 +122,9 @@ def uses_gpus(cfg: TrainConfig | DataConfig, workers: int, gpus: float) -> bool:
     if cfg.use_gpu and workers > gpus:
         cure = "leave cfg.use_gpu at null to use what there is"
         found = f"there {'is' if gpus == 1 else 'are'} {gpus:g}"
-        raise ConfigError(
-            f"cfg.use_gpu=true needs a GPU for each of {workers} workers; {found}. "
-            + (f"Lower cfg.start_workers, or {cure}" if cfg.start_workers > 1 else cure.capitalize())
-        )
+        users = f"each of {workers} workers" if cfg.start_workers else "this process"
+        advice = f"Lower cfg.start_workers, or {cure}" if cfg.start_workers > 1 else cure.capitalize()
+        raise ConfigError(f"cfg.use_gpu=true needs a GPU for {users}; {found}. {advice}")
     return gpus >= workers if cfg.use_gpu is None else cfg.use_gpu
 
 
@@ -184,6 +178,7 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         if not Settings.read().quiet:
             print(f"ray       starting on {os.cpu_count()} cores", flush=True)
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
+        release_threads()  # what Ray starts has cores of its own
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that Ray Train would not use
         most = cfg.max_workers or cfg.start_workers
         needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too

@@ -5,6 +5,9 @@ from typing import Any, ClassVar, Literal
 
 from mlx_runtime.trackers import TensorBoard
 
+EngineName = Literal["in_process", "local", "ray"]
+"""What starts the workers of a run; `in_process` starts none."""
+
 
 @dataclass
 class TrainConfig:
@@ -20,7 +23,7 @@ class TrainConfig:
         start_epoch: first epoch; the runtime sets it when a checkpoint is restored.
         num_epochs: epochs in all, so a run restored at epoch 3 of 10 trains 7 more.
         engine: what starts the workers: `local` forks them on this machine; `ray` has Ray place them, on a cluster or
-            on one that is embedded here; `auto` is `local` on one machine, wherever that can train the run.
+            on one that is embedded here; `auto` is `local` on one machine unless only Ray can train the run.
         start_workers: DDP workers; 0 trains inside this process, where a debugger works.
         min_workers: with so many workers the run still goes on when nodes are lost; None means `start_workers`.
         max_workers: up to so many workers join when the cluster has room; None means `start_workers`.

@@ -34,7 +34,7 @@ from pathlib import Path
 from mlx_runtime.settings import Settings
 
 PATIENCE_S = 5.0
-"""How long a process may take to end after Ctrl-C before another one is heard."""
+"""How long further Ctrl-C are ignored after the first."""
 
 
 class MlxError(Exception):
@@ -198,10 +198,10 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """Let Ctrl-C interrupt the block once: one that follows at once would tear up how it ends."""
+    """Let Ctrl-C interrupt the block once, and ignore repeats while it cleans up."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # this very block is around, or somebody else decides what Ctrl-C means
+        yield  # already active, or somebody else handles Ctrl-C
         return
     heard_at = -math.inf
 

@@ -119,7 +119,7 @@ class Launch:
         """Load the config.
 
         Raises:
-            ConfigError: it wants to train on one machine.
+            ConfigError: `cfg.engine` is `local`.
         """
         try:
             self.config = self._load()
@@ -129,8 +129,8 @@ class Launch:
             return Check("config", str(error), f"See: {commands()} launch --help")
         if self.config.cfg.engine == "local":
             raise ConfigError(
-                "cfg.engine=local trains on one machine, and a launch on a cluster; use cfg.engine=auto, "
-                f"or here: {commands()} run"
+                "cfg.engine=local trains on this machine, but launch submits to a cluster; use cfg.engine=auto, "
+                f"or train here: {commands()} run"
             )
         return Check("config", f"{CONF} fits the code")
 

@@ -54,9 +54,6 @@ class LogFile:
             except (OSError, ValueError):
                 self._file = None
 
-    def flush(self) -> None:
-        """As text streams have it."""
-
     def close(self) -> None:
         self._done.set()
         file, self._file = self._file, None

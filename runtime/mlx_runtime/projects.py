@@ -2,6 +2,7 @@
 
 import importlib
 import multiprocessing
+import os
 import re
 import runpy
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from mlx_runtime import __version__
+from mlx_runtime.cluster import JOB_FLAG
+from mlx_runtime.engines.processes import unsafe_to_fork
 from mlx_runtime.errors import BindError, MlxError, UsageError, clean_exit, first_line
 from mlx_runtime.importing import many_imports
 from mlx_runtime.layout import CONF, EXPERIMENT, JOB, experiment_folder, job_folder
@@ -145,14 +148,16 @@ def bind_first(kind: Kind, folder: Path) -> None:
     print(f"no {CONF} yet: binding first", flush=True)
     with many_imports():
         from mlx_runtime import binding  # noqa: F401 - with torch, before the fork: the run needs it, too
-    forks = sys.platform == "linux"
+    forks = unsafe_to_fork() is None
     process: Any = cast(Any, multiprocessing.get_context("fork" if forks else "spawn")).Process(
         target=_bind_and_print, args=(kind,)
     )
     process.start()
     process.join()
+    if process.exitcode < 0:
+        raise MlxError(f"binding was killed by signal {-process.exitcode}")
     if process.exitcode:
-        sys.exit(process.exitcode)  # it has said why
+        sys.exit(process.exitcode)  # it has printed why
 
 
 def _bind_and_print(kind: Kind) -> None:
@@ -174,7 +179,7 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
         print(f"loading   {kind.file}", flush=True)
     bind_first(kind, folder)
     main_class(kind, folder)  # its errors are told better here than inside main.py
-    if kind is AN_EXPERIMENT:
+    if kind is AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.engines import local
 
         local.warm_up()

@@ -46,7 +46,7 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
         if checkpoint is not None:
             raise UsageError(
-                "ray.train.report stores a checkpoint only with cfg.engine=ray; self.save_checkpoint works everywhere"
+                "the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint"
             )
         self.barrier()  # Ray's waits for all workers, too
         self._last_metrics = metrics

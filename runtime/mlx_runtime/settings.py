@@ -18,10 +18,12 @@ QUIET_RAY = {
 
 FORKABLE = {
     "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads as it is imported, and a process with threads cannot fork
-    "OMP_NUM_THREADS": "1",  # as torchrun and Ray set it; torch's own threads are those of cfg.cpus_per_worker
+    "OMP_NUM_THREADS": "1",  # as torchrun sets it; torch's own threads are those of cfg.cpus_per_worker
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs does not initialize CUDA, which does not survive a fork
 }
 """What keeps a driver that imports torch and the experiment able to fork its workers."""
+
+_set_here: set[str] = set()
 
 STEADY_RAY = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so relative data paths work
@@ -75,7 +77,16 @@ def prepare_ray() -> None:
 def prepare_fork() -> None:
     """Set the environment that keeps this process able to fork workers; what the user has set stays."""
     for name, value in FORKABLE.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _set_here.add(name)
+
+
+def release_threads() -> None:
+    """Take back the limits of threads that `prepare_fork` has set: this process has read them, others need not."""
+    for name in _set_here & {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}:
+        os.environ.pop(name, None)
+    _set_here.clear()
 
 
 def be_verbose() -> None:

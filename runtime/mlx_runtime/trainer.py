@@ -20,7 +20,7 @@ from mlx_runtime.cluster import Cluster, on_ray, start_ray
 from mlx_runtime.control import Control, Terminated
 from mlx_runtime.datasets import Reading
 from mlx_runtime.declarations import Declaration, declaring
-from mlx_runtime.engines import Engine
+from mlx_runtime.engines import Engine, local
 from mlx_runtime.errors import (
     ConfigError,
     HangError,
@@ -374,7 +374,9 @@ def _settled(config: Config, cluster: Cluster) -> Iterator[Cluster]:
         return
     why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
     if config.cfg.engine == "local":
-        raise ConfigError(f"cfg.engine=local cannot train this: {why}; prepare it first, or use cfg.engine=auto")
+        raise ConfigError(
+            f"cfg.engine=local cannot train this: {why}; run mlx train prepare first, or use cfg.engine=auto"
+        )
     with on_ray(config.cfg, why) as found:
         yield found
 
@@ -389,14 +391,14 @@ def _engine(config: Config, cluster: Cluster) -> Engine:
     """The engine of a run. Makes the fork server, so it comes before anything that starts threads."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
+    if cluster.engine != "local":
+        local.cool_down()
     if cluster.engine == "in_process":
         from mlx_runtime.engines.in_process import InProcess
 
         return InProcess(use_gpu=cluster.use_gpu)
     if cluster.engine == "local":
-        from mlx_runtime.engines.local import Local
-
-        return Local(
+        return local.Local(
             cfg.start_workers,
             use_gpu=cluster.use_gpu,
             cpus_per_worker=cfg.cpus_per_worker,
@@ -426,7 +428,7 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
                 hangs.handle(event)
                 told = told and event["kind"] != "hello"  # a new worker has not heard it yet
             if patient and not progress.world_size and time.monotonic() - started > PHASE_S:
-                progress.display.print("starting  workers, which import the experiment")
+                progress.display.print("starting  workers")
                 patient = False
             control.check()
             if control.stop_asked() and not told:
@@ -435,6 +437,10 @@ def _train(engine: Engine, job: Job, config: Config, host: str, progress: "_Prog
             hangs.judge(progress.world_size, min(ANSWER_S, config.cfg.hang_timeout_s / 2))
         for event in receiver.drain():
             progress.handle(event)
+    except MlxError:  # what workers reported before they failed belongs into the record
+        for event in receiver.events(timeout_s=0.1):
+            progress.handle(event)
+        raise
     finally:
         if group is not None:
             group.close()

@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mlx_runtime import checkpoints
 from mlx_runtime.callbacks import Listeners, RunInfo
-from mlx_runtime.cluster import EngineName
-from mlx_runtime.config import TrainConfig
+from mlx_runtime.config import EngineName, TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
 from mlx_runtime.errors import (

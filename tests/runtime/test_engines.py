@@ -204,8 +204,8 @@ class TestTheSameNumbers:
             file.write("\nimport threading\nthreading.Thread(target=time.sleep, args=(9999,), daemon=True).start()\n")
         done = mlx(folder, "train", "run", OFTEN)
         assert done.returncode == 0, done.stderr
-        why = "something that was imported has started 1 thread"
-        assert f"          as new interpreters, which start slower than forks: {why}\n" in done.stdout
+        why = "this process already has 1 other thread"
+        assert f"          started as new interpreters, which takes longer than forking: {why}\n" in done.stdout
         assert same(folder, finished()) == []
 
 
@@ -253,8 +253,7 @@ class TestALocalWorker:
     def test_a_report_with_a_checkpoint_is_refused(self, mlx: Mlx, acts: Path) -> None:
         done = mlx(acts, "train", "run", "cfg.act=report_a_checkpoint", "cfg.start_workers=1")
         assert done.stderr == (
-            "error: ray.train.report stores a checkpoint only with cfg.engine=ray; "
-            "self.save_checkpoint works everywhere\n"
+            "error: the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint\n"
         )
         assert done.returncode != 0
         assert record(acts)["status"] == "FAILED"
@@ -391,7 +390,7 @@ class TestStart:
     def test_the_environment_can_ask_for_new_interpreters(self, mlx: Mlx, acts: Path) -> None:
         done = mlx(acts, "train", "run", "cfg.act=nothing", "cfg.start_workers=1", MLX_START_METHOD="spawn")
         assert (done.returncode, done.stderr) == (0, "")
-        why = "as new interpreters, which start slower than forks: MLX_START_METHOD=spawn"
+        why = "started as new interpreters, which takes longer than forking: MLX_START_METHOD=spawn"
         assert f"          {why}\n" in done.stdout
 
     @pytest.mark.pure
@@ -450,8 +449,8 @@ class TestNothingIsLeft:
         os.kill(server, signal.SIGKILL)
         _, errors = process.communicate(timeout=30)
         assert errors == (
-            "error: the process that starts workers has died (was killed by SIGKILL; the machine may be out of "
-            "memory); its workers died with it\n"
+            "error: the fork server ended: it was killed by SIGKILL; the machine may be out of memory; "
+            "all workers ended with it\n"
         )
         assert process.returncode == 1
         assert record(acts)["status"] == "FAILED"
@@ -541,11 +540,11 @@ class TestRefusals:
                 "cfg.engine=local cannot train this: datasets.train is an unprepared stream",
             ),
             (["cfg.engine=local", "cfg.loader=ray"], "cfg.engine=local cannot train this: cfg.loader=ray reads in"),
-            (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray starts workers, and cfg.start_workers=0"),
+            (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray needs workers, but cfg.start_workers=0"),
             (["cfg.use_gpu=true", "cfg.start_workers=99"], "cfg.use_gpu=true needs a GPU for each of 99 workers"),
             pytest.param(
                 ["cfg.use_gpu=true", "cfg.start_workers=0"],
-                "cfg.use_gpu=true needs a GPU for each of 1 workers; there are 0. Leave cfg.use_gpu",
+                "cfg.use_gpu=true needs a GPU for this process; there are 0. Leave cfg.use_gpu",
                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
             ),
             (["cfg.cpus_per_worker=100000"], "cfg.cpus_per_worker=100000, but this machine has"),
@@ -570,8 +569,8 @@ class TestRefusals:
     def test_nor_has_a_launch(self, mlx: Mlx, acts: Path) -> None:
         """Refused before the cluster is asked: there is none."""
         done = mlx(acts, "train", "launch", "cfg.engine=local", "--ray-address", "http://127.0.0.1:1")
-        line = "cfg.engine=local trains on one machine, and a launch on a cluster"
-        assert done.stderr == f"error: {line}; use cfg.engine=auto, or here: mlx train run\n"
+        line = "cfg.engine=local trains on this machine, but launch submits to a cluster"
+        assert done.stderr == f"error: {line}; use cfg.engine=auto, or train here: mlx train run\n"
         assert done.returncode == 1
         assert not (acts / "runs").exists()
 

@@ -125,7 +125,7 @@ def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "module",
-    ["", ".cli", ".cli.data", ".cli.train", ".cli.xp"],
+    ["", ".cli", ".cli.data", ".cli.train", ".cli.xp", ".engines.local", ".engines.processes"],
 )
 def test_the_command_starts_without_heavy_imports(module: str) -> None:
     heavy = "{'torch', 'ray', 'hydra', 'omegaconf', 'rich'}"

@@ -86,10 +86,10 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # closed by who started this; other files must not take its place
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
     exit_quickly()

@@ -1,12 +1,13 @@
 """What every engine can do: start a group of workers for a job, report how it is doing, and end it."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mlx_runtime.progress import Event
-from mlx_runtime.training import Job
+if TYPE_CHECKING:  # torch comes with them, and the fork server of spawned workers needs none
+    from mlx_runtime.progress import Event
+    from mlx_runtime.training import Job
 
-Handle = Callable[[Event], None]
+Handle = Callable[["Event"], None]
 """Takes an event of the run, in the driver's thread."""
 
 StopAsked = Callable[[], bool]
@@ -17,7 +18,7 @@ class Group(Protocol):
     """The workers of a run. An engine replaces lost ones by itself, up to `cfg.max_failures` times."""
 
     def poll(self) -> bool:
-        """True while workers train; called again and again by the driver.
+        """Return True while workers train. The driver calls this repeatedly.
 
         Raises:
             MlxError: the group failed.
@@ -25,7 +26,7 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is left of the workers, at once."""
+        """Kill the remaining workers. Those of Ray end when Ray is shut down."""
         ...
 
 
@@ -33,23 +34,19 @@ class Engine(Protocol):
     """Starts the workers of one run.
 
     Attributes:
-        remote: True if workers send their events over a connection to the driver's `Receiver`; otherwise they
-            call `handle` themselves.
         notice: what the start lines should say about how workers are started, or None.
     """
-
-    remote: bool
 
     @property
     def notice(self) -> str | None: ...
 
-    def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
+    def start(self, job: "Job", handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group.
 
         Args:
             job: what each worker needs to know.
             handle: takes the events that the engine itself reports, such as a lost worker.
-            stop_asked: polled by engines that are not `remote`.
+            stop_asked: polled by the in-process engine.
         """
         ...
 

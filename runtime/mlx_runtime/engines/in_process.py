@@ -18,7 +18,6 @@ class InProcess:
         use_gpu: False hides the GPUs of this machine.
     """
 
-    remote = False
     notice = None
 
     def __init__(self, *, use_gpu: bool) -> None:
@@ -36,7 +35,7 @@ class InProcess:
 
 
 class _Alone:
-    """A group of nobody but the driver, which trains when it is polled."""
+    """A group without workers: the driver trains when it is polled."""
 
     def __init__(self, job: Job, sink: Sink) -> None:
         self._job, self._sink = job, sink

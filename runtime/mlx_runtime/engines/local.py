@@ -3,11 +3,13 @@
 import atexit
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -42,6 +44,8 @@ class ForkServer:
     def __init__(self) -> None:
         self.spawns = "MLX_START_METHOD=spawn" if Settings.read().spawn else unsafe_to_fork()
         context = multiprocessing.get_context("spawn" if self.spawns else "fork")
+        if not self.spawns:
+            gc.freeze()  # so that workers keep sharing the memory of what is imported
         self._control, servers_end = context.Pipe()
         inherited = None if self.spawns else self._control
         self._process: Any = cast(Any, context).Process(
@@ -54,7 +58,7 @@ class ForkServer:
         servers_end.close()
 
     def preload(self) -> None:
-        """Import what workers need, while the driver goes on."""
+        """Import what workers need, while the driver continues."""
         self._send(Preload())
 
     def start(self, job: bytes, environments: list[dict[str, str]], streams: "list[tuple[Any, Any]]") -> None:
@@ -76,7 +80,7 @@ class ForkServer:
         self._send(Kill())
 
     def ended(self, timeout_s: float = 0.0) -> Iterator[Ended]:
-        """Workers that have ended; waits `timeout_s` for a first one.
+        """Yield workers that have ended, waiting up to `timeout_s` for the first.
 
         Raises:
             MlxError: the server is gone.
@@ -92,6 +96,9 @@ class ForkServer:
         """End the server, and with it all workers."""
         atexit.unregister(self.close)
         self._control.close()
+        if sys.platform == "linux":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGRTMIN)  # heard even in the middle of an import
         self._process.join(LEAVE_S)
         if self._process.exitcode is None:
             self._process.kill()
@@ -105,12 +112,11 @@ class ForkServer:
 
     def _gone(self) -> MlxError:
         self._process.join(LEAVE_S)
-        return MlxError(
-            f"the process that starts workers has died ({_how(self._process.exitcode)}); its workers died with it"
-        )
+        return MlxError(f"the fork server ended: it {_how(self._process.exitcode)}; all workers ended with it")
 
 
 _warm: ForkServer | None = None
+"""Forked by `warm_up`, and not taken by a run yet: user code's main.py is between the two."""
 
 
 def warm_up() -> None:
@@ -118,6 +124,14 @@ def warm_up() -> None:
     global _warm
     if _warm is None and not Settings.read().spawn and not unsafe_to_fork():
         _warm = ForkServer()
+
+
+def cool_down() -> None:
+    """Close the server that `warm_up` has forked: another engine starts the workers."""
+    global _warm
+    server, _warm = _warm, None
+    if server is not None:
+        server.close()
 
 
 class Local:
@@ -131,8 +145,6 @@ class Local:
         timeout_s: of collectives.
     """
 
-    remote = True
-
     def __init__(
         self, workers: int, *, use_gpu: bool, cpus_per_worker: int, max_failures: int, timeout_s: float
     ) -> None:
@@ -145,7 +157,7 @@ class Local:
     @property
     def notice(self) -> str | None:
         why = self.server.spawns
-        return f"as new interpreters, which start slower than forks: {why}" if why else None
+        return f"started as new interpreters, which takes longer than forking: {why}" if why else None
 
     def start(self, job: Any, handle: Handle, stop_asked: StopAsked) -> "LocalGroup":
         return LocalGroup(self, job, handle)
@@ -167,6 +179,7 @@ class LocalGroup:
         self._engine, self._job, self._handle = engine, job, handle
         self._scratch = Path(tempfile.mkdtemp(prefix="mlx-local-"))
         self._output = Output(job.folder, engine.workers)
+        self._running = False
         self._failures = 0
         self._codes: dict[int, int] = {}
         self._suspicious_since: float | None = None
@@ -218,10 +231,11 @@ class LocalGroup:
         self._results.mkdir()
         shared = pickle.dumps(WorkerJob(self._job, engine.use_gpu, engine.timeout_s, self._results))
         environments = [self._environment(rank) for rank in range(engine.workers)]
+        self._running = True
         engine.server.start(shared, environments, self._output.writers)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """As torchrun has it, whose agent hosts the store, too."""
+        """Return torchrun's variables; as there, the launcher hosts the store."""
         engine, threads = self._engine, str(self._engine.cpus_per_worker)
         changed: dict[str, Any] = {
             "RANK": rank,
@@ -235,6 +249,7 @@ class LocalGroup:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": self._failures,
             "OMP_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
         }
         hidden = {} if engine.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         return {**os.environ, **{name: str(value) for name, value in changed.items()}, **hidden}
@@ -270,10 +285,17 @@ class LocalGroup:
             raise WorkerLostError(f"a worker was lost: {why}{used}")
         self._handle({"kind": "lost", "ranks": list(errors), "why": why})
         self._end_workers()
+        left = ", ".join(str(rank) for rank in range(self._engine.workers) if rank not in self._codes)
+        if left:
+            raise WorkerLostError(
+                f"rank {left} still runs {LEAVE_S:.0f} s after SIGKILL, so no other can take its place"
+            )
         self._failures += 1
         self._start()
 
     def _end_workers(self) -> None:
+        if not self._running:
+            return
         server = self._engine.server
         server.kill_workers()
         until = time.monotonic() + LEAVE_S
@@ -282,20 +304,23 @@ class LocalGroup:
                 self._codes[ended.rank] = ended.code
 
     def _print(self) -> None:
-        for rank, text, to_stderr in self._output.lines():
-            self._handle({"kind": "output", "rank": rank, "text": text, "to_stderr": to_stderr})
+        for item in self._output.lines():
+            self._handle({"kind": "output", "text": item.text, "to_stderr": item.to_stderr})
 
 
 class _Death(Exception):  # noqa: N818 - of a process
-    """A worker ended without a word."""
+    """A worker ended without storing a result."""
 
 
 def _how(code: int | None) -> str:
     """How a process ended, for a sentence."""
     if code is None:
-        return "does not answer"
+        return "has closed its connection"
     if code >= 0:
         return f"exited with code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # of the real-time signals only two have names
+        name = f"signal {-code}"
     memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
     return f"was killed by {name}{memory}"

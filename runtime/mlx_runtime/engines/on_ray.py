@@ -33,7 +33,6 @@ class OnRay:
         timeout_s: of collectives.
     """
 
-    remote = True
     notice = None
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:

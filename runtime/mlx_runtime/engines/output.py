@@ -29,8 +29,8 @@ class Lines(NamedTuple):
 class Output:
     """Pipes that take the place of the workers' stdout and stderr, and a thread that reads them.
 
-    Native libraries write to the file descriptors themselves, so their messages arrive as well. The log gets everything
-    at once, the driver whenever it asks.
+    Native libraries write to the file descriptors themselves, so their messages arrive as well. Each
+    complete line goes to the log at once, and to the driver when it asks.
 
     Args:
         folder: of the run.
@@ -53,7 +53,7 @@ class Output:
         self._thread.start()
 
     def lines(self) -> Iterator[Lines]:
-        """What has arrived since it was last asked for; not what arrives meanwhile, which may never end."""
+        """Yield what has arrived so far, not what arrives meanwhile, which may never end."""
         for _ in range(self._lines.qsize()):
             yield self._lines.get_nowait()
 
@@ -97,7 +97,7 @@ class Output:
 
 
 class _Reader:
-    """One pipe, and what has come of a line that is not complete."""
+    """One pipe, and its incomplete last line."""
 
     def __init__(self, end: "Connection[Any, Any]", rank: int, to_stderr: bool) -> None:
         os.set_blocking(end.fileno(), False)

@@ -7,6 +7,7 @@ starts workers when it is asked to, and reports how each of them ended.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import multiprocessing
 import os
@@ -69,7 +70,7 @@ class Ended:
 
 
 def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
-    """The server's main function; returns when the driver has closed its end of `control`.
+    """The server's main function; exits when the driver has closed its end of `control`.
 
     Args:
         control: connection to the driver.
@@ -86,6 +87,9 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
         _kill(workers)
         os._exit(0)  # rather than wait for a worker that was about to start; it dies with this process
 
+    for number in (signal.SIGHUP, signal.SIGQUIT):  # the driver dies of them, too
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup has SIGHUP ignored
+            signal.signal(number, end)
     _die_with_parent(end)
     try:
         while True:
@@ -97,6 +101,8 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                         workers[rank] = _started(context, control, order.job, rank, environment)
                 elif isinstance(order, Preload) and forks:
                     _preload()
+                    if unsafe_to_fork():  # TensorBoard imports TensorFlow where that is installed
+                        context = multiprocessing.get_context("spawn")
                 elif isinstance(order, Kill):
                     _kill(workers)
             for rank in [rank for rank, worker in workers.items() if worker.sentinel in ready]:
@@ -112,8 +118,9 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
 def _preload() -> None:
     with many_imports():
         for name in PRELOAD:
-            with contextlib.suppress(ImportError):  # a worker that needs it says so
+            with contextlib.suppress(Exception):  # a worker that needs it reports why
                 importlib.import_module(name)
+    gc.freeze()  # so that workers keep sharing the memory of what is imported
 
 
 def _started(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, environment: Mapping[str, str]) -> Any:
@@ -149,12 +156,15 @@ def _become_worker(
         control.close()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     _leave_the_terminal()
     _die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # the terminal stops processes in the background that read from it
-    for number, stream in enumerate(streams, start=1):
-        os.dup2(stream.fileno(), number)
+    for descriptor, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), descriptor)
         stream.close()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -167,7 +177,7 @@ def _become_worker(
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Processes that are started in the block get Ctrl-C and SIGTERM once they have called `_leave_the_terminal`."""
+    """Hold back Ctrl-C and SIGTERM from processes started in the block until they call `_leave_the_terminal`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -176,7 +186,7 @@ def held_signals() -> Iterator[None]:
 
 
 def _leave_the_terminal() -> None:
-    """Only the driver decides what Ctrl-C and SIGTERM mean. Processes that this one starts may be terminated."""
+    """Ignore Ctrl-C and SIGTERM, which are the driver's business. Processes started from here heed them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -224,12 +234,12 @@ FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 def unsafe_to_fork() -> str | None:
     """Why workers cannot be forked from this process, or None if they can."""
     if sys.platform != "linux":
-        return f"on {sys.platform} forked processes are not reliable"
+        return f"forking is not reliable on {sys.platform}"
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        return "something that was imported has initialized CUDA"
+        return "this process has already initialized CUDA"
     threads = sum(name not in FORK_SAFE_THREADS for name in _thread_names()) - 1
     if threads > 0:
-        return f"something that was imported has started {threads} thread{'s' * (threads > 1)}"
+        return f"this process already has {threads} other thread{'s' * (threads > 1)}"
     return None
 
 

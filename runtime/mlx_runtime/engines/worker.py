@@ -3,6 +3,7 @@
 import datetime
 import os
 import pickle
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def run(shared: WorkerJob, rank: int) -> int:
         frames = user_frames(caught, shared.job.project)
         error = WorkerLoopError(rank, f"SystemExit: {caught.code} (worker_loop must return, not exit)", frames)
     except BaseException as caught:
-        error = WorkerLostError(f"rank {rank} failed to start: {type(caught).__name__}: {first_line(caught)}")
+        traceback.print_exception(caught)  # into the log of this rank
+        error = WorkerLostError(f"rank {rank} failed: {type(caught).__name__}: {first_line(caught)}")
     store(shared.results, rank, error)
     if error is None:
         torch.distributed.destroy_process_group()
@@ -59,13 +61,13 @@ def run(shared: WorkerJob, rank: int) -> int:
 
 
 def store(results: Path, rank: int, error: BaseException | None) -> None:
-    """Write down how a worker ended, whole or not at all."""
+    """Store how a worker ended, atomically."""
     part = results / f"rank_{rank}.part"
     part.write_bytes(pickle.dumps(error))
     part.replace(results / f"rank_{rank}")
 
 
 def stored(results: Path, rank: int) -> tuple[bool, Any]:
-    """Whether a worker has written how it ended, and its error or None."""
+    """Return whether a worker has stored its result, and its error or None."""
     file = results / f"rank_{rank}"
     return (True, pickle.loads(file.read_bytes())) if file.exists() else (False, None)
