@@ -96,7 +96,7 @@ class TestForkedWorker:
         assert (found.get_world_size(), found.get_local_world_size()) == (8, 8)
         assert found.get_experiment_name() == "digits"
         assert ray.train.get_checkpoint() is None
-        with pytest.raises(UsageError, match="only with cfg.engine=ray"):
+        with pytest.raises(UsageError, match="use self.save_checkpoint"):
             ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
 
     def test_whoever_wants_ray_meets_the_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
