@@ -61,21 +61,37 @@ $(DEMO)/main.py: | $(VENV)/.complete
 	@$(BIN)/mlx train new digits -o demo >/dev/null
 
 $(VENV)/.demo: $(VENV)/.complete <<cookiecutter.experiment_name>>/requirements.txt
-	@$(BIN)/pip install -q --disable-pip-version-check -r "<<cookiecutter.experiment_name>>/requirements.txt"
+	@$(call install,-r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
 $(VENV)/.complete: runtime/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q --disable-pip-version-check -e runtime
+	@$(call install,-e runtime)
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.complete benchmarks/requirements.txt
-	@$(BIN)/pip install -q --disable-pip-version-check -r benchmarks/requirements.txt
+	@$(call install,-r benchmarks/requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.complete
 	@echo "installing the tools of development into $(VENV)"
-	@$(BIN)/pip install -q --disable-pip-version-check -e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt"
+	@$(call install,-e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
+
+# Install $(1) with uv, or with pip where uv fails. uv does not read pip's settings, so it is given pip's sources.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := s/^.*\.index-url=/UV_DEFAULT_INDEX=/p; /\.find-links=/y/ /,/; s/^.*\.find-links=/UV_FIND_LINKS=/p; \
+	s/^.*\.extra-index-url=/UV_INDEX_STRATEGY=unsafe-best-match UV_INDEX=/p; \
+	s/^.*\.no-index=/UV_NO_INDEX=/p; s/^.*\.constraint=/UV_CONSTRAINT=/p; s/^.*\.cert=/SSL_CERT_FILE=/p
+export UV_COMPILE_BYTECODE ?= $(if $(PYTHONDONTWRITEBYTECODE),1,0)# unless runs write bytecode themselves
+define install
+( $(PIP) install -q --retries 1 --only-binary uv uv && \
+	set -a && eval "$$($(PIP) config list | sort -r | sed -n '$(SOURCES)')" && \
+	$(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
+{ $(PIP) install -q $(1) 2>$(VENV)/pip.log && echo "installed with pip, because uv failed: see $(VENV)/uv.log"; } || \
+{ if grep -q "connection broken" $(VENV)/pip.log; \
+	then echo "error: cannot reach the package index; check the network and pip's settings, then run make again" >&2; \
+	else cat $(VENV)/pip.log >&2; fi; exit 1; }
+endef

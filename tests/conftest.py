@@ -27,7 +27,8 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 """Fixtures that no test of the inner three rings may have."""
 
 LONGEST = (
-    *("test_install.py", "test_faults.py", "test_kinds.py", "test_cluster.py", "test_template.py", "test_runs.py"),
+    *("test_install.py", "test_faults.py", "test_engines.py", "test_kinds.py", "test_cluster.py"),
+    *("test_template.py", "test_runs.py"),
     *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_stepping.py", "test_listing.py"),
 )
 """Files that take longest, the longest first; a process that runs tests gets one file after the other."""

@@ -86,22 +86,26 @@ class Commands:
 
     Args:
         environment: of the server, so that libraries read it as those of a command would.
+
+    Attributes:
+        threads: names of those that the server has beside its main one; None before the first command.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
+        self.threads: list[str] | None = None
 
     def __enter__(self) -> "Commands":
         self._places = tempfile.TemporaryDirectory()
         self._ends: dict[int, int] = {}
         command, streams = [sys.executable, __file__], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.server = subprocess.Popen(command, env=dict(self.environment) | ONE_THREAD, bufsize=0, **streams)
+        self._server = subprocess.Popen(command, env=dict(self.environment) | ONE_THREAD, bufsize=0, **streams)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self.server.stdin is not None
-        self.server.stdin.close()
-        self.server.wait()
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait()
         self._places.cleanup()
 
     def start(self, folder: Path, arguments: list[str], environment: Mapping[str, str]) -> Command:
@@ -111,8 +115,11 @@ class Commands:
         for stream in streams:
             stream.touch()  # so that they can be read before the command has begun
         order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams]]
-        assert self.server.stdin is not None
-        self.server.stdin.write(json.dumps(order).encode() + b"\n")
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        if self.threads is None:
+            self.threads = json.loads(self._server.stdout.readline())
+        self._server.stdin.write(json.dumps(order).encode() + b"\n")
         while (pid := self._hear()) is None:
             pass
         return Command(self, arguments, pid, place)
@@ -139,15 +146,15 @@ class Commands:
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._ends:
             left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self.server.stdout], [], [], left)[0]:
+            if not select.select([self._server.stdout], [], [], left)[0]:
                 return None
             self._hear()
         return self._ends[pid]
 
     def _hear(self) -> int | None:
         """Wait for what the server says next: the number of a command that has begun, or how one has ended."""
-        assert self.server.stdout is not None
-        pid, *code = map(int, self.server.stdout.readline().split())
+        assert self._server.stdout is not None
+        pid, *code = map(int, self._server.stdout.readline().split())
         if not code:
             return pid
         self._ends[pid] = code[0]
@@ -155,10 +162,15 @@ class Commands:
 
 
 def serve() -> None:
-    """Answer each order by the number of a child, and say how each has ended. Returns in the children alone."""
+    """Name the threads of this process, answer each order by the number of a child, and say how each has ended.
+
+    Returns in the children alone.
+    """
     for name in LIBRARIES:
         importlib.import_module(name)
-    orders = open(0, "rb", buffering=0)  # noqa: SIM115 - read without a buffer, so that `select` tells the truth
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    print(json.dumps([(task / "comm").read_text().strip() for task in tasks]), flush=True)
+    orders = sys.stdin.buffer.raw  # not of its buffer, which would keep orders from `select`
     running: set[int] = set()
     while True:
         if select.select([orders], [], [], LOOK_S if running else None)[0]:

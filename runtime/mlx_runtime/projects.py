@@ -170,7 +170,7 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
     folder = kind.folder()
     refuse_options(kind, overrides, "run")
     prepare_fork()
-    if not Settings.read().quiet:
+    if kind is AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
     bind_first(kind, folder)
     main_class(kind, folder)  # its errors are told better here than inside main.py

@@ -195,7 +195,7 @@ class TestQuiet:
 
     @pytest.mark.cluster
     def test_verbose_shows_what_ray_prints(self, digits: Path, mlx: Mlx) -> None:
-        done = mlx(digits, "train", "run", "-v", "--fast-dev-run", "cfg.start_workers=1")
+        done = mlx(digits, "train", "run", "-v", "--fast-dev-run", "cfg.start_workers=1", "cfg.engine=ray")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Started a local Ray instance" in done.stdout + done.stderr
 

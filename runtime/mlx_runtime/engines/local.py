@@ -26,6 +26,9 @@ from mlx_runtime.settings import Settings
 ORIGIN_S = 3.0
 """How long the group waits for the reason when a worker only reports that it lost another one."""
 
+UNWIND_S = 5.0
+"""How long the others may take to end by themselves when user code of one worker raised: one may store a checkpoint."""
+
 LEAVE_S = 10.0
 """How long a worker that has finished may take to exit, and the server to end."""
 
@@ -184,11 +187,14 @@ class LocalGroup:
         errors = dict(self._errors())
         if not errors:
             return not self._finished()
-        for error in errors.values():
-            if isinstance(error, MlxError) and not isinstance(error, WorkerLostError):
-                raise error
-        origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
         self._suspicious_since = self._suspicious_since or time.monotonic()
+        of_users = [e for e in errors.values() if isinstance(e, MlxError) and not isinstance(e, WorkerLostError)]
+        if of_users:
+            all_ended = len(self._codes) == self._engine.workers
+            if all_ended or time.monotonic() - self._suspicious_since > UNWIND_S:
+                raise of_users[0]
+            return True
+        origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
         if not origins and time.monotonic() - self._suspicious_since < ORIGIN_S:
             return True  # another worker is about to say why
         self._replace(origins or errors)

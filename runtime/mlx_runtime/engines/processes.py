@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -81,8 +81,13 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
     _leave_the_terminal()
     context = multiprocessing.get_context("fork" if forks else "spawn")
     workers: dict[int, Any] = {}
+
+    def end(*_: Any) -> NoReturn:
+        _kill(workers)
+        os._exit(0)  # rather than wait for a worker that was about to start; it dies with this process
+
+    _die_with_parent(end)
     try:
-        _die_with_parent(raising=True)
         while True:
             ready = connection.wait([control, *(worker.sentinel for worker in workers.values())])
             if control in ready:
@@ -95,13 +100,13 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                 elif isinstance(order, Kill):
                     _kill(workers)
             for rank in [rank for rank, worker in workers.items() if worker.sentinel in ready]:
-                worker = workers.pop(rank)
-                worker.join()
+                worker = workers[rank]
                 _kill({rank: worker})  # processes that it started itself
+                worker.join()
+                del workers[rank]
                 control.send(Ended(rank, worker.exitcode))
     except (EOFError, OSError):
-        _kill(workers)
-        os._exit(0)  # rather than wait for a worker that was about to start; it dies with this process
+        end()
 
 
 def _preload() -> None:
@@ -188,28 +193,23 @@ def _heed_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _die_with_parent(*, raising: bool = False) -> None:
+def _die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
     """End this process when the one that started it is gone, even by SIGKILL.
 
     Args:
-        raising: raise EOFError instead, in the main thread. Processes that workers have started live on when nobody
-            kills them.
+        end: how, in the main thread; otherwise it is killed. Nobody else kills what workers have started.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     if sys.platform == "linux":
-        number = signal.SIGRTMIN if raising else signal.SIGKILL
-        if raising:
-            signal.signal(number, _raise_end)
+        number = signal.SIGRTMIN if end else signal.SIGKILL
+        if end:
+            signal.signal(number, end)
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent.pid:  # it was gone before
             os.kill(os.getpid(), number)
-    elif not raising:  # elsewhere the end of the connection must do
+    elif end is None:  # elsewhere the end of the connection must do
         threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
-
-
-def _raise_end(*_: Any) -> NoReturn:
-    raise EOFError
 
 
 def _kill_after(sentinel: int) -> None:
