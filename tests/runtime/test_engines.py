@@ -511,6 +511,19 @@ class TestInterrupt:
         self, moment: str, later_s: float, times: int, start_group: StartGroup, acts: Path, tmp_path: Path
     ) -> None:
         process = start_group(acts, *TestNothingIsLeft.WAITING)
+        self.check(process, moment, later_s, times, acts, tmp_path)
+
+    @pytest.mark.parametrize("moment", ["the run is there", "workers are there"])
+    def test_new_interpreters_are_as_silent(
+        self, moment: str, start_group: StartGroup, acts: Path, tmp_path: Path
+    ) -> None:
+        """While they import."""
+        process = start_group(acts, *TestNothingIsLeft.WAITING, MLX_START_METHOD="spawn")
+        self.check(process, moment, 0.1, 1, acts, tmp_path)
+
+    def check(
+        self, process: "subprocess.Popen[str]", moment: str, later_s: float, times: int, acts: Path, mark: Path
+    ) -> None:
         wait_for(self.moments(process, acts)[moment], 60, every_s=0.005)
         time.sleep(later_s)
         for _ in range(times):
@@ -522,7 +535,7 @@ class TestInterrupt:
         )
         assert errors in ("error: interrupted\n", f"error: {resume}\n")
         assert process.returncode == 130
-        assert marked(tmp_path) == []
+        assert marked(mark) == []
         if list(acts.glob("runs/acts/*/run.json")):
             assert record(acts)["status"] == "STOPPED"
 

@@ -14,6 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +52,8 @@ class ForkServer:
         self._process: Any = cast(Any, context).Process(
             target=serve, args=(servers_end, inherited, not self.spawns), name="fork server"
         )
+        if self.spawns:  # it would start this process in between, and let signals through again
+            resource_tracker.ensure_running()
         with held_signals(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
             self._process.start()
