@@ -12,7 +12,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import MlxError
 
 
 def quiet_ray_train() -> None:
@@ -45,9 +45,7 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
         if checkpoint is not None:
-            raise UsageError(
-                "the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint"
-            )
+            raise MlxError("the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint")
         self.barrier()  # Ray's waits for all workers, too
         self._last_metrics = metrics
 
@@ -75,4 +73,4 @@ def enter_ray_train(name: str, rank: int, world_size: int) -> None:
 
 
 def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
-    raise UsageError("a worker of the local engine has no Ray; train with cfg.engine=ray to use it in worker_loop")
+    raise MlxError("a worker of the local engine has no Ray; train with cfg.engine=ray to use it in worker_loop")

@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, T
 from ray.train.v2.api.context import LocalTrainContext
 
 from mlx_runtime import ray_private
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import MlxError
 from mlx_runtime.ray_private import TrimmedTrainer, enter_ray_train, quiet_ray_train
 
 pytestmark = pytest.mark.pure
@@ -96,7 +96,7 @@ class TestForkedWorker:
         assert (found.get_world_size(), found.get_local_world_size()) == (8, 8)
         assert found.get_experiment_name() == "digits"
         assert ray.train.get_checkpoint() is None
-        with pytest.raises(UsageError, match="use self.save_checkpoint"):
+        with pytest.raises(MlxError, match="use self.save_checkpoint"):
             ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
 
     def test_whoever_wants_ray_meets_the_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +105,5 @@ class TestForkedWorker:
         enter_ray_train("digits", 0, 1)
         assert auto_init_hook.enable_auto_connect
         for use in (ray.init, auto_init_hook.auto_init_ray, ray.remote(int).remote, lambda: ray.put(1)):
-            with pytest.raises(UsageError, match="train with cfg.engine=ray"):
+            with pytest.raises(MlxError, match="train with cfg.engine=ray"):
                 use()
