@@ -56,7 +56,7 @@ class Kind:
         Raises:
             UsageError: it is not.
         """
-        return job_folder() if self is DATA_JOB else experiment_folder()
+        return job_folder() if self == DATA_JOB else experiment_folder()
 
 
 AN_EXPERIMENT = Kind("experiment", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".")
@@ -145,6 +145,7 @@ def bind_first(kind: Kind, folder: Path) -> None:
     """Bind if that was not done, in a process of its own: it may import what a run must not."""
     if (folder / CONF).exists():
         return
+    prepare_fork()
     print(f"no {CONF} yet: binding first", flush=True)
     with many_imports():
         from mlx_runtime import binding  # noqa: F401 - with torch, before the fork: the run needs it, too
@@ -175,11 +176,11 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
     folder = kind.folder()
     refuse_options(kind, overrides, "run")
     prepare_fork()
-    if kind is AN_EXPERIMENT and not Settings.read().quiet:
+    if kind == AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
     bind_first(kind, folder)
     main_class(kind, folder)  # its errors are told better here than inside main.py
-    if kind is AN_EXPERIMENT and JOB_FLAG not in os.environ:
+    if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.engines import local
 
         local.warm_up()
@@ -197,8 +198,8 @@ def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     Raises:
         UsageError: it names the first.
     """
-    known: tuple[str, ...] = ("--resume", "--from=") if kind is AN_EXPERIMENT else ()
-    if kind is AN_EXPERIMENT and verb == "run":
+    known: tuple[str, ...] = ("--resume", "--from=") if kind == AN_EXPERIMENT else ()
+    if kind == AN_EXPERIMENT and verb == "run":
         known += ("--fast-dev-run",)
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
     if options:
