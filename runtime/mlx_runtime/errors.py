@@ -215,7 +215,8 @@ def _one_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if heard_at == -math.inf:  # otherwise the process is about to end, and a repeat must not tear that up, either
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _deaf() -> None:
