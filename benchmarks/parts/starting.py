@@ -24,7 +24,7 @@ LAUNCH = [
     "--dynamo_backend",
     "no",
 ]
-"""Of Accelerate: how it is told to start several processes here; the script then chooses the CPU."""
+"""Options of Accelerate that start several processes on this machine; the script itself chooses the CPU."""
 
 TWO_WORKERS = {
     "torchrun": "torchrun script, DDP",

@@ -99,9 +99,8 @@ class ForkServer:
         """End the server, and with it all workers."""
         atexit.unregister(self.close)
         self._control.close()
-        if sys.platform == "linux":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGRTMIN)  # heard even in the middle of an import
+        if sys.platform == "linux" and self._process.is_alive():  # otherwise its number may be another's by now
+            os.kill(self._process.pid, signal.SIGRTMIN)  # heard even in the middle of an import
         self._process.join(LEAVE_S)
         if self._process.exitcode is None:
             self._process.kill()
