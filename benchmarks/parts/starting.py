@@ -24,7 +24,7 @@ LAUNCH = [
     "--dynamo_backend",
     "no",
 ]
-"""Options of Accelerate that start several processes on this machine; the script itself chooses the CPU."""
+"""Options of Accelerate for several processes on this machine; the script chooses the CPU."""
 
 TWO_WORKERS = {
     "torchrun": "torchrun script, DDP",

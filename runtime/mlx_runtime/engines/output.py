@@ -76,7 +76,9 @@ class Output:
             if self._closed in ready:
                 break
         for reader in self._readers:
-            self._take(reader)  # no more than was there when the workers ended: a child of theirs may never stop printing
+            self._take(
+                reader
+            )  # no more than was there when the workers ended: a child of theirs may never stop printing
             if reader.rest:
                 self._pass_on(reader, "\n")
         self._closed.close()
