@@ -54,8 +54,8 @@ class TrainConfig:
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder for runs, relative to the experiment; `MLX_STORAGE` overrides it.
         log_every_steps: training steps between two reductions of the metrics over the workers.
-        watch_gradients: updates between two records of each layer's norms of gradient and weights; 0 means none. Each
-            epoch has a picture of them in TensorBoard.
+        watch_gradients: updates between two records of each layer's norms of gradient and weights; 0 means none. Where
+            matplotlib is installed, each epoch has a picture of them in TensorBoard.
         stop_on_nan: looks at all gradients before each update, and ends the run at the first that is not finite.
         trackers: where numbers go beside the run's own `metrics.jsonl`, by name: those of `mlx_runtime.trackers`, or
             any class of yours, as in `mlx_runtime.callbacks`; `null` takes one out.

@@ -34,7 +34,7 @@ class Gradients:
     ) -> None:
         self._every, self._stop = every, stop_on_nan
         self._report, self._tell = report, tell
-        self._told = False
+        self._told = self._no_matplotlib = False
         self._flow: dict[str, list[float]] = {}
 
     def wanted(self, step: int) -> bool:
@@ -79,12 +79,20 @@ class Gradients:
             self._report(named | {f"weight_norm/{name}": norm for name, norm in weight.items()})
 
     def picture(self) -> "Figure | None":
-        """Mean and largest norm of each layer since the last picture, first layer on top; None if none was seen."""
+        """Mean and largest norm of each layer since the last picture, first layer on top.
+
+        None if no norm was recorded, or if matplotlib is not installed.
+        """
         flow, self._flow = self._flow, {}
         if not flow:
             return None
-        from matplotlib.figure import Figure
-
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            if not self._no_matplotlib:
+                self._no_matplotlib = True
+                self._tell("gradients are recorded but not drawn; for pictures in TensorBoard: pip install matplotlib")
+            return None
         figure = Figure(figsize=(8, 1.5 + 0.22 * len(flow)), layout="constrained")
         axes = figure.subplots()
         names = list(flow)

@@ -360,7 +360,7 @@ class TestDataJobs:
         return run
 
     def test_a_job_fills_the_shared_storage(self, shards: Path, types: Types) -> None:
-        """Launched and followed to its end; launched again, it is told that all is there before anything is sent."""
+        """Launch and follow to the end; launching again is refused before anything is uploaded."""
         done = types("data", "launch", "--follow", "images.per_shard=300", "cfg.start_workers=3")
         assert done.returncode == 0, done.stdout + done.stderr
         made = shards / "storage" / "data" / "shards"

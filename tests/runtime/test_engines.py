@@ -422,7 +422,7 @@ class TestStart:
 
 
 class TestNothingIsLeft:
-    """Whoever is killed: of a run no process stays behind, and its end is told in a line."""
+    """Whichever process is killed, no process of the run survives, and one line says how it ended."""
 
     WAITING = ("cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.max_failures=0")
 
@@ -436,7 +436,7 @@ class TestNothingIsLeft:
     def test_the_driver_is_killed_while_it_trains(
         self, method: str, start_group: StartGroup, acts: Path, tmp_path: Path
     ) -> None:
-        """Workers have started processes of their own, which end as well."""
+        """Processes that workers have started end as well."""
         process = start_group(acts, *self.WAITING, MLX_START_METHOD=method)
         wait_for(lambda: len(marked(tmp_path)) >= 6, 120)
         process.kill()

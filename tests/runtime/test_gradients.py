@@ -1,6 +1,7 @@
 """Norms of gradients by layer, and one that is not finite."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,19 @@ def test_a_picture_of_what_was_seen_since_the_last() -> None:
     assert figure is not None
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["net.0", "net.2"]
     assert watch.picture() is None
+
+
+def test_without_matplotlib_one_line_says_how_to_get_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    told: list[str] = []
+    net = model()
+    watch = Gradients(every=1, report=lambda values: None, tell=told.append)
+    for step in (1, 2):
+        watch.look({"net": net}, net.parameters(), step)
+        assert watch.picture() is None
+    assert len(told) == 1
+    assert told[0].endswith("pip install matplotlib")
 
 
 def test_what_is_not_finite_is_told_once_by_layer_and_step() -> None:
