@@ -180,6 +180,7 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody preempts this machine
         release_threads()  # what Ray starts has cores of its own
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers that Ray Train would not use
+        os.environ.setdefault("RAY_preload_python_modules", "mlx_runtime.engines.ray_preload")
         most = cfg.max_workers or cfg.start_workers
         needed = most * (cfg.cpus_per_worker + 1) + 2  # some for Ray Data and `cfg.loader=ray`, too
         cpus = max(os.cpu_count() or 1, needed)

@@ -1,6 +1,9 @@
 """Everything that relies on private API of Ray 2.60. `tests/runtime/test_ray_private.py` fails when Ray changes it."""
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import ray
@@ -8,8 +11,11 @@ import ray.train
 import ray.train.torch
 import ray.train.v2._internal.execution.context
 import torch.distributed
+from ray._private import auto_init_hook
+from ray.runtime_context import RuntimeContext
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 
 from mlx_runtime.errors import MlxError
@@ -24,20 +30,43 @@ def quiet_ray_train() -> None:
 
 
 class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
-    """A `TorchTrainer` that starts no helper actors that the run does not need.
+    """A `TorchTrainer` that starts no processes that the run does not need.
 
     Args:
-        keep_cleaner: start the actor that frees the placement group of a controller that was killed. An embedded
-            cluster ends with its driver and has nothing to free.
+        embedded: this process has started Ray, which ends with it. The controller of the workers then runs in this
+            process, which has imported what it needs, and no actor waits to free the placement group of a controller
+            that was killed. `ray.train.get_all_reported_checkpoints` has no controller to ask in the workers.
         **options: of `TorchTrainer`.
     """
 
-    def __init__(self, *args: Any, keep_cleaner: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, embedded: bool, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._unneeded = (DatasetsCallback,) if keep_cleaner else (DatasetsCallback, PlacementGroupCleanerCallback)
+        self._embedded = embedded
 
     def _create_default_callbacks(self) -> list[Any]:
-        return [item for item in super()._create_default_callbacks() if not isinstance(item, self._unneeded)]
+        unneeded = (DatasetsCallback, PlacementGroupCleanerCallback) if self._embedded else DatasetsCallback
+        return [item for item in super()._create_default_callbacks() if not isinstance(item, unneeded)]
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        if not self._embedded:
+            return super()._initialize_and_run_controller(**options)
+        with _controller_here():
+            controller = TrainController(**options)
+            asyncio.run(controller.run())
+            return controller.get_result()
+
+
+@contextlib.contextmanager
+def _controller_here() -> Iterator[None]:
+    """Let a controller work in this process, which is no actor."""
+    current_actor = RuntimeContext.current_actor
+    RuntimeContext.current_actor = None
+    auto_init_hook.enable_auto_connect = False  # where Ray is shut down first, the controller must not start another
+    try:
+        yield
+    finally:
+        RuntimeContext.current_actor = current_actor
+        auto_init_hook.enable_auto_connect = True
 
 
 class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]

@@ -9,12 +9,15 @@ import ray
 import ray.train
 import ray.train.torch
 from ray._private import auto_init_hook
+from ray.runtime_context import RuntimeContext
 from ray.train.v2._internal import util
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution import context, train_fn_utils
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, TrainFnUtils
+from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.context import LocalTrainContext
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from mlx_runtime import ray_private
 from mlx_runtime.errors import MlxError
@@ -58,14 +61,35 @@ class TestTrimmedTrainer:
     def test_helpers_are_left_out(self) -> None:
         usual = self.callbacks(ray.train.torch.TorchTrainer)
         assert {DatasetsCallback, PlacementGroupCleanerCallback} < usual
-        assert self.callbacks(TrimmedTrainer, keep_cleaner=True) == usual - {DatasetsCallback}
-        assert self.callbacks(TrimmedTrainer, keep_cleaner=False) == usual - {
+        assert self.callbacks(TrimmedTrainer, embedded=False) == usual - {DatasetsCallback}
+        assert self.callbacks(TrimmedTrainer, embedded=True) == usual - {
             DatasetsCallback,
             PlacementGroupCleanerCallback,
         }
 
     def test_fit_asks_for_them_by_this_name(self) -> None:
         assert "callbacks=self._create_default_callbacks()" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
+
+
+class TestControllerHere:
+    def test_fit_starts_it_by_this_name(self) -> None:
+        assert "self._initialize_and_run_controller(" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
+        started = inspect.getsource(DataParallelTrainer._initialize_and_run_controller)
+        assert "(TrainController)" in started
+        assert "controller.run.remote()" in started
+        assert "controller.get_result.remote()" in started
+
+    def test_workers_get_no_handle_and_no_other_ray_is_started(self) -> None:
+        """Both hold while a controller works, and no longer."""
+        asked = "ray.get_runtime_context().current_actor"
+        assert asked in inspect.getsource(worker_group)
+        with ray_private._controller_here():
+            assert ray.get_runtime_context().current_actor is None
+            with pytest.raises(ray.exceptions.RaySystemError):
+                ray.put(1)
+        assert not ray.is_initialized()
+        assert auto_init_hook.enable_auto_connect
+        assert isinstance(RuntimeContext.current_actor, property)
 
 
 class TestForkedWorker:

@@ -70,7 +70,7 @@ class OnRay:
                 failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
                 callbacks=[Failures(job.address, job.key)],
             ),
-            keep_cleaner=not cluster.embedded,
+            embedded=cluster.embedded,
         )
 
 
