@@ -3,6 +3,7 @@
 <storage>/<experiment>/run_001/
     run.json              status, versions, command, best metrics (see `registry`)
     conf.yaml             the resolved config
+    code.zip              the experiment's code (see `snapshots`)
     metrics.jsonl         one line per report (see `tracking`)
     events.out.tfevents.* TensorBoard
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
@@ -91,6 +92,10 @@ class RunFolder:
     @property
     def conf(self) -> Path:
         return self.path / "conf.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code.zip"
 
     @property
     def metrics(self) -> Path:

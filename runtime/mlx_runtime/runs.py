@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlx_runtime import checkpoints, registry, xp
+from mlx_runtime import checkpoints, registry, snapshots, xp
 from mlx_runtime.checkpoints import Checkpoints, State
 from mlx_runtime.errors import StorageError, UsageError, first_line
-from mlx_runtime.layout import RunFolder, named_run
+from mlx_runtime.layout import EXPERIMENT, RunFolder, named_run
 from mlx_runtime.loading import build, parsed
 from mlx_runtime.storage import Storage, is_uri
 
@@ -101,23 +101,40 @@ class Run:
             raise UsageError(f"{self._folder.title} has {why}")
         return saved.load(found[-1])
 
-    def load_models(self, which: Which = "latest") -> Any:
-        """The group `models`, made from the run's config, with the weights of a checkpoint, on the CPU.
+    def load_models(self, which: Which = "latest", *, trust: bool = False) -> Any:
+        """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
 
         Args:
             which: as for `state`.
+            trust: use the code that was stored with the run, from anywhere. Whoever can write to the storage could have
+                put any code there. By default the code of the experiment in the working directory is used.
 
         Raises:
-            UsageError: there is no such checkpoint.
-            ConfigError: the code here does not fit the run.
+            UsageError: there is no such checkpoint, or no code.
+            ConfigError: the code does not fit the run.
         """
         state = self.state(which)
-        here = str(Path.cwd())
-        if Path("src").is_dir() and here not in sys.path:
-            sys.path.insert(0, here)
-        models = build(self.config["models"], "models")
+        models = build(self._with_code("models", trust), "models")
         checkpoints.load_into(models, state["models"], "models", then={}, now={})
         return models
+
+    def _with_code(self, group: str, trust: bool) -> Any:
+        """A group of the config, with `_target_`s that can be imported here."""
+        node = self.config[group]
+        if trust:
+            return snapshots.private(node, snapshots.unpacked(self._folder))
+        here = Path.cwd()
+        if not Path(here, EXPERIMENT).is_file():
+            raise UsageError(
+                f"{here} is not the experiment of {self._folder.title}, whose code its models need. Change into it or, "
+                "if you trust everybody who can write to that storage, use the stored code: load_models(trust=True)"
+            )
+        loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
+        if str(here / "src") not in map(str, loaded):  # of another experiment
+            return snapshots.private(node, here)
+        if str(here) not in sys.path:
+            sys.path.insert(0, str(here))
+        return node
 
     def __repr__(self) -> str:
         with contextlib.suppress(StorageError):

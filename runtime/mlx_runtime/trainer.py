@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from mlx_runtime import checkpoints, datasets, preparation, registry
+from mlx_runtime import checkpoints, datasets, preparation, registry, snapshots
 from mlx_runtime.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.cluster import Cluster, on_ray, start_ray
 from mlx_runtime.control import Control, Terminated
@@ -142,6 +142,7 @@ def _fit(
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
         write_atomic(folder.conf, config.yaml())
         folder.push(folder.conf, must=True)
+        snapshots.store(Path.cwd(), folder)
         progress.start_lines(cluster, engine)
         info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.tree, attempt)
         progress.callbacks.call("on_run_start", info)

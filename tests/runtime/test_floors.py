@@ -27,6 +27,7 @@ FLOORS = [
         "progress",
         "tracking",
         "registry",
+        "snapshots",
         "control",
         "watching",
         "profiling",

@@ -58,6 +58,17 @@ def test_its_models_give_numbers(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(torch.equal(item, weights[name]) for name, item in models.net.state_dict().items())
 
 
+def test_its_stored_code_runs_anywhere_but_only_for_those_who_trust_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MlxError, match=r"use the stored code: load_models\(trust=True\)"):
+        open_run(run).load_models()
+    models = open_run(run).load_models("best", trust=True)
+    assert models.net.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    assert type(models.net).__module__ != "src.models"
+
+
 def test_what_is_not_there_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(run.parents[2])
     for text, message in [

@@ -102,7 +102,7 @@ class TestTwoWorkers:
     def test_the_run_folder_is_as_documented(self, run: tuple[Path, str]) -> None:
         folder = run[0] / "runs" / "probe" / "run_001"
         names = {re.sub(r"(tfevents)\..*", r"\1", path.name) for path in folder.iterdir()}
-        files = {"run.json", "conf.yaml", "metrics.jsonl", "events.out.tfevents"}
+        files = {"run.json", "conf.yaml", "code.zip", "metrics.jsonl", "events.out.tfevents"}
         assert names == files | {"checkpoints", "logs", ".attempt-001"}
         assert {path.name for path in (folder / "logs").iterdir()} == {"driver.log", "rank_0.log", "rank_1.log"}
         assert {path.name for path in (folder / "checkpoints").glob("epoch_*")} == {
