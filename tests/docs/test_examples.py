@@ -1,0 +1,88 @@
+"""The examples of the docs train, and reach what their first lines say."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, Mlx, bind
+
+from mlx_runtime import open_run
+
+pytestmark = pytest.mark.local
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture
+def example(mlx: Mlx, baked: Path, tmp_path: Path) -> Make:
+    """`example("gan")`: a new experiment with that file as its src/experiment.py, bound."""
+
+    def make(name: str) -> Path:
+        folder = Path(shutil.copytree(baked, tmp_path / name))
+        shutil.copy(ROOT / "docs" / "examples" / f"{name}.py", folder / "src" / "experiment.py")
+        return bind(mlx, folder)
+
+    return make
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    """What was recorded at which step, without times and rates."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    named = [{key: value for key, value in line.items() if "/" in key or key == "step"} for line in found]
+    return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in named]
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    page = (ROOT / "docs" / "guides" / "examples.md").read_text()
+    for file in (ROOT / "docs" / "examples").iterdir():
+        assert f"../examples/{file.name}" in page
+        assert f'example("{file.stem}")' in Path(__file__).read_text()
+
+
+def test_the_generator_reaches_all_modes(mlx: Mlx, example: Make) -> None:
+    folder = example("gan")
+    done = mlx(folder, "train", "run")
+    assert done.returncode == 0, done.stderr
+    modes = [line["ring/modes"] for line in lines(folder / "runs" / "gan" / "run_001") if "ring/modes" in line]
+    assert len(modes) == 30
+    assert modes[-1] == 8
+
+
+def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make) -> None:
+    folder = example("text")
+    assert "longest: 64" in (folder / "src" / "conf.yaml").read_text()
+    done = mlx(folder, "train", "run")
+    assert done.returncode == 0, done.stderr
+    assert open_run(folder / "runs" / "text" / "run_001").record["metrics"]["val/accuracy"] > 0.95
+
+
+def test_fine_tuning_starts_from_weights_with_other_names_and_resumes_exactly(
+    mlx: Mlx, example: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = example("finetune")
+    shapes = {"0.weight": (32, 1, 3, 3), "0.bias": (32,), "4.weight": (32, 128), "4.bias": (32,)}
+    weights = {f"encoder.{name}": torch.randn(shape) / 10 for name, shape in shapes.items()}
+    torch.save({**weights, "decoder.weight": torch.zeros(3)}, folder / "weights.pt")
+    pretrained = f"models.net.pretrained={folder}/weights.pt"
+    short = mlx(folder, "train", "run", pretrained, "cfg.num_epochs=2")
+    assert short.returncode == 0, short.stderr
+    run = open_run(folder / "runs" / "finetune" / "run_001")
+    frozen = run.state()["models"]["net"]
+    assert all(torch.equal(frozen[f"backbone.{name.partition('.')[2]}"], item) for name, item in weights.items())
+
+    resumed = mlx(folder, "train", "run", "--resume=run_001", "cfg.num_epochs=4")
+    assert resumed.returncode == 0, resumed.stderr
+    whole = mlx(folder, "train", "run", pretrained, "cfg.num_epochs=4")
+    assert whole.returncode == 0, whole.stderr
+    numbers = [lines(folder / "runs" / "finetune" / name) for name in ("run_001", "run_002")]
+    assert len(numbers[1]) > 12
+    assert numbers[0] == numbers[1]
+
+    monkeypatch.chdir(folder)
+    net = run.load_models().net
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    averaged.load_state_dict(run.state()["own"]["ema"])
+    assert not torch.equal(averaged.module.head.weight, net.head.weight)
