@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import registry
-from mlx_runtime.errors import StorageError, UsageError, first_line, near
+from mlx_runtime.errors import StorageError, UsageError, first_line, near, plain
 from mlx_runtime.filling import RECORD, job_record, job_status
 from mlx_runtime.layout import ATTEMPT, RunFolder, is_read_mark, run_folder
 from mlx_runtime.storage import Storage, is_uri, joined, size_text
@@ -376,7 +376,7 @@ def _rows(entry: Entry, before: str, below: str) -> Iterator[tuple[str, str, str
     files = f"{entry.files:,} file{'s' * (entry.files != 1)}" if entry.kind == "folder" else ""
     note = f"({entry.note})" if entry.note else ""
     size = size_text(entry.size_bytes) if entry.kind != "link" else "link"
-    yield f"{before}{entry.name}", size, "  ".join(filter(None, (files, note)))
+    yield f"{before}{plain(entry.name, one_line=True)}", size, "  ".join(filter(None, (files, note)))
     children = entry.children or []
     for index, child in enumerate(children):
         last = index == len(children) - 1 and not entry.more[0]

@@ -23,6 +23,7 @@ import contextlib
 import difflib
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mlx_runtime.settings import Settings
+
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?")
+"""Sequences that colour text, move the cursor, or set a terminal's title and links."""
+
+UNPRINTABLE = re.compile(r"[^\t\n -~\xa0-\ud7ff\ue000-\U0010ffff]|[\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters, halves of characters, and what reverses the direction of text."""
 
 PATIENCE_S = 5.0
 """How long further Ctrl-C are ignored after the first."""
@@ -144,6 +151,19 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def plain(text: str, *, one_line: bool = False) -> str:
+    """A text for a terminal: without escape sequences, and with a mark for any other character that does not print.
+
+    Names and numbers come from records that others wrote; those must not move the cursor, or change what is shown.
+
+    Args:
+        text: to print.
+        one_line: mark tabs and line breaks, too.
+    """
+    found = UNPRINTABLE.sub("\ufffd", ESCAPES.sub("", text))
+    return re.sub(r"[\t\n]", "\ufffd", found) if one_line else found
+
+
 def user_frames(error: BaseException, project: Path) -> str:
     """Where a project's own code stood when an error was raised, innermost last, and where a library gave up.
 
@@ -183,9 +203,9 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
         except MlxError as error:
             if debug:
                 raise
-            print(f"error: {error}" if error.exit_code else str(error), file=sys.stderr)
+            print(plain(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)
             if error.cure:
-                print(error.cure, file=sys.stderr)
+                print(plain(error.cure), file=sys.stderr)
             atexit.register(_deaf)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mlx_runtime.errors import ClusterError, UsageError, first_line
+from mlx_runtime.errors import ClusterError, UsageError, first_line, plain
 from mlx_runtime.logs import last_lines
+from mlx_runtime.storage import write_atomic
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -156,11 +158,40 @@ def reached(address: Address, timeout_s: float = REACH_S) -> Reached:
     return Reached(address, str(version), headers, source, time.monotonic() - started)
 
 
+def remember(address: Address) -> None:
+    """Note that the user has launched a job on a cluster, so that later commands may send it the token."""
+    file = _clusters_file()
+    with contextlib.suppress(OSError):  # without it, commands ask for RAY_ADDRESS
+        known = file.read_text().splitlines() if file.is_file() else []
+        if address.url not in known:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, "".join(f"{url}\n" for url in [*known, address.url]))
+
+
+def trusted(url: str) -> bool:
+    """True if a cluster may get the token: `RAY_ADDRESS` names it, or this user has launched a job on it from here.
+
+    An address in the record of a run is not enough, because everybody who can write to the storage can change it.
+    """
+    with contextlib.suppress(UsageError):
+        if Address.of(None).url == url:
+            return True
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return url in _clusters_file().read_text().splitlines()
+    return False
+
+
+def untrusted_notice(url: str) -> str:
+    """One line about a cluster that only the record of a run names."""
+    return f"{url} was not asked with your token, because only run.json names it; if it is yours: RAY_ADDRESS={url}"
+
+
 def statuses(pairs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """What clusters say of jobs: PENDING RUNNING STOPPED SUCCEEDED FAILED.
 
     Args:
-        pairs: address and id of each job.
+        pairs: address and id of each job, from the records of runs. Clusters that are not `trusted` are asked without a
+            token; a line on stderr names those that want one.
 
     Returns:
         Status by address and id; jobs of clusters that cannot be reached, or do not know them, are left out.
@@ -237,6 +268,7 @@ class Jobs:
                         runtime_env={**runtime_env, "working_dir": str(folder), "env_vars": variables},
                         metadata=dict(metadata),
                     )
+                remember(self.cluster.address)
                 return
             except Exception as error:  # the library raises RuntimeError, ValueError, and what requests does
                 if "No available agent" in str(error) and time.monotonic() < until:
@@ -375,7 +407,8 @@ class Details:
 def _asked(url: str, timeout_s: float, headers: dict[str, str]) -> Any:
     import requests
 
-    return requests.get(url, timeout=timeout_s, headers=headers)
+    # With an `auth` of its own, requests does not look for a password in ~/.netrc.
+    return requests.get(url, timeout=timeout_s, headers=headers, auth=lambda request: request)
 
 
 def _let_in(url: str, timeout_s: float, headers: dict[str, str]) -> tuple[Any, dict[str, str], str | None]:
@@ -391,7 +424,12 @@ def _let_in(url: str, timeout_s: float, headers: dict[str, str]) -> tuple[Any, d
 
 def _statuses(address: str, headers: dict[str, str] | None = None, timeout_s: float = LOOK_S) -> dict[str, str]:
     with contextlib.suppress(Exception):
-        answer, _, _ = _let_in(f"{address}/api/jobs/", timeout_s, headers or {})
+        if headers is None and not trusted(address):
+            answer = _asked(f"{address}/api/jobs/", timeout_s, {})
+            if answer.status_code in REFUSED:
+                print(f"note: {untrusted_notice(plain(address))}", file=sys.stderr)
+        else:
+            answer, _, _ = _let_in(f"{address}/api/jobs/", timeout_s, headers or {})
         return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
     return {}
 
@@ -410,6 +448,11 @@ def _token() -> tuple[str | None, str | None]:
 
 def _ray_token_file() -> Path:
     return Path.home() / ".ray" / "auth_token"
+
+
+def _clusters_file() -> Path:
+    """Addresses of the clusters on which this user has launched jobs; never in a storage, which others may write to."""
+    return Path.home() / ".config" / "mlx" / "clusters"
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from mlx_runtime import registry, xp
-from mlx_runtime.errors import StorageError, UsageError, first_line, near
+from mlx_runtime.errors import StorageError, UsageError, first_line, near, plain
 from mlx_runtime.layout import RunFolder, find_run, list_runs
 
 UNREADABLE = "UNREADABLE"
@@ -198,6 +198,7 @@ def show(table: Sequence[Mapping[str, str]], stream: TextIO) -> None:
     """Print rows with the same columns: drawn on a terminal, plain and aligned in a pipe and where there is no room."""
     if not table:
         return
+    table = [{plain(key, one_line=True): plain(text, one_line=True) for key, text in row.items()} for row in table]
     if stream.isatty() and (width := shutil.get_terminal_size().columns) >= 80:
         from rich.console import Console
         from rich.table import Column, Table

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import registry
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, near
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, near, plain
 from mlx_runtime.layout import CONF, RunFolder, find_run, named_run, storage_root
 from mlx_runtime.logs import last_lines, ranks, stored
 from mlx_runtime.settings import Settings
@@ -193,8 +193,12 @@ def _jobs(record: Mapping[str, Any]) -> "Jobs | None":
     job = record.get("job")
     if not job:
         return None
-    from mlx_runtime.jobs import Address, Jobs, reached
+    from mlx_runtime.jobs import Address, Jobs, reached, trusted, untrusted_notice
 
+    if not trusted(job["address"]):
+        if record.get("status") in registry.LIVING:  # of any other, the stored log is complete
+            print(plain(f"note: {untrusted_notice(job['address'])}"), file=sys.stderr)
+        return None
     try:
         jobs = Jobs(reached(Address(job["address"], "its record")))
         jobs.details(job["id"])

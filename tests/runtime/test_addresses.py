@@ -2,12 +2,19 @@
 
 import re
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlx_runtime import listing, registry, xp
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.jobs import Address, reached
+from mlx_runtime.jobs import Address, reached, remember
+from mlx_runtime.layout import RunFolder
 
 pytestmark = pytest.mark.pure
 
@@ -66,3 +73,86 @@ def test_another_server_is_told_apart(s3: str) -> None:
     assert port is not None
     with pytest.raises(ClusterError, match=r"is no Ray dashboard|cannot be asked"):
         reached(Address(f"http://127.0.0.1:{port[1]}", "here"))
+
+
+class Asked(HTTPServer):
+    """A server that wants a token, and keeps what it was sent.
+
+    Attributes:
+        sent: `Authorization` of each request, None where there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Refusing)
+        self.sent: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Asked)
+        self.server.sent.append(self.headers["Authorization"])
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_POST = do_DELETE = do_PUT = do_GET  # noqa: N815 - as http.server looks for them
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """A server in the record of a run that is in a shared storage; this user has a token, also for Ray's own client."""
+    with Asked() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = tmp_path / "home"
+        home.mkdir()
+        (home / ".netrc").write_text("default login me password hunter2\n")
+        (home / ".netrc").chmod(0o600)
+        for name, value in (("HOME", str(home)), ("MLX_STORAGE", str(tmp_path / "storage"))):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "the-token")
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        folder = RunFolder(tmp_path / "storage" / "digits" / "run_001")
+        (folder.path / "logs").mkdir(parents=True)
+        (folder.path / "logs" / "driver.log").write_text("what it printed\n")
+        registry.Record(folder, status="RUNNING", job={"id": "job-1", "address": server.url}, **registry.this_driver())
+        yield server
+        server.shutdown()
+
+
+def test_an_address_in_a_record_gets_no_token(
+    server: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(xp, "STOP_S", 0.1)
+    printed: list[str] = []
+    assert [row.status for row in listing.rows()] == ["RUNNING"]
+    xp.logs("digits", "latest", printed.append)
+    xp.logs("digits", "latest", printed.append, tail=1)
+    with pytest.raises(Exception, match="still RUNNING"):
+        xp.stop("digits", "latest")
+    assert server.sent
+    assert {*server.sent} == {None}
+    assert printed == ["what it printed\n"] * 2
+    assert f"because only run.json names it; if it is yours: RAY_ADDRESS={server.url}\n" in capsys.readouterr().err
+
+
+def test_one_that_the_user_has_named_gets_it(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", server.url)
+    listing.rows()
+    assert server.sent == [None, "Bearer the-token"]
+
+
+def test_one_that_was_launched_on_from_here_gets_it(server: Asked) -> None:
+    for _ in range(2):
+        remember(Address("http://another:8265", "RAY_ADDRESS"))
+        remember(Address(server.url, "RAY_ADDRESS"))
+    assert (Path.home() / ".config/mlx/clusters").read_text() == f"http://another:8265\n{server.url}\n"
+    listing.rows()
+    assert server.sent == [None, "Bearer the-token"]

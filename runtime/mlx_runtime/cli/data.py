@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime import data
-from mlx_runtime.cli.words import address_option
+from mlx_runtime.cli.words import address_option, agree, say
 from mlx_runtime.cluster import JOB_FLAG
 from mlx_runtime.errors import StorageError, UsageError, clean_exit
 from mlx_runtime.settings import be_verbose
@@ -93,7 +93,7 @@ def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: s
             click.echo(json.dumps(found.as_json(), indent=2))
         else:
             for line in found.lines():
-                click.echo(line)
+                say(line)
         if found.unreadable:
             named = ", ".join(found.unreadable[:5]) + ", …" * (len(found.unreadable) > 5)
             raise StorageError(f"the sizes leave out what could not be read: {named}")
@@ -136,9 +136,9 @@ def _remove_path(path: str, yes: bool) -> None:
     if found.unreadable:
         what += f", and {len(found.unreadable):,} that cannot be read"
     if not yes:
-        click.confirm(f"remove {place.title}, {what}?", abort=True)
+        agree(f"remove {place.title}, {what}?")
     data.remove(place)
-    click.echo(f"removed {place.title}, {what}")
+    say(f"removed {place.title}, {what}")
 
 
 def _remove_prepared(older_than: float | None, larger_than: float | None, yes: bool) -> None:
@@ -149,13 +149,13 @@ def _remove_prepared(older_than: float | None, larger_than: float | None, yes: b
     gigabytes = endless if larger_than is None else larger_than
     sets = data.unwanted_prepared(store, days, gigabytes)
     if not sets:
-        click.echo(f"nothing to remove in {store.root}")
+        say(f"nothing to remove in {store.root}")
         return
     for item in sets:
         rows = f"{item.manifest.rows:,} rows" if item.manifest else "incomplete"
-        click.echo(f"{item.name}  {rows}  {item.size_bytes / 1e6:,.1f} MB  unused for {item.age_s / 86_400:.1f} days")
+        say(f"{item.name}  {rows}  {item.size_bytes / 1e6:,.1f} MB  unused for {item.age_s / 86_400:.1f} days")
     size = sum(item.size_bytes for item in sets) / 1e6
     if not yes:
-        click.confirm(f"remove {len(sets)} of {store.root}, {size:,.1f} MB?", abort=True)
+        agree(f"remove {len(sets)} of {store.root}, {size:,.1f} MB?")
     gone = data.remove_prepared(store, sets)
-    click.echo(f"removed {len(gone)}, {sum(item.size_bytes for item in gone) / 1e6:,.1f} MB")
+    say(f"removed {len(gone)}, {sum(item.size_bytes for item in gone) / 1e6:,.1f} MB")

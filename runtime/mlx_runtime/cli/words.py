@@ -1,10 +1,12 @@
-"""Words that several commands share: the address of a cluster, and names that a shell completes."""
+"""Words that several commands share: the address of a cluster, names that a shell completes, and what they print."""
 
 import contextlib
 from collections.abc import Callable
 
 import click
 from click.shell_completion import CompletionItem
+
+from mlx_runtime.errors import plain
 
 address_option: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
     "--ray-address",
@@ -13,6 +15,16 @@ address_option: Callable[[Callable[..., None]], Callable[..., None]] = click.opt
     metavar="URL",
     help="Dashboard of the cluster, like http://head:8265. Else RAY_ADDRESS.",
 )
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print a line with names or numbers from the storage, which others may have written."""
+    click.echo(plain(str(text), one_line=True), err=err)
+
+
+def agree(question: str) -> None:
+    """Ask about such names, and end the command unless the answer is yes."""
+    click.confirm(plain(question, one_line=True), abort=True)
 
 
 def experiments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime import comparison, listing, xp
-from mlx_runtime.cli.words import address_option, experiments, runs
+from mlx_runtime.cli.words import address_option, agree, experiments, runs, say
 from mlx_runtime.errors import UsageError, clean_exit
 from mlx_runtime.storage import to_json
 
@@ -39,13 +39,13 @@ def ls(
             from mlx_runtime import report
 
             report.write(report.of_runs(found), html)
-            click.echo(html)
+            say(html)
         elif as_json:
             click.echo(to_json([row.fields() for row in found]), nl=False)
         elif found:
             listing.show([row.cells(sort) for row in found], sys.stdout)
         else:
-            click.echo(listing.nothing(status), err=True)
+            say(listing.nothing(status), err=True)
 
 
 @group.command()
@@ -66,7 +66,7 @@ def diff(words: tuple[str, ...], as_json: bool) -> None:
         elif any(found.values()):
             listing.show(comparison.table(a, b, found), sys.stdout)
         else:
-            click.echo(f"{a.title} and {b.title} do not differ", err=True)
+            say(f"{a.title} and {b.title} do not differ", err=True)
 
 
 @group.command()
@@ -82,7 +82,7 @@ def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None
             click.echo(to_json(found), nl=False)
         else:
             for line in comparison.lines(found):
-                click.echo(line)
+                say(line)
 
 
 @group.command()
@@ -97,7 +97,7 @@ def report(name: str, run: str, output: Path | None) -> None:
         folder = xp.chosen(name, run)
         file = output or Path(f"{folder.experiment}-{folder.name}.html")
         report.write(report.of_run(folder), file)
-        click.echo(file)
+        say(file)
 
 
 @group.command()
@@ -111,11 +111,11 @@ def rm(name: str, run: str | None, yes: bool) -> None:
     with clean_exit():
         found = removal.doomed(name, _given(name, run, "rm"))
         if found.warning:
-            click.echo(f"warning: {found.warning}", err=True)
+            say(f"warning: {found.warning}", err=True)
         if not yes:
-            click.confirm(f"remove {found.title}?", abort=True)
+            agree(f"remove {found.title}?")
         removal.remove(found.folder)
-        click.echo(f"removed {found.title}")
+        say(f"removed {found.title}")
 
 
 @group.command()
@@ -141,7 +141,7 @@ def logs(name: str, run: str, follow: bool, rank: int | None, tail: int | None) 
 def ray(ray_address: str | None) -> None:
     """Print where a cluster's dashboard is, and open it where there is a display."""
     with clean_exit():
-        click.echo(xp.dashboard(ray_address))
+        say(xp.dashboard(ray_address))
 
 
 @group.command()
@@ -150,7 +150,7 @@ def ray(ray_address: str | None) -> None:
 def stop(name: str, run: str | None) -> None:
     """Save a checkpoint of a RUN (run_003, 3 or latest) of NAME at its next step, and end it."""
     with clean_exit():
-        click.echo(xp.stop(name, _given(name, run, "stop")))
+        say(xp.stop(name, _given(name, run, "stop")))
 
 
 def _given(name: str, run: str | None, verb: str) -> str:
