@@ -6,7 +6,7 @@ Sizes are those that files say, in decimal units; links count nothing and are ne
 import contextlib
 import heapq
 import os
-import shutil
+import stat
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from mlx_runtime import registry
 from mlx_runtime.errors import StorageError, UsageError, first_line, near, plain
 from mlx_runtime.filling import RECORD, job_record, job_status
 from mlx_runtime.layout import ATTEMPT, RunFolder, is_read_mark, run_folder
-from mlx_runtime.storage import Storage, is_uri, joined, size_text
+from mlx_runtime.storage import Storage, is_uri, joined, opened, remove_tree, size_text
 
 RUN = "run.json"
 
@@ -452,30 +452,29 @@ def remove(place: Place) -> None:
 
 def _remove_local(place: Place) -> None:
     """A folder gets another name first, so that nobody ever takes a half of it for the whole."""
-    path = Path(place.path)
-    try:
-        if path.is_symlink() or not path.is_dir():
-            path.unlink()
-            return
-        hidden = path
-        if REMOVING not in path.name:
-            hidden = path.with_name(f".{path.name.lstrip('.')}{REMOVING}{uuid.uuid4().hex[:8]}")
-            path.rename(hidden)
-    except OSError as error:
-        raise StorageError(f"cannot remove {place.title}: {error.strerror or error}; nothing is gone") from error
-    try:
-        shutil.rmtree(hidden)
-    except OSError as error:
-        shutil.rmtree(hidden, ignore_errors=True)  # whatever else can go
-        if not hidden.exists():
-            return
-        left = Survey(Entry(hidden.name))
-        _measure_folder(str(hidden), left, 0, 0)
-        again = "/".join([*place.parts[:-1], hidden.name])
+    *above, name = place.parts
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(opened(Storage(place.root).path, *above))
+            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+                return
+            hidden = name
+            if REMOVING not in name:
+                hidden = f".{name.lstrip('.')}{REMOVING}{uuid.uuid4().hex[:8]}"
+                os.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            raise StorageError(f"cannot remove {place.title}: {error.strerror or error}; nothing is gone") from error
+        problem = remove_tree(hidden, folder)
+    if problem is not None:
+        rest = Place(place.root, (*above, hidden))
+        left = Survey(Entry(hidden))
+        _measure_folder(rest.path, left, 0, 0)
         raise StorageError(
             f"removed only a part of {place.title}: {left.top.files:,} files, {size_text(left.top.size_bytes)}, are "
-            f"left ({error.strerror or error}: {error.filename}). Make them removable, then: mlx data rm {again}"
-        ) from error
+            f"left ({problem.strerror or problem}: {problem.filename}). Make them removable, then: "
+            f"mlx data rm {'/'.join(rest.parts)}"
+        ) from problem
 
 
 def _remove_objects(storage: Storage, place: Place) -> None:

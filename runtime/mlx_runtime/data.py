@@ -214,14 +214,21 @@ def removable(path: str) -> "tuple[Place, Survey]":
     return place, found
 
 
-def remove(place: "Place") -> None:
-    """Remove what `removable` found.
+def remove(place: "Place", found: "Survey") -> None:
+    """Remove what `removable` found, if it is still the same: a person may have thought about it for long.
 
     Raises:
+        UsageError: it has changed, or somebody uses it by now; nothing was removed.
         StorageError: not all of it could be removed.
     """
     from mlx_runtime import contents
 
+    again, present = removable(place.title)
+    if again != place or present.top != found.top:
+        raise UsageError(
+            f"{place.title} has changed since it was measured; nothing was removed. See it with: "
+            f"mlx data show {'/'.join(place.parts)}"
+        )
     contents.remove(place)
 
 

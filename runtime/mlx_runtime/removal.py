@@ -43,26 +43,34 @@ def doomed(name: str, run: str) -> Doomed:
         UsageError: there is no such run, it lives, or it is not in the storage.
         StorageError: the storage does not answer.
     """
-    folder = xp.chosen(name, run)
+    return _looked_at(xp.chosen(name, run))
+
+
+def _looked_at(folder: RunFolder) -> Doomed:
+    place = _place(folder)
     [row] = of([folder])
     title = f"{folder.experiment} {folder.name}"
     if row.status in registry.LIVING:
         raise UsageError(f"{title} is {row.status}; end it first: mlx xp stop {title}")
-    found = contents.survey(_place(folder), 0, 0).top
+    found = contents.survey(place, 0, 0).top
     warning = f"{row.problem}; nobody can say whether it still runs" if row.problem else ""
     return Doomed(folder, found.files, found.size_bytes, warning)
 
 
-def remove(folder: RunFolder) -> None:
-    """Remove a run that was looked at: all of its folder, and its working copy on this machine if it has one.
+def remove(found: Doomed) -> None:
+    """Remove what `doomed` found if it is still the same: all of the run's folder, and its working copy on this machine.
 
     Raises:
+        UsageError: the run has changed, or lives by now; nothing was removed.
         StorageError: something is left; says what and where.
     """
+    folder = found.folder
+    if _looked_at(folder) != found:
+        raise UsageError(f"{folder.title} has changed since it was measured; nothing was removed. See: mlx xp ls")
     contents.remove(_place(folder))
     if folder.uri is not None:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def _place(folder: RunFolder) -> contents.Place:
-    return contents.place_in(folder.root, f"{folder.experiment}/{folder.name}")
+    return contents.place_in(xp.storage(), folder.place)

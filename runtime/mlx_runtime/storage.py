@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -156,8 +157,80 @@ class Storage:
             self.fs.delete_file(self.of(*parts))
 
     def remove_folder(self, *parts: str) -> None:
+        """Remove a folder with everything in it, following no links.
+
+        Raises:
+            OSError: something is left.
+        """
         with contextlib.suppress(FileNotFoundError):
-            self.fs.delete_dir(self.of(*parts))
+            if not self.local:
+                self.fs.delete_dir(self.of(*parts))
+                return
+            with opened(self.path, *parts[:-1]) if parts else opened(str(Path(self.path).parent)) as above:
+                error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
+            if error is not None:
+                raise error
+
+
+@contextlib.contextmanager
+def opened(root: str, *parts: str) -> Iterator[int]:
+    """Open a folder of this machine while the block runs. Yields its descriptor.
+
+    Args:
+        root: an existing folder; it may be a link.
+        parts: of the path below it. None of them may be a link: somebody may have just put it there.
+
+    Raises:
+        OSError: one of them is missing, a link, or no folder.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        for part in parts:
+            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            stack.callback(os.close, folder)
+        yield folder
+
+
+def remove_tree(name: str, above: int) -> OSError | None:
+    """Remove a folder and all that can be removed below it, following no links.
+
+    Every step goes through the descriptor of a folder, so that a folder which is swapped for a link meanwhile does not
+    lead anywhere else. (`shutil.rmtree` does the same, but takes a descriptor only since Python 3.11.)
+
+    Args:
+        name: of the folder.
+        above: descriptor of the folder that it is in.
+
+    Returns:
+        The first error if something is left, else None.
+    """
+    errors: list[OSError] = []
+
+    def removed(name: str, folder: int, shown: str) -> None:
+        try:
+            try:
+                os.rmdir(name, dir_fd=folder)
+            except NotADirectoryError:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            error.filename = shown
+            errors.append(error)
+
+    try:
+        for path, folders, files, folder in os.fwalk(name, topdown=False, onerror=errors.append, dir_fd=above):
+            for entry in [*files, *folders]:
+                removed(entry, folder, f"{path}/{entry}")
+    except OSError as error:  # the folder itself cannot be listed
+        errors.append(error)
+    removed(name, above, name)
+    try:
+        os.stat(name, dir_fd=above, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return errors[0] if errors else None
 
 
 def size_text(size_bytes: float) -> str:

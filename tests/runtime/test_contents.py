@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 from conftest import Mlx
-from storages import SIZES, files, put
+from storages import SIZES, files, filled, put
 
-from mlx_runtime import contents, registry
+from mlx_runtime import contents, data, registry
 from mlx_runtime.contents import Survey, place_in, remove, survey
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import run_folder
@@ -309,6 +309,67 @@ def test_removed_by_command(root: str, mlx: Mlx, tmp_path: Path) -> None:
     where = joined(root, "data", "digits")
     assert (done.returncode, done.stdout) == (0, f"removed {where}, 4 files, 5.0 kB\n"), done.stderr
     assert files(root) == []
+
+
+# -- rm, and what happens while it asks --
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder that is in no storage, with the names of one."""
+    filled(str(tmp_path / "outside"))
+    return tmp_path / "outside"
+
+
+def swap(folder: Path, target: Path) -> None:
+    """Put a link in the place of a folder, which is moved away."""
+    folder.rename(target.with_name("moved"))
+    folder.symlink_to(target)
+
+
+@pytest.mark.parametrize("swapped", ["data", "data/digits", "data/digits/deep"])
+def test_a_folder_that_becomes_a_link_leads_nowhere(
+    folder: Path, outside: Path, swapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(folder))
+    place, found = data.removable("data/digits")
+    swap(folder / swapped, outside / swapped)
+    with pytest.raises(UsageError, match=r"lies outside the storage|has changed since it was measured; nothing was"):
+        data.remove(place, found)
+    assert {*SIZES} < {*files(str(outside))}
+
+
+@pytest.mark.parametrize("swapped", ["data", "data/digits", "data/digits/deep"])
+def test_not_even_after_it_was_checked(folder: Path, outside: Path, swapped: str) -> None:
+    """Between the last look and the removal there is an instant."""
+    place = place_in(str(folder), "data/digits")
+    swap(folder / swapped, outside / swapped)
+    if swapped == "data":
+        with pytest.raises(StorageError, match="nothing is gone"):
+            remove(place)
+    else:
+        remove(place)  # the link goes, and what it leads to stays
+        assert not os.path.lexists(folder / "data/digits")
+    assert {*SIZES} < {*files(str(outside))}
+
+
+@pytest.mark.parametrize("changed", ["data/digits/new.bin", "data/digits/a.bin"])
+def test_what_has_changed_is_looked_at_again(folder: Path, changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(folder))
+    place, found = data.removable("data/digits")
+    (folder / changed).write_text("more")
+    with pytest.raises(UsageError, match="nothing was removed. See it with: mlx data show data/digits"):
+        data.remove(place, found)
+    assert {*SIZES} <= {*files(str(folder))}
+
+
+def test_a_run_that_begins_meanwhile_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(folder))
+    place, found = data.removable("data")
+    run_record(str(folder), "data/run_001")
+    with pytest.raises(UsageError, match="run_001 is being trained by"):
+        data.remove(place, found)
+    assert {*SIZES} < {*files(str(folder))}
 
 
 @pytest.mark.process

@@ -440,7 +440,7 @@ class TestRm:
             (second.path / "data").symlink_to(outside)
         found = removal.doomed("digits", "run_002")
         assert found.files >= 4
-        removal.remove(found.folder)
+        removal.remove(found)
         assert not second.path.exists()
         assert [row.folder.place for row in listing.rows()] == [first.place, other.place]
         assert Checkpoints(first.checkpoints).all()
@@ -467,6 +467,11 @@ class TestRm:
         done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y")
         assert done.returncode == 2  # which storage?
         done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", MLX_STORAGE=folder.root)
+        assert (done.returncode, folder.path.exists()) == (2, True)
+        assert done.stderr.endswith(
+            "nobody can say whether it still runs. To remove it without a question, add --force\n"
+        )
+        done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", "--force", MLX_STORAGE=folder.root)
         assert (done.returncode, folder.path.exists()) == (0, False)
         assert re.match(r"warning: cannot read .*run\.json: .*; nobody can say whether it still runs\n", done.stderr)
 
@@ -474,9 +479,29 @@ class TestRm:
         made()
         stranger = tmp_path / "elsewhere" / "run_001"
         stranger.mkdir(parents=True)
-        with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
-            removal.doomed("x/../../elsewhere", "1")
+        (stranger / "run.json").write_text('{"status": "FAILED"}')
+        for named in ("x/../../elsewhere", "../elsewhere/run_001", str(stranger)):
+            with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
+                removal.doomed(named, "1")
         assert stranger.is_dir()
+
+    @pytest.mark.parametrize("fields", [{"status": "RUNNING", **registry.this_driver()}, {"epoch": 5}])
+    def test_one_that_has_changed_while_it_was_asked_about_stays(self, made: Made, fields: dict[str, Any]) -> None:
+        folder = made(status="FAILED")
+        found = removal.doomed("digits", "1")
+        folder.record.write_text(json.dumps(registry.recorded(folder) | fields))
+        with pytest.raises(UsageError, match=r"is RUNNING; end it first|has changed since it was measured"):
+            removal.remove(found)
+        assert folder.record.is_file()
+
+    def test_one_that_becomes_a_link_leads_nowhere(self, made: Made, tmp_path: Path) -> None:
+        folder = made(status="FAILED")
+        found = removal.doomed("digits", "1")
+        folder.path.parent.rename(tmp_path / "digits")
+        folder.path.parent.symlink_to(tmp_path / "digits")
+        with pytest.raises(UsageError, match="lies outside the storage"):
+            removal.remove(found)
+        assert (tmp_path / "digits" / "run_001" / "run.json").is_file()
 
 
 @pytest.mark.pure

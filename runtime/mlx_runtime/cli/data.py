@@ -137,7 +137,7 @@ def _remove_path(path: str, yes: bool) -> None:
         what += f", and {len(found.unreadable):,} that cannot be read"
     if not yes:
         agree(f"remove {place.title}, {what}?")
-    data.remove(place)
+    data.remove(place, found)
     say(f"removed {place.title}, {what}")
 
 

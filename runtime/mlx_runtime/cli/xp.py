@@ -104,17 +104,20 @@ def report(name: str, run: str, output: Path | None) -> None:
 @click.argument("name", shell_complete=experiments)
 @click.argument("run", required=False, shell_complete=runs)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-def rm(name: str, run: str | None, yes: bool) -> None:
+@click.option("--force", is_flag=True, help="With -y, also a run whose record cannot be read: it may be training.")
+def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it trains."""
     from mlx_runtime import removal
 
     with clean_exit():
         found = removal.doomed(name, _given(name, run, "rm"))
+        if found.warning and yes and not force:
+            raise UsageError(f"{found.warning}. To remove it without a question, add --force")
         if found.warning:
             say(f"warning: {found.warning}", err=True)
         if not yes:
             agree(f"remove {found.title}?")
-        removal.remove(found.folder)
+        removal.remove(found)
         say(f"removed {found.title}")
 
 
