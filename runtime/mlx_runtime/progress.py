@@ -17,13 +17,15 @@ its sender:
 
 import contextlib
 import json
+import os
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
@@ -54,6 +56,13 @@ NOWHERE: dict[str, Any] = {
 
 STOP, WHERE = b"stop", b"where"
 """What the driver says to workers: save a checkpoint and end; tell where you stand."""
+
+
+HANDSHAKE_S = 10.0
+"""How long a connection to the driver has to prove that it is a worker's."""
+
+STRANGERS = 256
+"""Connections that may be about to prove it; more than workers that connect at the same time."""
 
 
 class Sink(Protocol):
@@ -132,6 +141,9 @@ class Remote:
 class Receiver:
     """The driver's end: collects the events of the workers, of their replacements too.
 
+    Anybody on the network can connect. A connection has `HANDSHAKE_S` to prove that it knows the key; with more than
+    `STRANGERS` that have not, the oldest are closed.
+
     Attributes:
         address: (host, port) that workers connect to.
         key: secret that they must know.
@@ -139,11 +151,14 @@ class Receiver:
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(16)
-        self._listener = Listener((host, 0), backlog=128, authkey=self.key)
-        self.address: tuple[str, int] = (host, self._listener.address[1])
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._open: list[threading.Thread] = []
         self._workers: list[Connection[Any, Any]] = []
+        self._strangers: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()  # of `_strangers`
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="progress", daemon=True).start()
 
     def events(self, timeout_s: float) -> Iterator[Event]:
@@ -166,26 +181,68 @@ class Receiver:
                 connection.send_bytes(order)
 
     def close(self) -> None:
+        self._closed.set()
         self._listener.close()
+        self._drop_strangers(0)
 
     def _accept(self) -> None:
-        while True:
+        self._listener.settimeout(min(1.0, HANDSHAKE_S))
+        while not self._closed.is_set():
             try:
-                connection = self._listener.accept()
-            except OSError:
-                return  # closed
-            except Exception:  # a stranger without the key, or one who hung up
+                stranger, _ = self._listener.accept()
+            except TimeoutError:
+                stranger = None
+            except OSError:  # closed, or too many files are open
+                self._closed.wait(0.1)
                 continue
-            thread = threading.Thread(target=self._read, args=(connection,), daemon=True)
-            self._open.append(thread)
-            thread.start()
+            if stranger is not None:
+                stranger.settimeout(None)
+                with self._lock:
+                    self._strangers[stranger] = time.monotonic()
+                threading.Thread(target=self._talk, args=(stranger,), daemon=True).start()
+            self._drop_strangers(STRANGERS)
+
+    def _drop_strangers(self, most: int) -> None:
+        """Hang up on connections that have not proved in time to be a worker's, and on the oldest beyond `most`."""
+        with self._lock:
+            number, latest = len(self._strangers), time.monotonic() - HANDSHAKE_S
+            for index, (stranger, since) in enumerate(list(self._strangers.items())):
+                if index < number - most or since < latest:
+                    del self._strangers[stranger]
+                    with contextlib.suppress(OSError):
+                        stranger.shutdown(socket.SHUT_RDWR)  # the thread that reads from it ends and closes it
+
+    def _talk(self, stranger: socket.socket) -> None:
+        with contextlib.suppress(OSError), stranger, Connection(os.dup(stranger.fileno())) as connection:
+            try:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+            except Exception:  # a stranger without the key, or one who hung up
+                return
+            finally:
+                with self._lock:
+                    in_time = self._strangers.pop(stranger, None) is not None
+            if in_time:
+                self._open.append(threading.current_thread())
+                self._read(connection)
 
     def _read(self, connection: "Connection[Any, Any]") -> None:
         self._workers.append(connection)
-        with contextlib.suppress(EOFError, OSError), connection:
+        with contextlib.suppress(EOFError, OSError):
             while True:
-                self._events.put(json.loads(connection.recv_bytes()))
+                event = _event(connection.recv_bytes())
+                if event is not None:
+                    self._events.put(event)
         self._workers.remove(connection)
+
+
+def _event(message: bytes) -> Event | None:
+    """The event in a message, or None if there is none in it."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(message)
+        if isinstance(found, dict) and isinstance(found.get("kind"), str) and type(found.get("rank")) is int:
+            return found
+    return None
 
 
 class Display:

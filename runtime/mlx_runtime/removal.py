@@ -58,7 +58,7 @@ def _looked_at(folder: RunFolder) -> Doomed:
 
 
 def remove(found: Doomed) -> None:
-    """Remove what `doomed` found if it is still the same: all of the run's folder, and its working copy on this machine.
+    """Remove what `doomed` found if it is still the same: its folder, and its working copy on this machine.
 
     Raises:
         UsageError: the run has changed, or lives by now; nothing was removed.
