@@ -8,13 +8,16 @@ import enum
 import functools
 import inspect
 import re
-from pathlib import Path
+import typing
+from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
+import torch.utils.data
 
 from mlx_runtime.declarations import Declaration
-from mlx_runtime.errors import BindError
+from mlx_runtime.errors import BindError, first_line
 from mlx_runtime.signatures import (
     MISSING,
     Call,
@@ -28,12 +31,24 @@ from mlx_runtime.signatures import (
     path_of,
     recorded_constant,
     recorded_default,
+    signature_of,
 )
 
 DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
 """Stands for the parameters in `adam: Adam = Adam(DUMMY_PARAMS)`; at run time the mapped models' take its place."""
 
 RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
+
+BASES = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.utils.data.Dataset,
+    torch.utils.data.IterableDataset,
+    torch.Tensor,
+    object,
+)
+"""An annotation with one of these says that any class below it will do."""
 
 Node = dict[str, Any]
 
@@ -49,7 +64,8 @@ class Description:
     def __init__(self, experiment: type) -> None:
         self.notices: list[str] = []
         self._home = experiment.__module__
-        self._keys_of: dict[int, tuple[str, tuple[int, str], Any]] = {}
+        self._open: list[type] = []
+        self._keys_of: dict[int, tuple[str, tuple[str, str], Any]] = {}
         self.tree = {name: self._group(cls, name) for name, cls in groups(experiment).items()}
 
     def of_class(self, path: str, key: str) -> Node | None:
@@ -58,7 +74,7 @@ class Description:
             target = object_at(path)
         except (ImportError, AttributeError):
             return None
-        return {**self._constructor(target, key), "_target_": path}
+        return self._constructor(target, key, path)
 
     def _group(self, cls: type, key: str) -> Node:
         for name, value in vars(cls).items():
@@ -71,14 +87,21 @@ class Description:
                 raise BindError(f"{key}.{name} has no type, so it would be left out; write {name}: {kind} = ...")
         return self._constructor(cls, key)
 
-    def _constructor(self, target: Any, key: str) -> Node:
-        """A node for `target()` with every default written out; an argument without a default is `???`."""
-        node: Node = {"_target_": path_of(target)}
+    def _constructor(self, target: Any, key: str, path: str | None = None) -> Node:
+        """A node for `target()` with every default written out.
+
+        Args:
+            target: a class or function.
+            key: of the node.
+            path: that leads to the target; None means where it says it lives.
+        """
+        path = path or path_of(target)
+        node: Node = {"_target_": path}
         for parameter in parameters(target) or []:
             here = f"{key}.{parameter.name}"
             if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
                 continue
-            self._look_at(target, parameter, here)
+            self._look_at(path, parameter, here)
             value = self._default(target, parameter, here)
             if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
                 node.setdefault("_args_", []).append(value)
@@ -86,23 +109,27 @@ class Description:
                 node[parameter.name] = value
         return node
 
-    def _look_at(self, target: Any, parameter: Parameter, key: str) -> None:
+    def _look_at(self, path: str, parameter: Parameter, key: str) -> None:
         """Notice what will surprise: no type in the user's own code, one object shared by two defaults."""
         if parameter.name in RESERVED:
             raise BindError(f"{key}: an argument cannot be named {parameter.name}; conf.yaml uses that word itself")
-        if parameter.hint is MISSING and path_of(target).startswith("src."):
+        if parameter.hint is MISSING and path.startswith("src."):
             self.notices.append(f"{key} has no type, so its value cannot be checked")
         default = parameter.default
         if is_factory(default):
             return
         if isinstance(default, torch.nn.Module) or (hasattr(default, "__dict__") and not callable(default)):
-            here = (id(target), parameter.name)  # a class that is used twice shows its own default twice
+            here = (path, parameter.name)  # a class that is used twice shows its own default twice
             known = self._keys_of.setdefault(id(default), (key, here, default))
             if known[1] != here:
                 self.notices.append(f"{key} shares its default with {known[0]}; in a run they are two objects")
 
     def _call(self, call: Call, calls: Calls, key: str) -> Node:
         """A node for one recorded call: the arguments given, then the defaults of the others."""
+        with calls.inside(call):
+            return self._described(call, calls, key)
+
+    def _described(self, call: Call, calls: Calls, key: str) -> Node:
         if call.function is functools.partial:
             inner = Call(call.args[0], call.args[1:], call.kwargs, call.result)
             return {
@@ -110,11 +137,16 @@ class Description:
                 "_partial_": True,
                 **self._given(inner, calls, key),
             }
-        node: Node = {"_target_": _path(call.function, calls, key)}
+        path = _path(call.function, calls, key)
+        node: Node = {"_target_": path}
         known = parameters(call.function)
-        if known is None:  # a C type that does not tell its parameters
+        signature = signature_of(call.function)
+        if known is None or signature is None:  # a C type that does not tell its parameters
             return node | self._given(call, calls, key)
-        bound = inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+        try:
+            bound = signature.bind(*call.args, **call.kwargs).arguments
+        except TypeError:  # the call went well, so the signature is not that of what is called
+            return node | self._given(call, calls, key)
         positional: list[Any] = []
         variadic = any(item.kind is inspect.Parameter.VAR_POSITIONAL and bound.get(item.name) for item in known)
         for item in known:
@@ -128,7 +160,7 @@ class Description:
                         raise BindError(f"{here}: an argument cannot be named {name}; conf.yaml uses that word itself")
                     node[name] = self._value(value, item.hint, calls, f"{key}.{name}")
                 continue
-            self._look_at(call.function, item, here)
+            self._look_at(path, item, here)
             if item.name in bound:
                 value = self._value(bound[item.name], item.hint, calls, here)
             else:
@@ -152,15 +184,36 @@ class Description:
     def _default(self, target: Any, parameter: Parameter, key: str) -> Any:
         """The default of one parameter as YAML; its expression is only read when the value does not say enough."""
         if parameter.default is MISSING:
-            return "???"
+            return self._of_type(parameter.hint, key)
         try:
-            return self._value(parameter.default, parameter.hint, Calls(), key)
+            try:
+                return self._value(parameter.default, parameter.hint, Calls(), key)
+            except BindError:
+                recorded = recorded_default(target, parameter.name)
+                if recorded is None:
+                    raise
+                value, calls = recorded
+                return self._value(value, parameter.hint, calls, key)
         except BindError:
-            recorded = recorded_default(target, parameter.name)
-            if recorded is None:
+            raise
+        except Exception as error:  # of a signature, an `__eq__` or an expression that cannot be evaluated again
+            raise BindError(
+                f"{key}: its default cannot be read: {type(error).__name__}: {first_line(error)}"
+            ) from error
+
+    def _of_type(self, hint: Any, key: str) -> Any:
+        """An argument without a default: a class to make objects of with its own defaults, else `???`."""
+        if not _describes_itself(hint) or hint in self._open:
+            return "???"
+        self._open.append(hint)  # a tree whose nodes take nodes would have no end
+        try:
+            return self._constructor(hint, key)
+        except BindError as error:
+            if str(error).startswith(key):
                 raise
-            value, calls = recorded
-            return self._value(value, parameter.hint, calls, key)
+            return "???"  # not a class that can be imported
+        finally:
+            self._open.pop()
 
     def _value(self, value: Any, hint: Any, calls: Calls, key: str) -> Any:
         """One value as YAML, or a BindError that names the key. A constant of the user's is written as it was made."""
@@ -226,11 +279,24 @@ class Description:
             return {"_target_": "builtins.bytes.fromhex", "_args_": [value.hex()]}
         if type(value) is complex:
             return {"_target_": "builtins.complex", "_args_": [value.real, value.imag]}
+        if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
+            return {"_target_": path_of(type(value)), "_args_": [value.item()]}
         name = key.rpartition(".")[2]
         raise BindError(
             f"{key}: the default {value!r:.80} cannot be written to conf.yaml. Write it in the signature as a "
             f"constructor call, like `{name}: {type(value).__name__} = {type(value).__name__}(...)`"
         )
+
+
+def _describes_itself(hint: Any) -> bool:
+    """Whether an annotation names a class that conf.yaml can spell out, unlike `int`, `Path` or a base class."""
+    if not isinstance(hint, type) or typing.get_args(hint) or hint in BASES or inspect.isabstract(hint):
+        return False
+    plain = issubclass(
+        hint, bool | int | float | str | bytes | tuple | list | dict | set | frozenset | PurePath | enum.Enum
+    )
+    protocol = getattr(hint, "_is_protocol", False)
+    return not (plain or protocol or hint.__module__ == "builtins" or parameters(hint) is None)
 
 
 def _restored(plain: Any, hint: Any, value: Any) -> bool:

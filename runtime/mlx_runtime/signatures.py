@@ -6,6 +6,7 @@ recorded: that gives the constructor and the arguments, whatever the class store
 """
 
 import ast
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -47,12 +48,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Call:
-    """A call seen while a default expression was evaluated; `result` is kept so that its id stays its own."""
+    """A call seen while a default expression was evaluated; `result` is kept so that its id stays its own.
+
+    Attributes:
+        before: the earlier call with the same result: `Linear(2, 2)` in `weight_norm(Linear(2, 2))`.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    before: "Call | None" = None
 
 
 @dataclass
@@ -65,7 +71,7 @@ class Calls:
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.made:
-            self.made[id(result)] = Call(function, args, kwargs, result)
+            self.made[id(result)] = Call(function, args, kwargs, result, self.made.get(id(result)))
         return result
 
     def name(self, path: str, value: Any, root: Any) -> Any:
@@ -76,6 +82,18 @@ class Calls:
     def of(self, result: Any) -> Call | None:
         """The call that gave an object."""
         return self.made.get(id(result))
+
+    @contextlib.contextmanager
+    def inside(self, call: Call) -> Iterator[None]:
+        """What a call was given, while the block runs: an argument that it returned is what it was before."""
+        made = dict(self.made)
+        self.made.pop(id(call.result), None)
+        if call.before is not None:
+            self.made[id(call.result)] = call.before
+        try:
+            yield
+        finally:
+            self.made = made
 
     def path_of(self, value: Any) -> str | None:
         """The dotted name that an object was called by, like `torch.relu`."""
@@ -128,15 +146,29 @@ def object_at(path: str) -> Any:
 
 def parameters(target: Callable[..., Any]) -> list[Parameter] | None:
     """The parameters of a class or function, in order, or None when it does not tell (some C types)."""
-    try:
-        signature = inspect.signature(target)
-    except (ValueError, TypeError):
+    signature = signature_of(target)
+    if signature is None:
         return None
     hints = _hints(target)
     return [
         Parameter(item.name, MISSING if item.annotation is MISSING else hints(item), item.default, item.kind)
         for item in signature.parameters.values()
     ]
+
+
+def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a class or function, without what `inspect.signature` gets wrong; None when it has none."""
+    try:
+        signature = inspect.signature(target)
+    except (ValueError, TypeError):
+        return None
+    items = list(signature.parameters.values())
+    if isinstance(target, type) and items and items[0].name == "self":
+        del items[0]  # classes of pyo3, like those of tokenizers, list it
+    if dataclasses.is_dataclass(target) and hasattr(target.__init__, "__wrapped__"):
+        around = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
+        items += [item for item in around if item.kind is inspect.Parameter.VAR_KEYWORD]  # configs of transformers
+    return signature.replace(parameters=items)
 
 
 def groups(experiment: type) -> dict[str, type]:
@@ -217,13 +249,13 @@ def convert(value: Any, hint: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _first_fit(value, arguments)
     if origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in arguments):
+        if any(type(value) is type(choice) and value == choice for choice in arguments):
             return value
         raise TypeError
     kind = origin or hint
     if kind is tuple and isinstance(value, list | tuple):
         return tuple(convert(item, want) for item, want in _pair_up(value, arguments))
-    if kind in (list, Sequence) and isinstance(value, list | tuple):
+    if kind in (list, Sequence) and isinstance(value, list):
         return [convert(item, arguments[0] if arguments else Any) for item in value]
     if kind is dict and isinstance(value, dict):
         key, item = arguments or (Any, Any)
@@ -250,7 +282,7 @@ def name_of(hint: Any) -> str:
 
 
 def _first_fit(value: Any, hints: Sequence[Any]) -> Any:
-    exact = [hint for hint in hints if isinstance(hint, type) and type(value) is hint]
+    exact = [hint for hint in hints if (typing.get_origin(hint) or hint) is type(value)]
     for hint in [*exact, *hints]:
         try:
             return convert(value, hint)

@@ -8,13 +8,17 @@ import datetime
 import enum
 import functools
 import math
+import random
 import re
+import time
+import weakref
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple, Optional, Union
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import nn
@@ -179,6 +183,41 @@ class Rows(Dataset):
         self.rows, self.transform = rows, transform
 
 
+@dataclass
+class Tensors:
+    """As dataclasses compare themselves, two of these raise."""
+
+    weight: torch.Tensor = field(default_factory=lambda: torch.ones(2))
+    mean: torch.Tensor = field(default_factory=lambda: torch.zeros(3))
+
+
+class Arrays:
+    def __init__(self, size: int = 3):
+        self.window, self.by_key = np.hanning(size), {frozenset({"a"}): np.ones(size)}
+        self.refs = [weakref.ref(self)]
+
+
+class Drawn:
+    """Differs by chance from any other."""
+
+    def __init__(self, width: int = 1):
+        self.width, self.noise, self.started = width, np.random.rand(3), time.monotonic()
+
+
+class Touchy:
+    """Cannot be compared."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("not this one")
+
+    def __eq__(self, other):
+        raise ValueError("the truth value is ambiguous")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 WIDTH = 7
 BLOCK = Renaming(3)
 LAYERS = [nn.Linear(1, 2), nn.Linear(2, 1)]
@@ -186,6 +225,10 @@ LAYERS = [nn.Linear(1, 2), nn.Linear(2, 1)]
 
 def softness(x):
     return x
+
+
+def returned(module: nn.Module) -> nn.Module:
+    return module
 
 
 class KeepInt:
@@ -606,6 +649,30 @@ class KeepDataset:
     def __init__(self, it: Rows = Rows(5, transform=Renaming(2))): ...
 
 
+class KeepTensors:
+    def __init__(self, it: Tensors = Tensors(weight=torch.ones(4))): ...
+
+
+class KeepArrays:
+    def __init__(self, it: Arrays = Arrays(5)): ...
+
+
+class KeepDrawn:
+    def __init__(self, it: Drawn = Drawn(5)): ...
+
+
+class KeepRandom:
+    def __init__(self, it: random.Random = random.Random()): ...
+
+
+class KeepNumpyScalar:
+    def __init__(self, it: float = np.float64(0.1)): ...
+
+
+class KeepReturnedArgument:
+    def __init__(self, it: nn.Module = returned(nn.ReLU())): ...
+
+
 @dataclass
 class KeepField:
     it: nn.Linear = nn.Linear(1, 2)
@@ -640,6 +707,15 @@ def changed_after() -> Base:
     return made
 
 
+CHANGED_ARRAY = Arrays(3)
+CHANGED_ARRAY.by_key[frozenset({"a"})][0] = 5
+
+CHANGED_DRAWN = Drawn(1)
+CHANGED_DRAWN.width = 2
+
+USED = random.Random(3)
+USED.random()
+
 OPEN = [Path(__file__).open()]  # noqa: SIM115
 
 LOCAL = (lambda: type("Local", (), {"__init__": lambda self: None}))()
@@ -659,6 +735,26 @@ class RefuseChangedConstant:
 
 class RefuseChangedWeights:
     def __init__(self, it: nn.Linear = SCALED): ...
+
+
+class RefuseChangedArray:
+    def __init__(self, it: Arrays = CHANGED_ARRAY): ...
+
+
+class RefuseChangedDrawn:
+    def __init__(self, it: Drawn = CHANGED_DRAWN): ...
+
+
+class RefuseUsedRandom:
+    def __init__(self, it: random.Random = USED): ...
+
+
+class RefuseTouchy:
+    def __init__(self, it: Touchy = Touchy()): ...
+
+
+class RefuseChainedCall:
+    def __init__(self, it: torch.Generator = torch.Generator().manual_seed(3)): ...
 
 
 class RefuseLocalClass:
