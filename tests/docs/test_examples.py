@@ -59,6 +59,17 @@ def test_texts_of_any_length_are_told_apart(mlx: Mlx, example: Make) -> None:
     assert open_run(folder / "runs" / "text" / "run_001").record["metrics"]["val/accuracy"] > 0.95
 
 
+def test_two_training_sets_are_read_side_by_side(mlx: Mlx, example: Make) -> None:
+    folder = example("semi")
+    done = mlx(folder, "train", "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = lines(folder / "runs" / "semi" / "run_001")
+    assert [line["step"] for line in found if "train/loss" in line] == [15 * epoch for epoch in range(1, 21)]
+    assert not any(name.startswith("unlabelled/") for line in found for name in line)
+    assert found[-1]["val/accuracy"] > 0.9
+
+
 def test_fine_tuning_starts_from_weights_with_other_names_and_resumes_exactly(
     mlx: Mlx, example: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
