@@ -6,10 +6,7 @@ The loss of unlabelled images asks for the same answer with and without noise. C
 from dataclasses import dataclass
 from typing import Literal
 
-import mlx_runtime
 import torch
-from mlx_runtime import DUMMY_PARAMS, BaseModule
-from mlx_runtime.datasets import DatasetShards, Loader
 from ray.train.torch import prepare_model
 from torch import nn
 from torch.nn import functional as F
@@ -17,6 +14,9 @@ from torch.optim import Adam
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+import mlx_runtime
+from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime.datasets import DatasetShards, Loader
 from src.datasets import Digits
 
 LABELLED = 240
@@ -108,7 +108,9 @@ class Experiment(BaseModule):
         self.reset_all_metrics_and_losses()
         for batch_idx, (known, unknown) in enumerate(zip(train, unlabelled, strict=True)):
             noisy = unknown["image"] + self.cfg.noise * torch.randn_like(unknown["image"])
-            images = torch.cat([known["image"], unknown["image"], noisy])  # one forward for one backward: DDP wants pairs
+            images = torch.cat(
+                [known["image"], unknown["image"], noisy]
+            )  # one forward for one backward: DDP wants pairs
             rows = len(known["image"]), len(noisy), len(noisy)
             logits, clean, perturbed = self.models.net(images).split(rows)
             loss = F.cross_entropy(logits, known["label"])

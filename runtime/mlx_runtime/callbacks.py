@@ -94,7 +94,7 @@ class Listeners:
                     continue
                 try:
                     method(*arguments)
-                except Exception as error:
+                except (Exception, SystemExit, GeneratorExit) as error:
                     left_out = hook == "on_run_start"
                     if left_out:
                         del self._objects[name]

@@ -100,6 +100,7 @@ class Checkpoints:
     def __init__(self, root: str) -> None:
         self._storage = Storage(root)
         self._verified: set[str] = set()
+        self._damaged: list[str] = []
 
     def all(self) -> list[Checkpoint]:
         """Those that are whole, oldest first.
@@ -107,12 +108,26 @@ class Checkpoints:
         Raises:
             StorageError: the storage does not answer.
         """
+        return sorted((item for item in self._found().values() if item is not None), key=lambda item: item.order)
+
+    def any(self) -> bool:
+        """True if there are checkpoints, even damaged ones.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        return bool(self._found())
+
+    def _found(self) -> dict[str, Checkpoint | None]:
+        """What there is by name, None for what has no readable description."""
         try:
             names = [name for name in self._storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
-            found = [self._about(name) for name in names]
+            found = {name: self._about(name) for name in names}
+            if not self._storage.local:  # where a save that was killed leaves a folder without one
+                found = {name: item for name, item in found.items() if item or ABOUT in self._storage.names(name)}
         except OSError as error:
             raise StorageError(f"cannot read {self._storage.root}: {first_line(error)}") from error
-        return sorted((item for item in found if item is not None), key=lambda item: item.order)
+        return found
 
     def path(self, checkpoint: Checkpoint) -> str:
         """Where it is, to read it from."""
@@ -159,7 +174,7 @@ class Checkpoints:
 
     @staticmethod
     def _put_in_place(made: Path, final: Path) -> None:
-        """Rename a folder, also over an older one: at each moment one of them is there, or a predecessor is."""
+        """Rename a folder, also over an older one, which `clean` puts back after a kill between the two renames."""
         old = made.with_name(f"{made.name}-old")
         if final.exists():
             final.rename(old)
@@ -183,20 +198,51 @@ class Checkpoints:
         return self._load(checkpoint.name, checkpoint)
 
     def newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
-        """The latest one that is not damaged; damaged ones after it are told, and no checkpoints any more.
+        """Return the latest one that is not damaged; report damaged ones, which `set_damaged_aside` then renames.
+
+        Returns:
+            None if there are no checkpoints.
 
         Raises:
+            ConfigError: all are damaged.
             StorageError: the storage does not answer, so that nobody knows.
         """
+        found = self._found()
+        problems = {
+            name: f"{joined(self._storage.root, name, ABOUT)} is damaged: it is no description of a checkpoint"
+            for name, item in found.items()
+            if item is None
+        }
+        usable = None
         for item in reversed(self.all()):
             try:
                 self._verify(item)
-                return item
+                usable = item
+                break
             except ConfigError as error:
-                tell(f"{error}; going on from the one before")
-                with contextlib.suppress(OSError):
-                    self._storage.remove_file(item.name, ABOUT)  # nobody tries it again
-        return None
+                problems[item.name] = str(error)
+        if problems and usable is None:
+            raise ConfigError(
+                "; ".join(problems.values()) + ". No other checkpoint is left to resume from. "
+                "Put a good copy back, or start over in a new run with --from"
+            )
+        self._damaged = list(problems)
+        for text in problems.values():
+            tell(f"{text}; going on from the one before")
+        return usable
+
+    def set_damaged_aside(self) -> None:
+        """Rename what `newest` has found damaged to `damaged_…`: no save overwrites it, and nobody tries it again.
+
+        Raises:
+            StorageError: the storage does not take it.
+        """
+        damaged, self._damaged = self._damaged, []
+        try:
+            for name in damaged:
+                self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
+        except OSError as error:
+            raise StorageError(f"cannot write to {self._storage.root}: {first_line(error)}") from error
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
         """Keep the best `keep` by `monitor` (without one the newest), always the latest, and remove the rest.
@@ -215,15 +261,37 @@ class Checkpoints:
 
     def remove(self, checkpoint: Checkpoint) -> None:
         with contextlib.suppress(OSError):
-            self._storage.remove_file(checkpoint.name, ABOUT)  # from here on nobody takes it for a whole one
-            self._storage.remove_folder(checkpoint.name)
+            self._discard(checkpoint.name)
 
     def clean(self) -> None:
-        """Remove what was left by a save that was killed."""
+        """Undo what a save that was killed has left: an older one of the same name that it moved away is put back.
+
+        Raises:
+            StorageError: the storage does not take it.
+        """
+        try:
+            names = self._storage.names()
+            for name in [name for name in names if name.startswith(".saving-") and name.endswith("-old")]:
+                about = self._about(name)
+                if about is not None and about.name not in names:
+                    self._storage.move(name, about.name)
+        except OSError as error:
+            raise StorageError(f"cannot write to {self._storage.root}: {first_line(error)}") from error
         with contextlib.suppress(OSError):
             for name in self._storage.names():
-                if name.startswith(".saving-"):
-                    self._storage.remove_folder(name)
+                if name.startswith((".saving-", ".removed-")):
+                    self._discard(name)
+
+    def _discard(self, name: str) -> None:
+        """Remove a folder so that nobody takes a part of it for a whole checkpoint, or renames it into place."""
+        storage = self._storage
+        if storage.local:
+            gone = f".removed-{uuid.uuid4().hex[:8]}"
+            storage.move(name, gone)
+            storage.remove_folder(gone)
+        else:
+            storage.remove_file(name, ABOUT)
+            storage.remove_folder(name)
 
     def _about(self, name: str) -> Checkpoint | None:
         try:
@@ -377,22 +445,15 @@ def load_into(
     saved: Mapping[str, Any],
     where: str,
     *,
-    then: Mapping[str, Any],
-    now: Mapping[str, Any],
     only: set[str] | None = None,
     moved: Mapping[str, torch.device] | None = None,
 ) -> list[str]:
     """Put saved states back into the members of a group.
 
-    An attribute of a plain tool that its constructor took keeps the value of the present config if that was changed
-    since: a higher `patience` on the command line wins over the checkpoint's.
-
     Args:
         group: that holds the members.
         saved: states by name.
         where: what the user calls the group, like `models`.
-        then: the group's config when the checkpoint was saved.
-        now: the group's config.
         only: names to restore; all by default.
         moved: where tensors of an attribute belong, like `{"ema.shadow": cuda:0}`; elsewhere they are on the CPU.
 
@@ -421,10 +482,8 @@ def load_into(
             elif hasattr(member, "load_state_dict"):
                 unwrapped(member).load_state_dict(copy.deepcopy(saved[name]))
             else:
-                given_then, given_now = (given.get(name) or {} for given in (then, now))
-                evolved = {key for key in saved[name] if given_then.get(key) == given_now.get(key)}
-                for key in evolved:
-                    value = copy.deepcopy(saved[name][key])
+                for key, item in saved[name].items():
+                    value = copy.deepcopy(item)
                     place = (moved or {}).get(f"{name}.{key}")
                     setattr(member, key, value if place is None else _on(value, place))
         except (RuntimeError, ValueError, KeyError, TypeError) as error:

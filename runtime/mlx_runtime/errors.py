@@ -146,9 +146,28 @@ def near(word: str, words: Iterable[str]) -> str:
     return f" There is: {', '.join(known)}." if known else " There is none."
 
 
+def message_of(error: BaseException) -> str:
+    """An error's message, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(its __str__ raised {type(another).__name__})"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its kind when it has none."""
-    return str(error).partition("\n")[0] or type(error).__name__
+    return message_of(error).partition("\n")[0] or type(error).__name__
+
+
+def is_users(error: BaseException, project: Path) -> bool:
+    """True if an error was raised by a project's own code, not by what it calls.
+
+    Args:
+        error: caught.
+        project: folder of the code.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_users(frames[-1].filename, project)
 
 
 def plain(text: str, *, one_line: bool = False) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from mlx_runtime import checkpoints, parallel
+from mlx_runtime import checkpoints, parallel, resuming
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
 from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
@@ -84,6 +84,8 @@ class WorkerRun:
     saver: Saver | None = None
     restored: State | None = None
     present: dict[str, set[str]] = field(default_factory=dict)
+    rewound: tuple[Mapping[str, Any] | None, int] = (None, 0)
+    begun: bool = False
     global_step: int = 0
     updates: int = 0
     updates_before: int = 0
@@ -102,6 +104,7 @@ class WorkerRun:
     stage_name: str | None = None
     stages: "dict[str, Stage]" = field(default_factory=dict)
     logged: bool = False
+    logged_names: set[str] = field(default_factory=set)
     loaders: dict[str, Loader] = field(default_factory=dict)
     places: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
@@ -326,14 +329,13 @@ class BaseModule:
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Record numbers of your own, as rank 0 has them; no worker waits for another.
 
+        The latest of each are part of the epoch's line, of the table at the end and of `cfg.monitor`'s choice.
+
         Args:
             values: like `{"gan/penalty": 0.3}`; each a number or a tensor of one element.
         """
         run = self._running()
-        if run.worker.writes:
-            found = {name: float(value) for name, value in values.items()}
-            run.latest |= found
-            self._report(found, run.global_step, run.epoch)
+        self._log(values, run.epoch)
 
     @property
     def tensorboard(self) -> Any:
@@ -342,6 +344,7 @@ class BaseModule:
         On workers that do not write, and in runs without TensorBoard, an object whose methods do nothing.
         """
         run = self._running()
+        self._begin_record()
         return (run.tracking.tensorboard if run.tracking is not None else None) or _Silent()
 
     def reset_all_metrics_and_losses(self) -> None:
@@ -360,7 +363,7 @@ class BaseModule:
 
         Args:
             epoch: that has just ended; a restart begins with the next.
-            metrics: numbers to judge the checkpoint by, beside the latest of all recorded ones.
+            metrics: numbers to record with it, as `log` does, and to judge it by, beside all others recorded.
 
         Raises:
             StorageError: the checkpoint before this one could not be written.
@@ -368,7 +371,8 @@ class BaseModule:
         run = self._running()
         run.beat()
         self._finish_own()
-        numbers = run.latest | {name: float(value) for name, value in (metrics or {}).items()}
+        self._log(metrics or {}, epoch)
+        numbers = run.latest
         if self.cfg.monitor is not None and self.cfg.monitor not in numbers:
             text = f"cfg.monitor is {self.cfg.monitor!r}, which was not recorded; the newest checkpoints are kept"
             run.send_once("notice", text=f"{text}.{_choices(numbers)}")
@@ -401,6 +405,7 @@ class BaseModule:
         run.restored = state
         for name in SAVED:
             self._load(name, state)
+        self._set_group_values(state)
         run.present = {name: set(checkpoints.members(self._group(name))) for name in SAVED}
         self._load_rank(state)
         run.stepping.restore(state["scaler"])
@@ -438,9 +443,25 @@ class BaseModule:
             run.checkpoints.clean()
             run.saver = Saver(run.checkpoints, self._stored, run.allowed)
         parallel.seed_everything(self.cfg.seed + run.worker.rank)  # models began alike; dropout must differ by rank
-        self.restore_checkpoint()
+        if self.restore_checkpoint() is None:
+            self._begin_record()
+        else:
+            parallel.agree([True], run.worker.device)  # nothing is recorded before all workers have restored
+
+    def _begin_record(self) -> None:
+        """Let the record be that of this attempt; once, when all is restored and something is about to be recorded.
+
+        Until then everything on disk is as the run before has left it, and stays so if `worker_loop` fails.
+        """
+        run = self._running()
+        if run.begun or not run.worker.writes:
+            return
+        run.begun = True
+        run.checkpoints.set_damaged_aside()
         if run.tracking is not None:
+            run.tracking.rewind(*run.rewound)
             run.tracking.start()
+        run.send("began")
 
     def _prepare_stepping(self) -> None:
         """Make of models and gradients what the config says."""
@@ -467,6 +488,7 @@ class BaseModule:
     def _end(self) -> dict[str, float]:
         """Finish a run. Returns the latest value of every recorded number."""
         run = self._running()
+        self._begin_record()
         self._finish_own()
         if not self._in_a_pass():
             self._close_epoch()
@@ -519,6 +541,7 @@ class BaseModule:
             run.accumulation.begin()
         state = run.restored
         if state is None or not (state["finished"] or state["loaders"].get(loader.shard.name, {}).get("steps")):
+            self._begin_record()
             return  # an evaluation before the pass that was interrupted
         run.restored = None
         late = {name: set(checkpoints.members(self._group(name))) - run.present[name] for name in ("tools", "own")}
@@ -526,11 +549,13 @@ class BaseModule:
             self._load(name, state, only=names & set(state[name]))
         if any(late.values()):
             self._load("optimizers", state)
+            self._set_group_values(state)
         for name in ("tools", "own"):
             for missing in sorted(set(state[name]) - set(checkpoints.members(self._group(name)))):
                 run.send_once("notice", text=f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
         self._load_rank(state, metrics=not state["finished"])
         run.interrupted = not state["finished"]
+        self._begin_record()
 
     def _reading(self, loader: Loader, number: int, steps: int) -> None:
         """A loader is about to give its batch `number` (from 1) of `steps`: keep the counts, and say so at times."""
@@ -641,6 +666,7 @@ class BaseModule:
     def _store(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
         """Gather what every rank has and hand it to the saver. Every worker must call this."""
         run = self._running()
+        self._begin_record()
         self._receive()
         run.due = False
         device = run.worker.device
@@ -686,8 +712,6 @@ class BaseModule:
         tell = partial(run.send_once, "notice")
         found = parallel.shared(saved.newest(lambda text: tell(text=text)) if run.worker.writes else None)
         chosen = self.cfg.restore_checkpoint_path
-        if found is None and run.tracking is not None:
-            run.tracking.rewind(None, 0)  # of workers that were lost before their first checkpoint
         if found is None and not chosen:
             return None
         state = saved.load(found) if found else checkpoints.read(chosen)
@@ -697,8 +721,10 @@ class BaseModule:
                 tell(text=f"          {line}")
             tell(text=f"weights   of {where} (epoch {state['epoch'] + 1}); all else begins anew")
             return None
-        if found and run.tracking is not None:
-            run.tracking.rewind(state["tracking"], state["global_step"])
+        if found:
+            run.rewound = state["tracking"], state["global_step"]
+            if run.begun and run.tracking is not None:  # the loop has asked for it
+                run.tracking.rewind(*run.rewound)
         at = f"epoch {state['epoch'] + 1}, step {state['global_step']}"
         tell(text=f"restored  {where} ({at})")
         return state
@@ -731,10 +757,23 @@ class BaseModule:
         """Restore the members of a group."""
         run = self._running()
         then, now = (config.get(name) or {} for config in (state["config"], run.tree))
-        moved = dict.fromkeys(state["on_device"], run.worker.device) if name == "tools" else {}
-        group = self._group(name)
-        for text in checkpoints.load_into(group, state[name], name, then=then, now=now, only=only, moved=moved):
+        moved, saved = {}, state[name]
+        if name == "tools":
+            moved = dict.fromkeys(state["on_device"], run.worker.device)
+            saved = {
+                item: resuming.with_settings(part, then[item], now[item], f"tools.{item}")
+                if item in then and item in now
+                else part
+                for item, part in saved.items()
+            }
+        for text in checkpoints.load_into(self._group(name), saved, name, only=only, moved=moved):
             run.send_once("notice", text=text)
+
+    def _set_group_values(self, state: State) -> None:
+        """Set what the config has changed of optimizers since a checkpoint, in them and in schedulers."""
+        kept = [item for name in ("tools", "own") for item in checkpoints.members(self._group(name)).values()]
+        then, now = (config.get("optimizers") for config in (state["config"], self._running().tree))
+        resuming.set_group_values(self._optimizers(), kept, then, now)
 
     def _load_rank(self, state: State, *, metrics: bool = True) -> None:
         """Restore what every rank has of its own; of a group of another size what can be merged."""
@@ -756,7 +795,7 @@ class BaseModule:
                     saved.pop(item, None)
                     text = f"{name}.{item} begins anew: its states of several workers cannot merge"
                     run.send_once("notice", text=text)
-            checkpoints.load_into(group, saved, name, then={}, now={}, only=set(saved))
+            checkpoints.load_into(group, saved, name, only=set(saved))
 
     def _save(self, batch_idx: int, epoch: int, stage_name: str | None, *groups: str) -> None:
         run = self._running()
@@ -892,6 +931,7 @@ class BaseModule:
     def _report(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Give numbers to the trackers, and to the driver if it wants them."""
         run = self._running()
+        self._begin_record()
         if run.tracking is not None:
             report = run.tracking.report(values, step=step, epoch=epoch)
             if run.forwarded:
@@ -903,6 +943,15 @@ class BaseModule:
         run.input_rates = {"samples_per_s": samples_per_s, "data_wait_pct": waited}
         if waited > BOUND_BY_INPUT_PCT and loader.seconds > 1 and loader.advice:
             run.send_once("notice", text=f"reading datasets.{loader.shard.name} holds up training; {loader.advice}")
+
+    def _log(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
+        run = self._running()
+        if values and run.worker.writes:
+            found = {name: float(value) for name, value in values.items()}
+            run.latest |= found
+            run.unreported |= found
+            run.logged_names |= set(found)
+            self._report(found, run.global_step, epoch)
 
     def _close_epoch(self) -> None:
         """Print and record what an epoch came to, if it came to anything since the last time."""

@@ -171,6 +171,7 @@ class Launch:
             run, before, attempt = claim_run(self._root, config.cfg.name), {}, 1
         else:
             run, before = config.run, registry.refuse_living(config.run)
+            before = before.get(registry.REPLACED) or before
             attempt = run.attempts() + 1
         title = f"{run.experiment}-{run.name}"
         job = jobs.named(title if attempt == 1 else f"{title}.{attempt}")
@@ -180,7 +181,10 @@ class Launch:
         try:
             made = self.send([f"--run={run.place}", *origin, *config.overrides], job, metadata)
         except ClusterError as error:
-            record.finish("FAILED", error=str(error))
+            if before:
+                record.withdraw()
+            else:
+                record.finish("FAILED", error=str(error))
             raise
         return run, made
 
@@ -245,5 +249,6 @@ class Launch:
         facts |= {"job": {"id": job, "address": self.jobs.cluster.address.url}}
         if before:
             facts["attempts"] = registry.attempts(before)
-        kept = {name: item for name, item in before.items() if name not in ("attempt", "end", "error")}
+            facts[registry.REPLACED] = before
+        kept = {name: item for name, item in before.items() if name not in ("end", "error")}
         return registry.Record(run, kept, **facts)

@@ -9,23 +9,26 @@
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
     profile/              traces of training steps, with `cfg.profile` (see `profiling`)
     logs/driver.log       what the driver printed; rank_0.log and so on, the workers (see `logs`)
-    .attempt-001          one folder per driver that has taken on the run
+    .attempt-001          one file per driver that has taken on the run: which process it is, and when it was last seen
 """
 
 import contextlib
 import fnmatch
 import hashlib
+import json
 import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, first_line, near
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, joined
+from mlx_runtime.storage import Storage, is_uri, joined, to_json
 
 CONF = Path("src/conf.yaml")
 """The experiment's config, relative to the experiment folder."""
@@ -34,7 +37,7 @@ STOP_NOTE = ".stop"
 """Name of the file that asks a run to end."""
 
 ATTEMPT = ".attempt-"
-"""What the folders begin with by which drivers claim a run."""
+"""What the names of the files begin with that drivers claim a run with."""
 
 READ_MARK = "used-"
 """What the files begin with that mark a prepared set as being read."""
@@ -202,16 +205,56 @@ class RunFolder:
             raise StorageError(f"cannot read {self.place}: {first_line(error)}") from error
         return max((int(name.removeprefix(ATTEMPT)) for name in names if name.startswith(ATTEMPT)), default=0)
 
-    def claim_attempt(self, number: int) -> bool:
-        """Become the driver of a run; of several at the same instant one at most.
+    def claim_attempt(self, number: int, driver: Mapping[str, Any] | None = None) -> bool:
+        """Become the driver of a run; of several at the same instant exactly one.
+
+        Args:
+            number: of the attempt.
+            driver: what others should know about the driver.
+
+        Raises:
+            StorageError: the storage cannot be written, or cannot keep two drivers from taking over the same run.
+        """
+        storage, name = Storage(self.place), _attempt(number)
+        content = to_json(dict(driver or {})).encode()
+        try:
+            if number > 1 or storage.exclusive:
+                return storage.create_exclusively(content, name)
+            storage.write(content, name)  # of a new run, whose number was claimed with its folder
+        except OSError as error:
+            raise StorageError(f"cannot write {self.place}: {first_line(error)}") from error
+        except StorageError as error:
+            raise StorageError(
+                f"{error}, so two drivers could train {self.title} at once. "
+                f"Start a new run with its config and weights: mlx train run --from {self.title} "
+                "cfg.restore_checkpoint_path=CHECKPOINT"
+            ) from error
+        return True
+
+    def note_attempt(self, number: int, driver: Mapping[str, Any]) -> None:
+        """Update what others should know about the driver of an attempt.
 
         Raises:
             StorageError: the storage cannot be written.
         """
         try:
-            return Storage(self.place).claim(f"{ATTEMPT}{number:03d}")
+            Storage(self.place).write(to_json(dict(driver)).encode(), _attempt(number))
         except OSError as error:
             raise StorageError(f"cannot write {self.place}: {first_line(error)}") from error
+
+    def attempt(self, number: int) -> dict[str, Any]:
+        """What the driver of an attempt has noted; nothing if it was killed before it could.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        try:
+            found = json.loads(Storage(self.place).read(_attempt(number)))
+        except (FileNotFoundError, IsADirectoryError, ValueError):
+            return {}
+        except OSError as error:
+            raise StorageError(f"cannot read {self.place}: {first_line(error)}") from error
+        return found if isinstance(found, dict) else {}
 
 
 def experiment_folder(start: Path | None = None) -> Path:
@@ -394,6 +437,10 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
     with ThreadPoolExecutor(16) as pool:
         contents = pool.map(lambda run: storage.names(experiment, run), runs)
         return [run for run, names in zip(runs, contents, strict=True) if names]
+
+
+def _attempt(number: int) -> str:
+    return f"{ATTEMPT}{number:03d}"
 
 
 def _number(name: str) -> int:

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,11 +25,14 @@ from yaml import YAMLError
 
 from mlx_runtime import registry
 from mlx_runtime.config import TrainConfig
-from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, near
+from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
 from mlx_runtime.storage import Storage, is_uri
+
+if TYPE_CHECKING:
+    from mlx_runtime.resuming import Change
 
 Tree = dict[str, Any]
 
@@ -71,6 +74,7 @@ class Config:
         run: to go on with, or None for a new one.
         claimed: folder that was made for this run, not begun yet, or None.
         origin: the run whose conf.yaml this is instead of the experiment's, or None.
+        changes: what differs from the config that the run had before.
         fast: only a look whether all code runs; nothing of the run is kept.
     """
 
@@ -80,6 +84,7 @@ class Config:
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
+    changes: "tuple[Change, ...]" = ()
     fast: bool = False
 
     def yaml(self) -> str:
@@ -105,19 +110,25 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     fast = FAST_DEV_RUN in overrides
     if fast:
         overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
-    run, claimed, origin, typed, forced = _chosen_run(path, overrides)
+    run, claimed, origin, typed, forced, declared = _chosen_run(path, overrides)
     if fast and run is not None:
         raise UsageError(f"{FAST_DEV_RUN} keeps nothing, and so cannot go on with a run; give it without --resume")
+    found: list[Change] = []
     with _conf_of(run or origin) as conf:
         try:
-            config = _load(experiment, [*typed, *forced], conf or path)
+            config = _load(experiment, [*typed, *forced], path if declared or conf is None else conf)
         except ConfigError as error:
             if (there := run or origin) is None:
                 raise
             raise ConfigError(str(error).replace(str(conf), f"{there.place}/{there.conf.name}")) from None
         if run is not None:
-            _refuse_finished(run, conf or path, config.cfg)
-    return replace(config, overrides=tuple(typed), run=run, claimed=claimed, origin=origin, fast=fast)
+            if declared:  # the same command again and again, perhaps with other settings by now
+                _refuse_finished(run, conf or path, config.cfg)
+            found = _changes(run, conf or path, config)
+            if not declared:
+                _refuse_finished(run, conf or path, config.cfg)
+    config = replace(config, overrides=tuple(typed), changes=tuple(found), fast=fast)
+    return replace(config, run=run, claimed=claimed, origin=origin)
 
 
 def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
@@ -137,8 +148,10 @@ def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
 
 def _chosen_run(
     path: Path, overrides: Sequence[str]
-) -> tuple[RunFolder | None, RunFolder | None, RunFolder | None, list[str], list[str]]:
-    """The run to go on with, to begin, or to start from, the overrides that are left, and what they imply."""
+) -> tuple[RunFolder | None, RunFolder | None, RunFolder | None, list[str], list[str], bool]:
+    """The run to resume, to begin, or to start from, the overrides that are left, what they imply, and whether the
+    experiment's own conf.yaml says what a run to resume should be.
+    """
     options = {"--resume": "", "--from": "", "--run": ""}
     typed: list[str] = []
     waiting = ""  # for the run of an option, when it is a word of its own
@@ -162,18 +175,19 @@ def _chosen_run(
             raise UsageError("--resume goes on with a run and --from starts a new one; give one of them")
         origin = named_run(options["--from"], root, experiment)
         kept = claimed.root if claimed else cfg.get("storage_path", "runs")
-        return None, claimed, origin, typed, ["cfg.resume=null", f"cfg.storage_path={_text(kept)}"]
+        return None, claimed, origin, typed, ["cfg.resume=null", f"cfg.storage_path={_text(kept)}"], False
     if claimed is not None:
-        return None, claimed, None, typed, ["cfg.resume=null", f"cfg.storage_path={_text(claimed.root)}"]
+        return None, claimed, None, typed, ["cfg.resume=null", f"cfg.storage_path={_text(claimed.root)}"], False
     if resume in ("auto", "latest"):  # not one that was killed before it had begun
         begun = [folder for folder in list_runs(root, experiment) if folder.begun()]
         if resume == "auto" and not begun:
-            return None, None, None, typed, []
+            return None, None, None, typed, [], False
         resume = begun[-1].name if begun else resume
     if not resume:
-        return None, None, None, typed, []
+        return None, None, None, typed, [], False
     run = named_run(str(resume), root, experiment)
-    return run, None, None, typed, [f"cfg.storage_path={_text(run.root)}"]
+    declared = cfg.get("resume") == "auto" and not options["--resume"]
+    return run, None, None, typed, [f"cfg.storage_path={_text(run.root)}"], declared
 
 
 def _is_override(text: str) -> bool:
@@ -214,6 +228,24 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
             f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train on, raise it; "
             "for a new run, leave out --resume and cfg.resume"
         )
+
+
+def _changes(run: RunFolder, conf: Path, config: Config) -> "list[Change]":
+    """What differs from the config that a run had before.
+
+    Raises:
+        ConfigError: some of it cannot change when a run resumes.
+    """
+    from mlx_runtime import resuming
+
+    found = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
+    problems = resuming.refusals(found, type(config.cfg))
+    if problems:
+        listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
+        raise ConfigError(
+            f"{listed}\nLeave them as they were, or start a new run with them: mlx train run --from {run.title}"
+        )
+    return [change for change in found if change.key.removeprefix("cfg.") not in resuming.IGNORED]
 
 
 def storage_override(root: str) -> str:
@@ -264,8 +296,9 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
         return functools.partial(target, *args, **kwargs)
     try:
         return target(*args, **kwargs)
-    except Exception as error:
-        raise ConfigError(f"{key}: {node['_target_']} cannot be made: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit, GeneratorExit) as error:
+        why = f"{type(error).__name__}: {message_of(error)}"
+        raise ConfigError(f"{key}: {node['_target_']} cannot be made: {why}") from error
 
 
 def build_optimizers(node: Tree, models: Any) -> Any:

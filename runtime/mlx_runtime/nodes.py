@@ -85,7 +85,23 @@ class Description:
             if not declared and not plain and type(value) not in (bool, int, float, str, tuple, list, dict):
                 kind = (value.target if isinstance(value, Declaration) else type(value)).__name__
                 raise BindError(f"{key}.{name} has no type, so it would be left out; write {name}: {kind} = ...")
-        return self._constructor(cls, key)
+        node = self._constructor(cls, key)
+        if key in ("losses", "metrics"):
+            self._look_for_unrecorded(node, key)
+        return node
+
+    def _look_for_unrecorded(self, group: Node, key: str) -> None:
+        """Notice members of `Losses` and `Metrics` that have no value over all rows of all workers to record."""
+        from torchmetrics import Metric, MetricCollection
+
+        for name, value in group.items():
+            path = value.get("_target_") if isinstance(value, dict) and "_partial_" not in value else None
+            target = object_at(path) if path else None
+            if isinstance(target, type) and not issubclass(target, Metric | MetricCollection):
+                self.notices.append(
+                    f"{key}.{name} is a {target.__name__}, not a TorchMetrics Metric, so its values are not recorded; "
+                    f'record them with self.log({{"train/{name}": value}}), or average them in a MeanMetric of Metrics'
+                )
 
     def _constructor(self, target: Any, key: str, path: str | None = None) -> Node:
         """A node for `target()` with every default written out.

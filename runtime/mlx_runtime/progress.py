@@ -353,8 +353,8 @@ class Display:
         width = len(str(event["epochs"]))
         stages: dict[str, list[str]] = {}
         for name, value in event["values"].items():
-            stage, _, short = name.partition("/")
-            stages.setdefault(stage, [stage]).append(_number(short, value))
+            stage, slash, short = name.partition("/")
+            stages.setdefault(stage if slash else "", [stage] if slash else []).append(_number(short or name, value))
         parts = [
             f"epoch {event['epoch'] + 1:>{width}}/{event['epochs']}",
             *(" ".join(found) for found in stages.values()),

@@ -22,18 +22,21 @@ from typing import Any
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, to_json, write_atomic
+from mlx_runtime.storage import Storage, discard_unfinished, to_json, write_atomic
 
 HEARTBEAT_S = 10
 """How often a living driver refreshes its record."""
 
-CLAIM_S = 10
-"""How long a driver that has claimed a run has to write its record."""
+CLAIM_S = 0.5
+"""How long a driver that has claimed a run has to say who it is."""
 
 STALE_S = 60
 """A RUNNING run that is silent for so long has lost its driver."""
 
 LIVING = ("PENDING", "RUNNING")
+
+REPLACED = "replaced"
+"""Field of a PENDING record: the record of the run before, put back if the job fails to resume it."""
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
 
@@ -43,16 +46,21 @@ class Record:
 
     Args:
         folder: where the run lives.
-        before: the record of a run that goes on.
+        before: the record of a run that resumes.
+        held: keep the stored record as it is until `begin`; meanwhile only the driver's claim shows that it lives.
         fields: what is known at the start.
     """
 
-    def __init__(self, folder: RunFolder, before: Mapping[str, Any] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, folder: RunFolder, before: Mapping[str, Any] | None = None, *, held: bool = False, **fields: Any
+    ) -> None:
         self.folder = folder
+        self.held = held
         self._lock = threading.Lock()
         self._ours = True
         self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
         self._fields |= before or {}
+        self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
         self.update(**fields)
 
     def __getitem__(self, name: str) -> Any:
@@ -66,19 +74,67 @@ class Record:
         """
         with self._lock:
             self._fields |= fields | {"heartbeat": now()}
-            if not self._ours or self._taken_over():
+            if not self._ours:
                 return
-            try:
-                write_atomic(self.folder.record, to_json(self._fields))
-            except OSError as error:
-                raise StorageError(f"cannot write {self.folder.record}: {error.strerror or error}") from error
-            self.folder.push(self.folder.record)
+            if self.held:
+                self.folder.note_attempt(self._fields["attempt"], claim() | {"status": self._fields["status"]})
+            else:
+                self._write(self.folder.record, to_json(self._fields))
+
+    def begin(self, conf: str) -> None:
+        """Store the record, with the config, from here on: the run does what they say.
+
+        Args:
+            conf: conf.yaml of the run.
+
+        Raises:
+            StorageError: the run folder cannot be written.
+        """
+        with self._lock:
+            self.held = False
+            self._write(self.folder.conf, conf, must=True)
+        self.update()
+
+    def withdraw(self) -> None:
+        """Give up resuming the run: its record stays, or becomes again, what it was before.
+
+        Raises:
+            StorageError: the run folder cannot be written.
+        """
+        self.folder.reserve.unlink(missing_ok=True)
+        with self._lock:
+            if self.held:
+                self.folder.note_attempt(self._fields["attempt"], claim() | {"status": "FAILED"})
+            if self._replaced is not None:
+                self._write(self.folder.record, to_json(self._replaced))
+            self._ours = False
+
+    def _write(self, file: Path, content: str, *, must: bool = False) -> None:
+        """Replace a file of the run unless another driver has claimed the run since.
+
+        The look comes after the new file is written and before it is renamed. A driver that takes over claims first
+        and then removes such files, so one of the two always notices the other (on an object store, which has no
+        rename, a driver that freezes between its look and its write can still replace one file).
+        """
+        try:
+            write_atomic(file, content, self._look)
+        except _TakenOver:
+            return
+        except OSError as error:
+            if self._taken_over():
+                return
+            raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
+        self.folder.push(file, must=must)
+
+    def _look(self) -> None:
+        if self._taken_over():
+            raise _TakenOver
 
     def _taken_over(self) -> bool:
         """Whether another driver has claimed the run since."""
         attempt = self._fields.get("attempt")
         with contextlib.suppress(StorageError):
-            self._ours = attempt is None or self.folder.attempts() <= attempt
+            self._ours = self._ours and (attempt is None or self.folder.attempts() <= attempt)
         return not self._ours
 
     def disown(self) -> None:
@@ -118,6 +174,10 @@ class Record:
         finally:
             done.set()
             thread.join()
+
+
+class _TakenOver(Exception):  # noqa: N818 - not a failure
+    """Another driver has the run."""
 
 
 def recorded(folder: RunFolder) -> dict[str, Any]:
@@ -179,12 +239,23 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
         if ours is not None and ours["id"] == job["id"]:
             return record
         raise UsageError(f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}")
-    if status in LIVING:
+    newest = folder.attempts()
+    driver = record if status in LIVING else _resuming(folder, newest) if newest > record.get("attempt", newest) else {}
+    if driver:
         raise UsageError(
-            f"{name} is being trained by process {record.get('pid')} on {record.get('host')}, last heard of "
-            f"{max(0, age_s(record)):.0f} s ago. Wait for it, or end it with: mlx xp stop {name}"
+            f"{name} is being trained by process {driver.get('pid')} on {driver.get('host')}, last heard of "
+            f"{max(0, age_s(driver)):.0f} s ago. Wait for it, or end it with: mlx xp stop {name}"
         )
     return record
+
+
+def _resuming(folder: RunFolder, attempt: int) -> dict[str, Any]:
+    """The driver that has claimed a run and has not changed its record yet, if it lives; else nothing."""
+    found = folder.attempt(attempt)
+    if not found:
+        time.sleep(CLAIM_S)  # it is about to say who it is, unless it died over that
+        found = folder.attempt(attempt)
+    return found if found.get("status") in LIVING and _lives(found) else {}
 
 
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -198,18 +269,22 @@ def take_over(folder: RunFolder) -> int:
 
     Raises:
         UsageError: its driver lives, or another one has just taken over.
+        StorageError: the storage cannot keep two drivers from taking over at once.
     """
-    record = refuse_living(folder)
-    newest, until = folder.attempts(), time.monotonic() + CLAIM_S
-    while record.get("attempt", newest) < newest and time.monotonic() < until:
-        time.sleep(0.2)  # somebody has claimed it and is about to say so, unless they died over it
-        record = refuse_living(folder)
-    number = newest + 1
-    if not folder.claim_attempt(number):
+    refuse_living(folder)
+    number = folder.attempts() + 1
+    if not folder.claim_attempt(number, claim()):
         raise UsageError(
             f"another driver has taken over {folder.title} at this very moment; wait for it, or for its end"
         )
+    for file in (folder.record, folder.conf):  # what a driver that was taken for dead is about to rename
+        discard_unfinished(file)
     return number
+
+
+def claim() -> dict[str, Any]:
+    """What a driver notes of itself when it claims a run."""
+    return this_driver() | {"status": "RUNNING", "heartbeat": now()}
 
 
 def this_driver() -> dict[str, Any]:

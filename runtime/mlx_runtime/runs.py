@@ -115,7 +115,7 @@ class Run:
         """
         state = self.state(which)
         models = build(self._with_code("models", trust), "models")
-        checkpoints.load_into(models, state["models"], "models", then={}, now={})
+        checkpoints.load_into(models, state["models"], "models")
         return models
 
     def _with_code(self, group: str, trust: bool) -> Any:

@@ -8,8 +8,9 @@ import json
 import math
 import os
 import shutil
+import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -152,6 +153,78 @@ class Storage:
         self.remove_file(*parts, mine)
         return False
 
+    @property
+    def exclusive(self) -> bool:
+        """Whether `create_exclusively` works here: on a file system, and on object stores that speak S3's API."""
+        return self.local or self.fs.type_name == "s3"
+
+    def create_exclusively(self, data: bytes, *parts: str) -> bool:
+        """Create a file unless it exists: of several callers at the same instant exactly one gets True.
+
+        Raises:
+            OSError: the storage does not take it.
+            StorageError: it has no such operation, so nobody can be sure to be the only one.
+        """
+        if self.local:
+            try:
+                with Path(self.of(*parts)).open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except FileExistsError:
+                return False
+            return True
+        if not self.exclusive:
+            raise StorageError(f"{self.root} cannot create a file only if there is none")
+        if not self._put_new(data, *parts):
+            return False
+        if self._put_new(data, *parts):  # a store that ignores the condition would have let in anyone
+            raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
+        return True
+
+    def _put_new(self, data: bytes, *parts: str) -> bool:
+        """S3's PutObject with `If-None-Match: *`, which pyarrow does not have. Returns False if the object exists."""
+        import botocore.config
+        import botocore.exceptions
+        import botocore.session
+
+        options = dict(urllib.parse.parse_qsl(self.root.partition("?")[2]))
+        endpoint = options.get("endpoint_override")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+        bucket, _, key = self.of(*parts).partition("/")
+        style = {"addressing_style": "path"} if endpoint else {}
+        try:
+            client = botocore.session.get_session().create_client(
+                "s3",
+                region_name=self.fs.region,
+                endpoint_url=endpoint,
+                config=botocore.config.Config(s3=style),
+            )
+            client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except botocore.exceptions.ClientError as error:
+            code = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code in (409, 412):  # somebody else is creating it, or has
+                return False
+            if code == 501:
+                raise StorageError(f"{self.root} does not implement If-None-Match of S3's PutObject") from error
+            raise OSError(str(error)) from error
+        except botocore.exceptions.BotoCoreError as error:
+            raise OSError(str(error)) from error
+        return True
+
+    def move(self, old: str, new: str) -> None:
+        """Give a folder another name; on an object store file by file.
+
+        Raises:
+            OSError: the storage does not take it.
+        """
+        if self.local:
+            Path(self.of(old)).rename(self.of(new))
+        else:
+            for name in self.names(old):
+                self.fs.move(self.of(old, name), self.of(new, name))
+
     def remove_file(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.fs.delete_file(self.of(*parts))
@@ -255,8 +328,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
     """Replace a file's content so that a reader sees the old or the new one, never a part.
+
+    Args:
+        path: of the file.
+        content: new content.
+        allowed: called between writing the new file and renaming it; raises to leave the old one. Whoever then
+            removes the new file with `discard_unfinished` keeps it from being renamed at all.
 
     Raises:
         OSError: the folder cannot be written.
@@ -267,7 +346,14 @@ def write_atomic(path: Path, content: str | bytes) -> None:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
+        allowed()
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def discard_unfinished(path: Path) -> None:
+    """Remove what `write_atomic` calls for this file have written and not renamed yet."""
+    for temporary in path.parent.glob(f".{path.name}.*"):
+        temporary.unlink(missing_ok=True)

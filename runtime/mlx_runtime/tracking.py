@@ -13,6 +13,7 @@ from typing import Any
 from mlx_runtime.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.errors import StorageError
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.storage import write_atomic
 from mlx_runtime.trackers import JSONL, TensorBoard
 
 FACTS = (
@@ -137,10 +138,15 @@ class Tracking:
         self._started = self._reported = time.monotonic()
         for file in self._files(append_only=True):
             if file.name in sizes or file == self._folder.metrics:
-                os.truncate(file, min(sizes.get(file.name, 0), file.stat().st_size))
+                # Another file of the same name: a driver that was taken for dead may still have the old one open.
+                with file.open("rb") as lines:
+                    write_atomic(file, lines.read(sizes.get(file.name, 0)))
             else:
                 file.unlink()
                 self._folder.forget(file)
+        if self._begun:
+            self._record.on_run_end("", {})
+            self._record.on_run_start(self._run)
         self.trackers.call("on_rewind", step if state else 0)
 
     def _seconds(self, present: float) -> float:

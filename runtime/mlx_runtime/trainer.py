@@ -30,6 +30,7 @@ from mlx_runtime.errors import (
     UsageError,
     WorkerLoopError,
     WorkerLostError,
+    message_of,
 )
 from mlx_runtime.experiment import BaseModule
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
@@ -39,7 +40,6 @@ from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
-from mlx_runtime.storage import write_atomic
 from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
@@ -87,6 +87,8 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         cfg = config.cfg
         if cfg.restore_checkpoint_path and config.run is None:
             checkpoints.read(cfg.restore_checkpoint_path)
+        if config.run is not None:
+            _refuse_without_checkpoint(config.run)
         reading = _reading(config, cluster)
         if config.fast:
             config = stack.enter_context(_nowhere(config))
@@ -97,7 +99,7 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         try:
             return _fit(experiment, config, cluster, engine, reading, record, attempt, log)
         except BaseException as error:
-            log.write(f"error: {error}\n")
+            log.write(f"error: {message_of(error)}\n")
             raise
 
 
@@ -140,9 +142,8 @@ def _fit(
     control = Control(folder, attempt)
     in_use = _InUse()
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
-        write_atomic(folder.conf, config.yaml())
-        folder.push(folder.conf, must=True)
-        snapshots.store(Path.cwd(), folder)
+        if not record.held:
+            progress.begin()
         progress.start_lines(cluster, engine)
         info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.tree, attempt)
         progress.callbacks.call("on_run_start", info)
@@ -158,6 +159,7 @@ def _fit(
         if ending.stopped:
             raise Terminated
     result = Result(folder, ending.metrics, progress.best)
+    progress.begin()
     record.finish("SUCCEEDED", metrics=ending.metrics)
     progress.end_lines(result)
     progress.callbacks.call("on_run_end", "SUCCEEDED", ending.metrics)
@@ -180,7 +182,7 @@ def _claimed(config: Config, cluster: Cluster) -> tuple[registry.Record, int]:
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if config.run is None:
         folder, before, attempt = config.claimed or claim_run(storage_root(cfg.storage_path), cfg.name), {}, 1
-        if not folder.claim_attempt(attempt):
+        if not folder.claim_attempt(attempt, registry.claim()):
             raise UsageError(f"another driver has begun {folder.title} at this very moment")
         if config.claimed:
             before = registry.refuse_living(folder)
@@ -195,9 +197,10 @@ def _claimed(config: Config, cluster: Cluster) -> tuple[registry.Record, int]:
         folder.withdraw_stop()
         folder.hold_reserve()
         if not launched:
+            before = before.get(registry.REPLACED) or before
             facts |= {"attempts": registry.attempts(before), "job": None}
     before = {name: value for name, value in before.items() if name not in ("end", "error")}
-    return registry.Record(folder, before, **facts, attempt=attempt), attempt
+    return registry.Record(folder, before, held=config.run is not None, **facts, attempt=attempt), attempt
 
 
 def prepare(config: Config) -> None:
@@ -308,22 +311,40 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
         if control.lost:
             record.disown()
             raise MlxError(f"{run} was taken over by another driver; this one has ended") from None
-        record.finish("STOPPED")
+        if record.held:
+            record.withdraw()
+        else:
+            record.finish("STOPPED")
         progress.ended("STOPPED", interrupt)
         code = 143 if isinstance(interrupt, Terminated) else 130
         if progress.config.fast:
             raise RunStopped("stopped; nothing of this run is kept", code) from None
+        if record.held:
+            raise RunStopped(f"stopped before {run} resumed; it is as it was", code) from None
         message = f"stopped; {run} is marked STOPPED, its checkpoints are kept. Go on: {_resume_command(progress)}"
         raise RunStopped(message, code) from None
     except BaseException as error:
         with contextlib.suppress(StorageError):  # the disk may be what failed
-            record.finish("FAILED", error=str(error))
+            if record.held:
+                record.withdraw()
+            else:
+                record.finish("FAILED", error=message_of(error))
         progress.ended("FAILED", error)
-        if isinstance(error, WorkerLoopError | WorkerLostError | HangError) and not progress.config.fast:
+        if isinstance(error, MlxError) and record.held:
+            error.cure = f"{run} has not been resumed; it is as it was."
+        elif isinstance(error, WorkerLoopError | WorkerLostError | HangError) and _has_checkpoint(progress):
             error.cure = f"Again from the last checkpoint: {_resume_command(progress)}"
         raise
     finally:
         progress.display.close()
+
+
+def _has_checkpoint(progress: "_Progress") -> bool:
+    if progress.config.fast:
+        return False
+    with contextlib.suppress(StorageError):
+        return bool(checkpoints.Checkpoints(progress.record.folder.checkpoints).all())
+    return False
 
 
 def _resume_command(progress: "_Progress") -> str:
@@ -331,6 +352,20 @@ def _resume_command(progress: "_Progress") -> str:
     named = any(item.startswith("cfg.name=") for item in overrides)
     run = folder.place if _elsewhere(overrides) else folder.title if named else folder.name
     return shlex.join(["mlx", "train", "launch" if Settings.read().job else "run", f"--resume={run}"])
+
+
+def _refuse_without_checkpoint(run: RunFolder) -> None:
+    """A run that has saved checkpoints is not begun anew because they are gone.
+
+    Raises:
+        ConfigError: none is left.
+    """
+    latest = registry.recorded(run).get("latest")
+    if latest and not checkpoints.Checkpoints(run.checkpoints).any():
+        raise ConfigError(
+            f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
+            f"{run.checkpoints}. Put one back, or start over in a new run: mlx train run --from {run.title}"
+        )
 
 
 def _check_datasets(config: Config) -> None:
@@ -510,8 +545,10 @@ class _Progress:
     display: Display
     config: Config
     callbacks: Listeners
+    begun: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     stopped: bool = False
+    logged: list[str] = field(default_factory=list)
     world_size: int = 0
     best: dict[str, Any] | None = None
     datasets: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -532,8 +569,10 @@ class _Progress:
             self.callbacks.call("on_checkpoint", {name: event[name] for name in names})
         elif kind == "report":
             self.callbacks.call("on_report", Report(*(event[name] for name in ("step", "epoch", "values", "facts"))))
+        elif kind == "began":
+            self.begin()
         elif kind == "end":
-            self.metrics, self.stopped = event["metrics"], event["stopped"]
+            self.metrics, self.stopped, self.logged = event["metrics"], event["stopped"], event["logged"]
         elif kind == "lost":
             self._lost(event)
         elif kind == "output":
@@ -544,6 +583,13 @@ class _Progress:
             self.display.handle(event)
             if kind == "epoch":
                 self.callbacks.call("on_epoch_end", event["epoch"], event["values"])
+
+    def begin(self) -> None:
+        """Every worker has restored what there is to restore: from here on the record is that of this attempt."""
+        if not self.begun:
+            self.begun = True
+            self.record.begin(self.config.yaml())
+            snapshots.store(Path.cwd(), self.record.folder)
 
     def ended(self, status: str, error: BaseException) -> None:
         """The run has ended early."""
@@ -558,6 +604,8 @@ class _Progress:
         else:
             self.display.print(f"run       {folder.experiment} {folder.name}")
             self.display.print(f"folder    {folder.place}", always=True)
+        if self.config.run is not None:
+            self._override_lines()
         workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
         why = {"local": "local engine", "ray": cluster.why}.get(cluster.engine)
         text = f"{workers} {cluster.title}" if cfg.start_workers else cluster.title
@@ -572,6 +620,17 @@ class _Progress:
         if here and cfg.start_workers * cfg.cpus_per_worker > cores:
             self.display.print(f"          more workers than the {cores} cores here: they share them")
 
+    def _override_lines(self) -> None:
+        """What differs from the run as it was, and which overrides change nothing."""
+        for change in self.config.changes:
+            how = "" if change.key.startswith("cfg.") else ", set once its state is restored"
+            self.display.print(f"changed   {change}{how}")
+        keys = [change.key for change in self.config.changes]
+        for item in self.config.overrides:
+            key = item.lstrip("+~").partition("=")[0]
+            if not any(f"{changed}.".startswith(f"{key}.") for changed in keys):
+                self.display.print(f"unchanged {item}")
+
     def prepared_line(self, sets: Mapping[str, PreparedSet]) -> None:
         if sets:
             made = max(item.manifest.created for item in sets.values())
@@ -581,7 +640,8 @@ class _Progress:
 
     def end_lines(self, result: Result) -> None:
         folder = result.folder
-        rows = [(name, f"{value:.4f}") for name, value in sorted(result.metrics.items()) if name.startswith("test")]
+        names = [name for name in result.metrics if name.startswith("test") or name in self.logged]
+        rows = [(name, f"{result.metrics[name]:.4f}") for name in sorted(names)]
         if result.best and not self.config.fast:
             where = f"epoch {result.best['epoch'] + 1}, {result.best['path'].removeprefix(folder.place + '/')}"
             rows.append((f"best {self.config.cfg.monitor}", f"{result.best['value']:.4f} ({where})"))

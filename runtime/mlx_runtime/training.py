@@ -27,6 +27,8 @@ from mlx_runtime.errors import (
     WorkerLoopError,
     WorkerLostError,
     first_line,
+    is_users,
+    message_of,
     user_frames,
 )
 from mlx_runtime.experiment import BaseModule, LoopStopped, WorkerRun
@@ -90,10 +92,12 @@ class Ending:
     Attributes:
         metrics: the latest value of every recorded number.
         stopped: whether it was asked to, before the end.
+        logged: names of the numbers that came from `self.log`.
     """
 
     metrics: dict[str, float]
     stopped: bool
+    logged: frozenset[str] = frozenset()
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -107,7 +111,8 @@ def train_to(sink: Sink, job: Job) -> None:
     """Train, and report the end to the driver."""
     ending = work(job, sink)
     if ray.train.get_context().get_world_rank() == 0:
-        sink.send({"kind": "end", "metrics": ending.metrics, "stopped": ending.stopped})
+        logged = sorted(ending.logged)
+        sink.send({"kind": "end", "metrics": ending.metrics, "stopped": ending.stopped, "logged": logged})
 
 
 def work(job: Job, sink: Sink) -> Ending:
@@ -156,7 +161,7 @@ def work(job: Job, sink: Sink) -> Ending:
             if any(shard.dealt for shard in shards):
                 with contextlib.suppress(RuntimeError):  # another worker failed, and tells why
                     shared(None)  # nobody leaves before all are done: the first worker owns what deals streams
-            ending = Ending(experiment._end(), stopped)
+            ending = Ending(experiment._end(), stopped, frozenset(run.logged_names))
             if run.tracking is not None:
                 run.tracking.end("STOPPED" if stopped else "SUCCEEDED", ending.metrics)
             return ending
@@ -308,13 +313,16 @@ def _user_errors(rank: int, project: Path) -> Iterator[None]:
     """Turn what user code raises into one error with the user's frames and the rank."""
     try:
         yield
-    except MlxError:
+    except KeyboardInterrupt:
         raise
-    except Exception as error:
+    except BaseException as error:  # also SystemExit and GeneratorExit, which would end a worker without a word
+        if isinstance(error, MlxError) and not is_users(error, project):
+            raise
         if lost_peer(error):
             raise WorkerLostError(f"rank {rank} lost its connection to another worker: {first_line(error)}") from None
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
-        summary = f"{type(error).__name__}: {error}{notes}"
+        hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
+        summary = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ") + notes + hint
         raise WorkerLoopError(rank, summary, user_frames(error, project)) from None
 
 

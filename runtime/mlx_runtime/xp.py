@@ -106,7 +106,8 @@ def stop(name: str, run: str) -> str:
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (jobs := _jobs(record)) is not None:
         jobs.stop(record["job"]["id"])
-        registry.Record(folder, record).finish("STOPPED")
+        found = registry.Record(folder, record)
+        found.withdraw() if registry.REPLACED in record else found.finish("STOPPED")
         return f"{title} is STOPPED, before it began"
     folder.ask_to_stop()
     until = time.monotonic() + STOP_S

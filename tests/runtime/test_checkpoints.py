@@ -1,5 +1,6 @@
 """What a checkpoint holds, that it is whole or not there, and what restoring says about the rest."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,8 +34,6 @@ from mlx_runtime.errors import ConfigError, StorageError
 
 pytestmark = pytest.mark.pure
 
-NONE: dict = {"then": {}, "now": {}}
-
 
 class Stopper:
     def __init__(self, patience: int = 5):
@@ -52,7 +51,7 @@ def test_plain_tools_are_their_attributes_and_loads_run_no_code(tmp_path: Path) 
     again = torch.load(tmp_path / "x", weights_only=True)
     assert again == {"stopper": {"patience": 5, "best": 0.5, "seen": [1, (2.0, "x")]}}
     fresh = Stopper()
-    assert load_into(SimpleNamespace(stopper=fresh), again, "tools", **NONE) == []
+    assert load_into(SimpleNamespace(stopper=fresh), again, "tools") == []
     assert (fresh.best, fresh.seen) == (0.5, [1, (2.0, "x")])
 
 
@@ -79,7 +78,7 @@ def test_counters_of_schedulers_come_back_as_what_they_were(tmp_path: Path) -> N
     wanted = stepped(optimizer, schedule)
     optimizer, schedule = made()
     for item, saved in zip((optimizer, schedule), torch.load(tmp_path / "x", weights_only=True), strict=True):
-        load_into(SimpleNamespace(x=item), saved, "optimizers", **NONE)
+        load_into(SimpleNamespace(x=item), saved, "optimizers")
     assert stepped(optimizer, schedule) == wanted
 
 
@@ -88,47 +87,26 @@ def test_tensors_of_tools_come_back_to_their_device(tmp_path: Path) -> None:
     ema = SimpleNamespace(ema=SimpleNamespace(shadow={"w": torch.ones(2, device="meta")}, count=torch.ones(1)))
     assert checkpoints.on_device(ema) == ["ema.shadow"]
     saved = {"ema": {"shadow": {"w": torch.ones(2)}, "count": torch.ones(1)}}
-    load_into(ema, saved, "tools", **NONE, moved={"ema.shadow": torch.device("meta")})
+    load_into(ema, saved, "tools", moved={"ema.shadow": torch.device("meta")})
     assert (ema.ema.shadow["w"].device.type, ema.ema.count.device.type) == ("meta", "cpu")
-
-
-def test_a_setting_changed_since_wins_and_a_changed_counter_is_restored() -> None:
-    saved = {"stopper": {"patience": 3, "best": 0.1, "seen": []}}  # it counts patience down
-    same, raised = Stopper(5), Stopper(9)
-    load_into(
-        SimpleNamespace(stopper=same),
-        saved,
-        "tools",
-        then={"stopper": {"patience": 5}},
-        now={"stopper": {"patience": 5}},
-    )
-    assert (same.patience, same.best) == (3, 0.1)
-    load_into(
-        SimpleNamespace(stopper=raised),
-        saved,
-        "tools",
-        then={"stopper": {"patience": 5}},
-        now={"stopper": {"patience": 9}},
-    )
-    assert (raised.patience, raised.best) == (9, 0.1)
 
 
 def test_models_must_all_have_a_counterpart() -> None:
     state, _ = state_of(SimpleNamespace(net=nn.Linear(1, 1), gone=nn.Linear(1, 1)))
     with pytest.raises(ConfigError) as caught:
-        load_into(SimpleNamespace(net=nn.Linear(1, 1), new=nn.Linear(1, 1)), state, "models", **NONE)
+        load_into(SimpleNamespace(net=nn.Linear(1, 1), new=nn.Linear(1, 1)), state, "models")
     assert str(caught.value).startswith("the checkpoint does not fit: models gone (only there), new (only in the code)")
 
 
 def test_tools_without_a_counterpart_are_told() -> None:
-    lines = load_into(SimpleNamespace(new=Stopper()), {"made_later": {}}, "tools", **NONE)
+    lines = load_into(SimpleNamespace(new=Stopper()), {"made_later": {}}, "tools")
     assert lines == ["tools.new is new: the checkpoint has no state for it"]
 
 
 def test_another_shape_is_told_by_name() -> None:
     state, _ = state_of(SimpleNamespace(net=nn.Linear(1, 1)))
     with pytest.raises(ConfigError, match=r"models.net in the checkpoint does not fit the config: .*size mismatch"):
-        load_into(SimpleNamespace(net=nn.Linear(2, 1)), state, "models", **NONE)
+        load_into(SimpleNamespace(net=nn.Linear(2, 1)), state, "models")
 
 
 def a_state(**fields: object) -> dict:
@@ -202,7 +180,15 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     assert f"epoch_0002/{file}" in told[0]
     assert "is damaged: " in told[0]
     assert told[0].endswith("going on from the one before")
+    assert names(saved) == ["epoch_0001", "epoch_0002"]  # so far nothing has changed
+    content = {name: saved._storage.read("epoch_0002", name) for name in saved._storage.names("epoch_0002")}
+    saved.set_damaged_aside()
     assert names(saved) == ["epoch_0001"]  # the other is not tried again
+    (aside,) = [name for name in saved._storage.names() if name.startswith("damaged_epoch_0002_")]
+    assert {name: saved._storage.read(aside, name) for name in saved._storage.names(aside)} == content
+    saved.save(a_state(epoch=7), Checkpoint(1, True, 16, {}))
+    saved.clean()
+    assert aside in saved._storage.names()
 
 
 def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,12 +204,77 @@ def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: py
     assert names(saved) == ["epoch_0001", "epoch_0002"]
 
 
-def test_no_whole_checkpoint_is_none_at_all(root: str) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}))
+@pytest.mark.parametrize("damage", ["state", "description", "both"])
+def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, damage: str) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    for item in saved.all():
+        if damage in ("state", "both"):
+            saved._storage.write(b"damaged", item.name, item.file)
+        if damage in ("description", "both"):
+            saved._storage.write(b'{"epoch": ', item.name, ABOUT)
+    before = contents(saved)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is damaged: .*No other checkpoint is left to resume from"):
+            saved.newest(pytest.fail)
+        saved.set_damaged_aside()
+    assert contents(saved) == before
+    assert saved.any()
+
+
+def contents(saved: Checkpoints) -> dict[str, bytes]:
+    storage = saved._storage
+    return {info.path: storage.fs.open_input_stream(info.path).read() for info in storage.below()}
+
+
+def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
+    """In a folder, where checkpoints appear whole."""
+    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
     saved._storage.remove_file("epoch_0001", ABOUT)
-    assert saved.all() == []
-    assert saved.newest(print) is None
-    assert Checkpoints(f"{root.partition('?')[0]}/nothing{root[len(root.partition('?')[0]) :]}").newest(print) is None
+    with pytest.raises(ConfigError, match="No other checkpoint is left"):
+        saved.newest(pytest.fail)
+
+
+def test_no_checkpoint_is_none_at_all(root: str) -> None:
+    saved = Checkpoints(root)
+    assert (saved.newest(pytest.fail), saved.any()) == (None, False)
+    if not saved._storage.local:  # what a save leaves that was killed
+        saved._storage.write(b"half", "epoch_0001", "state-12345678.pt")
+        assert (saved.newest(pytest.fail), saved.any()) == (None, False)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
+    tmp_path: Path, renames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
+    rename, done = Path.rename, []
+
+    def rename_until_killed(self: Path, target: Path) -> Path:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_until_killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}))
+    again = Checkpoints(str(tmp_path))
+    again.clean()
+    found = again.newest(pytest.fail)
+    assert found is not None
+    assert found.global_step == (9 if renames == 2 else 8)
+    assert again.load(found)["epoch"] == (7 if renames == 2 else 0)
+    assert [name for name in again._storage.names() if name.startswith(".")] == []
+
+
+def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
+    """It has looked whether the run is its own, and is about to rename."""
+    saved, other = stored(str(tmp_path), Checkpoint(0, True, 8, {})), Checkpoints(str(tmp_path))
+    with pytest.raises(StorageError, match="cannot write a checkpoint"):
+        saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}), other.clean)
+    assert [item.global_step for item in other.all()] == [8]
+    assert other.newest(pytest.fail) is not None
 
 
 def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
@@ -400,7 +451,7 @@ def test_metrics_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     torch.save(state_of(half)[0], tmp_path / "x")
     again = some_metrics()
     update(again, 99)  # what it has seen before is forgotten
-    load_into(again, torch.load(tmp_path / "x", weights_only=True), "metrics", **NONE)
+    load_into(again, torch.load(tmp_path / "x", weights_only=True), "metrics")
     assert values(again) == values(half)
     update(again, 2)
     assert values(again) == values(whole)
@@ -415,7 +466,7 @@ def test_metrics_of_several_ranks_merge_into_one() -> None:
     states, lost = merged([state_of(rank)[0] for rank in ranks], whole)
     assert lost == ["pearson"]  # its states are reduced in a way of its own
     one = some_metrics()
-    load_into(one, states, "metrics", **NONE, only=set(states))
+    load_into(one, states, "metrics", only=set(states))
     found, wanted = values(one), values(whole)
     assert all(found[name] == pytest.approx(wanted[name]) for name in wanted if name != "pearson")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import registry
-from mlx_runtime.errors import UsageError
-from mlx_runtime.layout import RunFolder, claim_run
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.layout import RunFolder, claim_run, run_folder
+from mlx_runtime.storage import Storage
 
 pytestmark = pytest.mark.pure
 
@@ -113,6 +114,67 @@ class TestOneDriver:
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(follow, range(8)))
         assert [number for number in won if number == 2] == [2]
+
+    def test_one_that_restores_lives_although_the_record_is_still_the_old_one(self, run: RunFolder) -> None:
+        registry.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
+        before = run.record.read_bytes()
+        number = registry.take_over(run)
+        record = registry.Record(run, registry.recorded(run), held=True, status="RUNNING", attempt=number)
+        record.update(device="cpu")
+        with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
+            registry.take_over(run)
+        assert run.record.read_bytes() == before
+        record.withdraw()
+        record.update(status="FAILED")
+        assert run.record.read_bytes() == before
+        assert registry.take_over(run) == 3
+
+    def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
+        registry.Record(run, status="SUCCEEDED", attempt=1)
+        before, text = registry.recorded(run), run.record.read_bytes()
+        registry.Record(run, before, **{registry.REPLACED: before}, status="PENDING", job={"id": "x", "address": "y"})
+        assert registry.recorded(run)["status"] == "PENDING"
+        run.claim_attempt(2)
+        record = registry.Record(run, registry.recorded(run), held=True, status="RUNNING", attempt=2)
+        record.withdraw()
+        assert run.record.read_bytes() == text
+
+    def test_one_that_dies_over_its_claim_is_followed(self, run: RunFolder) -> None:
+        registry.Record(run, status="STOPPED", attempt=1)
+        (run.path / ".attempt-002").touch()
+        assert registry.take_over(run) == 3
+
+    def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
+        first = registry.Record(run, status="STOPPED", attempt=1)
+        look = first._look
+
+        def freeze() -> None:
+            look()
+            assert registry.take_over(run) == 2
+            registry.Record(run, registry.recorded(run), status="RUNNING", attempt=2)
+
+        first._look = freeze  # type: ignore[method-assign]
+        first.update(status="FAILED")
+        assert (registry.recorded(run)["status"], registry.recorded(run)["attempt"]) == ("RUNNING", 2)
+        assert [path.name for path in run.path.glob(".run.json.*")] == []
+
+    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self) -> None:
+        """Arrow's file system of another kind stands for an object store without conditional writes."""
+        storage = "mock:///storage"
+        with pytest.raises(StorageError, match="so two drivers could train digits/run_001 at once. Start a new run"):
+            run_folder(storage, "digits", "run_001").claim_attempt(2)
+
+    @pytest.mark.s3
+    def test_on_an_object_store_too(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = claim_run(s3.format(f"fence-{tmp_path.name}"), "digits")
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda pid: folder.claim_attempt(2, {"pid": pid}), range(8)))
+        assert sum(won) == 1
+        assert folder.attempt(2) == {"pid": won.index(True)}
+        assert folder.attempts() == 2
+        monkeypatch.setattr(Storage, "_put_new", lambda *_: True)  # as of a store that ignores the condition
+        with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
+            folder.claim_attempt(3)
 
     def test_one_that_was_taken_for_dead_writes_no_more(self, run: RunFolder) -> None:
         record = registry.Record(run, status="RUNNING")

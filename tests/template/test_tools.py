@@ -35,7 +35,7 @@ def restarted(saved: object, made: object) -> None:
     torch.save(state, file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    assert checkpoints.load_into(SimpleNamespace(tool=made), state, "tools", then={}, now={}) == []
+    assert checkpoints.load_into(SimpleNamespace(tool=made), state, "tools") == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, first_line, user_frames
+from mlx_runtime.errors import MlxError, WorkerLostError, first_line
 from mlx_runtime.ray_private import enter_ray_train
 from mlx_runtime.training import Job, train
 
@@ -48,9 +48,6 @@ def run(shared: WorkerJob, rank: int) -> int:
         train({"job": pickle.dumps(shared.job)})
     except MlxError as caught:
         error = caught
-    except SystemExit as caught:
-        frames = user_frames(caught, shared.job.project)
-        error = WorkerLoopError(rank, f"SystemExit: {caught.code} (worker_loop must return, not exit)", frames)
     except BaseException as caught:
         traceback.print_exception(caught)  # into the log of this rank
         error = WorkerLostError(f"rank {rank} failed: {type(caught).__name__}: {first_line(caught)}")

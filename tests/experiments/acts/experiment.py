@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -27,7 +27,7 @@ TORCHRUN += ("OMP_NUM_THREADS",)
 @dataclass
 class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "acts"
-    act: str = "nothing"
+    act: str = field(default="nothing", metadata={"resumable": True})
     count: int = 0
     out: Path = Path("seen")
 

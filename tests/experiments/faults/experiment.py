@@ -4,7 +4,7 @@ import json
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 import mlx_runtime
 from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime.errors import RunFinished, WorkerLostError
 
 
 @dataclass
@@ -27,9 +28,10 @@ class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "faults"
     num_epochs: int = 3
     log_every_steps: int = 2
-    pause_s: float = 0.0  # of each step
-    fault: str | None = None
-    out: Path = Path("diary")
+    pause_s: float = field(default=0.0, metadata={"resumable": True})  # of each step
+    fault: str | None = field(default=None, metadata={"resumable": True})
+    late: str = field(default="", metadata={"resumable": True})  # what goes wrong before the first pass
+    out: Path = field(default=Path("diary"), metadata={"resumable": True})
 
 
 class Rows(Dataset):
@@ -166,6 +168,8 @@ class Experiment(BaseModule):
             node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         )
         self.models.net = prepare_model(self.models.net)  # all wait for each other: no row is noted before all starts
+        if self.cfg.late:
+            self.go_wrong(self.cfg.late)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizers.adam, lambda step: 0.98**step)
         train, val = self.generate_loaders(dataset_shards=dataset_shards)
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
@@ -200,6 +204,16 @@ class Experiment(BaseModule):
             raise ValueError("on purpose")
         if self.cfg.fault == "hang" and self.rank == 1 and self.global_step == 6:
             time.sleep(1000)
+
+    @staticmethod
+    def go_wrong(how):
+        class Unprintable(Exception):  # noqa: N818
+            def __str__(self):
+                raise ValueError("cannot say")
+
+        errors = {"raise": ValueError("on purpose"), "exit": SystemExit(0), "generator": GeneratorExit()}
+        errors |= {"unprintable": Unprintable(), "finished": RunFinished("done"), "lost": WorkerLostError("gone")}
+        raise errors[how]
 
     def note(self, **fields):
         self.cfg.out.mkdir(exist_ok=True)

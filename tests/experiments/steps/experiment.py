@@ -1,5 +1,5 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule
 class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "steps"
     num_epochs: int = 3
-    fault_step: int = -1  # of the whole run, from 0
+    fault_step: int = field(default=-1, metadata={"resumable": True})  # of the whole run, from 0
     out: Path = Path("seen")
 
 
