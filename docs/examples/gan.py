@@ -114,7 +114,7 @@ class Experiment(BaseModule):
     def train_discriminator(self, real: torch.Tensor) -> None:
         with torch.no_grad():
             fake = self.models.generator(self.noise(len(real), real.device))
-        logits = self.models.discriminator(torch.cat([real, fake]))  # one forward for one backward: DDP wants pairs
+        logits = self.models.discriminator(torch.cat([real, fake]))  # DDP wants one forward per backward
         wanted = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         loss = F.binary_cross_entropy_with_logits(logits, wanted)
         self.optimizers.discriminator.zero_grad()  # also what the generator's step has left there

@@ -947,7 +947,7 @@ class BaseModule:
     def _log(self, values: Mapping[str, float | torch.Tensor], epoch: int) -> None:
         run = self._running()
         if values and run.worker.writes:
-            found = {name: float(value) for name, value in values.items()}
+            found = {name: _number(value) for name, value in values.items()}
             run.latest |= found
             run.unreported |= found
             run.logged_names |= set(found)
@@ -991,6 +991,11 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+
+def _number(value: float | torch.Tensor) -> float:
+    """A number, or a tensor of one element, which may be part of a graph."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _size(loader: Loader) -> dict[str, int]:
