@@ -67,7 +67,7 @@ def test_two_training_sets_are_read_side_by_side(mlx: Mlx, example: Make) -> Non
     found = lines(folder / "runs" / "semi" / "run_001")
     assert [line["step"] for line in found if "train/loss" in line] == [15 * epoch for epoch in range(1, 21)]
     assert not any(name.startswith("unlabelled/") for line in found for name in line)
-    assert found[-1]["val/accuracy"] > 0.9
+    assert [line["val/accuracy"] for line in found if "val/accuracy" in line][-1] > 0.9
 
 
 def test_fine_tuning_starts_from_weights_with_other_names_and_resumes_exactly(
