@@ -502,9 +502,8 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
     except (ImportError, AttributeError) as error:
         problems.append(f"{key}._target_ is {path!r}, which cannot be imported: {str(error).splitlines()[-1]}")
         return
-    plain_class = (
-        isinstance(hint, type) and hint is not Any and isinstance(target, type) and "__new__" not in vars(target)
-    )
+    says = isinstance(hint, type) and hint not in (Any, MISSING)
+    plain_class = says and isinstance(target, type) and "__new__" not in vars(target)
     if plain_class and not node.get("_partial_") and not issubclass(target, hint):
         problems.append(
             f"{key}._target_ is {path}, which is not a {path_of(hint)}; {owner} wants one. "
@@ -517,6 +516,8 @@ def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]
     open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in known)
     for name, value in node.items():
         if name in by_name and by_name[name].kind is not inspect.Parameter.VAR_KEYWORD:
+            if value is None and by_name[name].default is None:
+                continue  # as in `stride: int = None`, whatever the annotation says
             _check_value(value, by_name[name].hint, f"{key}.{name}", path, problems)
         elif name == "_args_":
             for index, item in enumerate(value):

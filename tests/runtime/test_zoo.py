@@ -14,8 +14,8 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.binding import bind
 from mlx_runtime.declarations import Declaration, declaring
 from mlx_runtime.errors import BindError
-from mlx_runtime.loading import build, parsed
-from mlx_runtime.signatures import recorded_default
+from mlx_runtime.loading import _check, build, parsed
+from mlx_runtime.signatures import groups, recorded_default
 from mlx_runtime.verification import differs, unlike
 
 pytestmark = pytest.mark.pure
@@ -70,7 +70,9 @@ class Catch:
 @pytest.mark.filterwarnings("ignore")  # libraries deprecate much of what they still have
 @pytest.mark.parametrize("group", KEPT, ids=lambda group: group.__name__)
 def test_kept(group: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = parsed(bound_text(group, tmp_path))["tools"]
+    tree = parsed(bound_text(group, tmp_path))
+    assert "???" in str(tree) or not _check(tree, groups(experiment(group)))  # what a run would refuse
+    node = tree["tools"]
     expected = declared(group)
     catch = Catch(monkeypatch, group)
     it = node.get("it")
