@@ -12,13 +12,15 @@ from typing import Any
 from omegaconf import OmegaConf
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import CommentMark
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.tokens import CommentToken
 
 from mlx_runtime.errors import BindError
 from mlx_runtime.layout import commands
 from mlx_runtime.nodes import Description, Node
 from mlx_runtime.schema import former_defaults, schema_of
-from mlx_runtime.signatures import object_at, parameters
+from mlx_runtime.signatures import convert, object_at, parameters
 from mlx_runtime.storage import write_atomic
 from mlx_runtime.verification import verify
 
@@ -46,7 +48,9 @@ class Binding:
     Attributes:
         path: of the file.
         before, after: its text; `before` is empty when there is no file.
-        added, updated, dropped, kept: full keys; `updated` had the former default and has the new one.
+        added, updated, kept: full keys; `updated` had the former default and has the new one.
+        renamed: the former full key by the new one.
+        dropped: text of the values that are gone, with their comments, by full key.
         schema: text of the JSON Schema beside it.
         notices: what else a person should know, one line each.
     """
@@ -58,7 +62,8 @@ class Binding:
     schema: str = ""
     added: list[str] = field(default_factory=list)
     updated: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
 
     @property
@@ -71,7 +76,11 @@ class Binding:
         return [
             *(f"added    {key}" for key in self.added),
             *(f"updated  {key} (to the code's new default)" for key in self.updated),
-            *(f"dropped  {key} (no longer an argument)" for key in self.dropped),
+            *(
+                f"renamed  {old} to {key} (type and position fit, so it keeps the value)"
+                for key, old in self.renamed.items()
+            ),
+            *(f"dropped  {key}: {text} (no longer an argument)" for key, text in self.dropped.items()),
             *(f"kept     {key} (your value; the code's default differs)" for key in self.kept),
             *(f"notice   {text}" for text in self.notices),
         ]
@@ -132,7 +141,7 @@ def merge(
         if not isinstance(merged, CommentedMap):
             raise BindError(f"{path} is not a mapping of groups; remove it and bind again")
         _Merge(binding, former or {}, of_class).into(merged, tree, "")
-    if header or binding.added or binding.updated or binding.dropped:
+    if header or binding.added or binding.updated or binding.renamed or binding.dropped:
         binding.after = header + yaml_text(merged)
     else:
         binding.after = binding.before  # nothing to say: not even the layout changes
@@ -166,7 +175,16 @@ class _Merge:
     former: Mapping[str, Any]
     of_class: Callable[[str, str], Node | None]
 
-    def into(self, old: CommentedMap, new: Node, key: str) -> None:
+    def into(self, old: CommentedMap, new: Node, key: str, *, same_class: bool = True) -> None:
+        open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
+        if same_class and not open_ended:
+            for name, former in self._renames(old, new, key):
+                old.insert(list(old).index(former), name, old[former])
+                old.ca.items[name] = old.ca.items.pop(former, None) or [None, None, None, None]
+                del old[former]
+                self.binding.renamed[f"{key}.{name}"] = f"{key}.{former}"
+                if not _differ(old[name], self.former.get(f"{key}.{former}", old)):
+                    old[name] = _quoted(new[name])
         for name, value in new.items():
             here = f"{key}.{name}".lstrip(".")
             if name not in old:
@@ -180,11 +198,10 @@ class _Merge:
                     self.binding.updated.append(here)
                 else:
                     self.binding.kept.append(here)
-        open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
         for name in [name for name in old if name not in new]:
             if not open_ended and not str(name).startswith("_"):
-                del old[name]
-                self.binding.dropped.append(f"{key}.{name}".lstrip("."))
+                value = json.dumps(old[name], default=str, ensure_ascii=False)
+                self.binding.dropped[f"{key}.{name}".lstrip(".")] = f"{value}  {_drop(old, name)}".rstrip()
 
     def _node(self, parent: CommentedMap, name: str, new: Node, key: str) -> None:
         """A node of the file: of the code's class, of one that the code has left, or of the user's choice."""
@@ -193,15 +210,90 @@ class _Merge:
         if chosen == new["_target_"]:
             self.into(old, new, key)
             return
-        users = self.of_class(chosen, key)
-        if users is None or self.former.get(f"{key}._target_") == chosen:
-            parent[name] = _quoted(new)
-            self.binding.updated.append(f"{key}._target_")
-        else:
-            self.binding.kept.append(f"{key}._target_")
-            if old.get("_partial_"):  # whoever calls it gives the other arguments
-                users = {name: value for name, value in users.items() if name in old}
-            _Merge(self.binding, {}, self.of_class).into(old, users, key)  # former defaults were another class's
+        users = None if self.former.get(f"{key}._target_") == chosen else self._users_class(chosen, new, key)
+        if users is None:
+            self._replace(old, new, key)
+            return
+        self.binding.kept.append(f"{key}._target_")
+        if old.get("_partial_"):  # whoever calls it gives the other arguments
+            users = {name: value for name, value in users.items() if name in old}
+        _Merge(self.binding, {}, self.of_class).into(
+            old, users, key, same_class=False
+        )  # former defaults were another's
+
+    def _users_class(self, chosen: str, new: Node, key: str) -> Node | None:
+        try:
+            return self.of_class(chosen, key)
+        except BindError as error:
+            cure = f"put another class there, or {new['_target_']}, which the code has"
+            raise BindError(f"{key}._target_ is {chosen}, which cannot be described ({error}); {cure}") from error
+
+    def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
+        """Turn a node into one of another class; what both classes have keeps the user's value."""
+        for name in list(old):
+            unedited = f"{key}.{name}" in self.former and not _differ(old[name], self.former[f"{key}.{name}"])
+            if (unedited or str(name).startswith("_")) and name not in new:
+                _drop(old, name)
+        old["_target_"] = new["_target_"]
+        old.move_to_end("_target_", last=False)
+        self.binding.updated.append(f"{key}._target_")
+        added = len(self.binding.added)
+        self.into(old, new, key, same_class=False)
+        del self.binding.added[added:]  # they came with the class
+
+    def _renames(self, old: CommentedMap, new: Node, key: str) -> list[tuple[str, str]]:
+        """Pairs of a new and a former name that seem to be one argument: its place and its type are the same."""
+        before, after = ([name for name in names if not str(name).startswith("_")] for names in (old, new))
+        found = []
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        for tag, start, stop, first, last in matcher.get_opcodes():
+            if tag == "replace" and stop - start == last - first:
+                for former, name in zip(before[start:stop], after[first:last], strict=True):
+                    if former not in new and name not in old and self._fits(old[former], new, name, f"{key}.{former}"):
+                        found.append((name, former))
+        return found
+
+    def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
+        """Whether a value may be that of another argument, whose default is what that of the former one was."""
+        default = new[name]
+        if _is_node(default) or _is_node(value):
+            return _is_node(default) and _is_node(value) and default["_target_"] == value["_target_"]
+        if former in self.former and _differ(default, self.former[former]):
+            return False
+        hints = (
+            {item.name: item.hint for item in parameters(object_at(new["_target_"])) or []} if "_target_" in new else {}
+        )
+        try:
+            convert(value, hints.get(name, type(default)))
+        except TypeError:
+            return False
+        return True
+
+
+def _drop(old: CommentedMap, name: str) -> str:
+    """Remove a key with the comment behind it, which is returned; the comments below belong to what follows."""
+    comments, slot = _comments(old, name)
+    inner = isinstance(old[name], CommentedMap | CommentedSeq)
+    own, _, below = comments[slot].value.partition("\n") if comments[slot] is not None else ("", "", "")
+    above = list(old)[: list(old).index(name)]
+    if below.strip() and above:  # ruamel keeps comments with the value above them
+        comments, slot = _comments(old, above[-1])
+        token = comments[slot]
+        before = token.value.rstrip("\n") if token is not None else ""
+        mark = token.start_mark if token is not None else CommentMark(0)
+        comments[slot] = CommentToken(f"{before}\n{below}", mark, None)
+    del old[name]
+    old.ca.items.pop(name, None)
+    return "" if inner else own.strip()
+
+
+def _comments(holder: Any, last: Any) -> tuple[list[Any], int]:
+    """Where ruamel keeps the comment behind the value of a key, which is with the last leaf below it."""
+    while isinstance(holder[last], CommentedMap | CommentedSeq) and holder[last]:
+        holder = holder[last]
+        last = list(holder)[-1] if isinstance(holder, CommentedMap) else len(holder) - 1
+    slot = 2 if isinstance(holder, CommentedMap) else 0
+    return holder.ca.items.setdefault(last, [None] * 4), slot
 
 
 def _differ(first: Any, second: Any) -> bool:

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.binding import HEADER, bind, merge
+from mlx_runtime.binding import HEADER, Binding, bind, merge
 from mlx_runtime.errors import BindError
 from mlx_runtime.loading import build
 from mlx_runtime.nodes import Description
@@ -152,7 +152,7 @@ def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
     changes.write()
     assert changes.kept == ["optimizers.adam.lr"]
     assert changes.added == ["cfg.seed"]
-    assert changes.dropped == ["cfg.gone"]
+    assert changes.dropped == {"cfg.gone": "3"}
     assert "lr: 0.25  # found by hand" in path.read_text()
     assert path.read_text().startswith(HEADER)
     assert not merge(path, tree).stale
@@ -253,7 +253,7 @@ class TestAgainstTheFormerDefaults:
         assert linear in path.read_text()
         path.write_text(path.read_text().replace(linear, f"{conv}      in_feature: 3\n"))
         binding = bind(Annotated, path)
-        assert (binding.added, binding.dropped) == ([], ["models.net.make.in_feature"])
+        assert (binding.added, binding.dropped) == ([], {"models.net.make.in_feature": "3"})
         assert f"{conv}      _partial_: true\n      bias: false\n      _args_:\n        - 3\n" in binding.after
         binding.write()
         assert not bind(Annotated, path).stale
@@ -292,6 +292,177 @@ def changed(cls: type, **values: object) -> tuple[object, ...]:
     """The defaults of a dataclass's constructor with some changed, as if its source had been edited."""
     items = inspect.signature(cls).parameters.values()
     return tuple(values.get(item.name, item.default) for item in items)
+
+
+class TestAChangedClass:
+    """What the user has set does not disappear in silence, nor a comment that belongs to another key."""
+
+    FORMER = """\
+models:
+  _target_: builtins.dict
+  net:
+    _target_: test_binding.Net
+    width: 64
+    dropout: 0.4  # found by hand
+    # layers
+    depth: 3
+  # the critic
+  other: 1
+"""
+    DEFAULTS = {"models.net.width": 8, "models.net.dropout": 0.1, "models.net.depth": 2}
+
+    def merged(self, tmp_path: Path, **arguments: object) -> Binding:
+        path = tmp_path / "conf.yaml"
+        path.write_text(self.FORMER)
+        node = {"_target_": "test_binding.Net", **arguments}
+        return merge(path, {"models": {"_target_": "builtins.dict", "net": node, "other": 1}}, self.DEFAULTS)
+
+    def test_a_rename_keeps_value_and_comment(self, tmp_path: Path) -> None:
+        binding = self.merged(tmp_path, width=8, drop_rate=0.1, depth=2)
+        assert binding.after == self.FORMER.replace("dropout: 0.4  #", "drop_rate: 0.4 #")
+        assert binding.renamed == {"models.net.drop_rate": "models.net.dropout"}
+        assert (binding.added, binding.dropped) == ([], {})
+        line = "renamed  models.net.dropout to models.net.drop_rate (type and position fit, so it keeps the value)"
+        assert line in binding.lines()
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"width": 8, "activation": "gelu", "depth": 2},  # another type
+            {"width": 8, "momentum": 0.9, "depth": 2},  # another default
+            {"drop_rate": 0.1, "width": 8, "depth": 2},  # another place
+        ],
+    )
+    def test_what_is_no_rename_is_dropped_with_its_value(self, tmp_path: Path, arguments: dict) -> None:
+        binding = self.merged(tmp_path, **arguments)
+        assert not binding.renamed
+        assert "dropped  models.net.dropout: 0.4  # found by hand (no longer an argument)" in binding.lines()
+        assert "    # layers\n    depth: 3\n" in binding.after
+
+    @pytest.mark.parametrize("gone", ["width", "dropout", "depth"])
+    def test_comments_of_other_keys_stay(self, tmp_path: Path, gone: str) -> None:
+        arguments = {"width": 8, "dropout": 0.1, "depth": 2}
+        after = self.merged(tmp_path, **{name: value for name, value in arguments.items() if name != gone}).after
+        assert after == "".join(line for line in self.FORMER.splitlines(keepends=True) if f" {gone}:" not in line)
+
+
+class Loaded(nn.Module):
+    """Like `PreTrainedModel` of transformers: subclasses inherit the method that makes them."""
+
+    @classmethod
+    def from_pretrained(cls, name: str = "base", revision: str = "main", dropout: float = 0.1):
+        return cls()
+
+
+class LoadedBert(Loaded):
+    pass
+
+
+class Small(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.2):
+        super().__init__()
+
+
+@dataclass
+class Pretrained:
+    net: nn.Module = LoadedBert.from_pretrained("bert")
+
+
+@dataclass
+class Fresh:
+    net: nn.Module = Small()
+
+
+class WithPretrained(BaseModule):
+    cfg: TrainConfig
+    models: Pretrained
+
+
+class WithFresh(BaseModule):
+    cfg: TrainConfig
+    models: Fresh
+
+
+class TestAnotherClass:
+    """The code's default is of another class than the file's."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "conf.yaml"
+        bind(WithPretrained, path).write()
+        assert "_target_: test_binding.LoadedBert.from_pretrained" in path.read_text()
+        edited = path.read_text().replace("dropout: 0.1", "dropout: 0.4  # mine").replace("main", "v2")
+        path.write_text(edited.replace("seed: 0", "seed: 5"))
+        return path
+
+    def test_it_replaces_a_class_method_and_keeps_what_was_edited(self, path: Path) -> None:
+        binding = bind(WithFresh, path)
+        assert binding.updated == ["models._target_", "models.net._target_"]
+        assert binding.dropped == {"models.net.revision": '"v2"'}
+        node = "  net:\n    _target_: test_binding.Small\n    dropout: 0.4  # mine\n    width: 8\n"
+        assert node in binding.after
+        assert "seed: 5" in binding.after
+        binding.write()
+        assert not bind(WithFresh, path).stale
+
+    def test_a_class_method_may_be_the_users_choice(self, path: Path) -> None:
+        text = path.read_text()
+        bind(WithFresh, path).write()
+        path.write_text(text.replace("Pretrained\n", "Fresh\n"))
+        binding = bind(WithFresh, path)
+        assert binding.kept[:2] == ["cfg.seed", "models.net._target_"]
+        assert "_target_: test_binding.LoadedBert.from_pretrained" in binding.after
+
+    def test_a_choice_that_cannot_be_described_is_named(self, path: Path) -> None:
+        bind(WithFresh, path).write()
+        path.write_text(path.read_text().replace("test_binding.Small", "test_binding.Lambdas"))
+        with pytest.raises(BindError) as caught:
+            bind(WithFresh, path)
+        assert str(caught.value).startswith("models.net._target_ is test_binding.Lambdas, which cannot be described (")
+        assert str(caught.value).endswith("; put another class there, or test_binding.Small, which the code has")
+
+
+class Pair(nn.Module):
+    def __init__(self, first: nn.Linear, norm: nn.BatchNorm1d, again: "Pair", any_module: nn.Module, rate: float):
+        super().__init__()
+
+
+class Bare(BaseModule):
+    def __init__(self, cfg: TrainConfig, models: "BareModels", optimizers: "BareOptimizers"):
+        super().__init__(cfg=cfg, models=models, optimizers=optimizers)
+
+
+class BareModels:
+    def __init__(self, pair: Pair, where: Path, kind: inspect._ParameterKind, device: torch.device) -> None: ...
+
+
+class BareOptimizers:
+    def __init__(self, adam: torch.optim.Adam, muon: torch.optim.Muon) -> None: ...
+
+
+def test_a_type_without_a_default_is_written_with_its_own_defaults() -> None:
+    tree = Description(Bare).tree
+    pair = tree["models"]["pair"]
+    assert pair["first"] == {
+        "_target_": "torch.nn.modules.linear.Linear",
+        "in_features": "???",
+        "out_features": "???",
+        "bias": True,
+        "device": None,
+        "dtype": None,
+    }
+    assert pair["norm"]["momentum"] == 0.1
+    assert (pair["again"], pair["any_module"], pair["rate"]) == ("???", "???", "???")
+    assert {name: tree["models"][name] for name in ("where", "kind", "device")} == dict.fromkeys(
+        ("where", "kind", "device"), "???"
+    )
+    adam = tree["optimizers"]["adam"]
+    assert adam == {"_target_": "torch.optim.adam.Adam"} | {
+        name: list(item.default) if name == "betas" else item.default
+        for name, item in inspect.signature(torch.optim.Adam).parameters.items()
+        if name != "params"
+    } | {"params": "???"}
+    assert tree["optimizers"]["muon"]["params"] == "???"
 
 
 class TestSchema:
