@@ -98,7 +98,7 @@ def launch(
     from mlx_runtime.loading import storage_override
 
     address = Address.of(ray_address)
-    launch = Launch(folder, address, functools.partial(_config, folder, overrides), pip=pip)
+    launch = Launch(folder, address, functools.partial(_config, folder, overrides, look=check), pip=pip)
     launch.passed(say, everything=check)
     if check:
         return 0
@@ -119,13 +119,13 @@ def launch(
     return 0
 
 
-def _config(folder: Path, overrides: Sequence[str]) -> "Config":
+def _config(folder: Path, overrides: Sequence[str], *, look: bool = False) -> "Config":
     """The checked config of a data job that may be run."""
     projects.bind_first(DATA_JOB, folder)
     job = projects.main_class(DATA_JOB, folder)
     from mlx_runtime import datajob, loading
 
-    config = loading.load_config(job, overrides)
+    config = loading.load_config(job, overrides, look=look)
     datajob.refuse_present(config)
     return config
 

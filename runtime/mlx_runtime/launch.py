@@ -132,7 +132,7 @@ class Launch:
                 "cfg.engine=local trains on this machine, but launch submits to a cluster; use cfg.engine=auto, "
                 f"or train here: {commands()} run"
             )
-        return Check("config", f"{CONF} fits the code")
+        return preflight.fits(self.config.unseen)
 
     def passed(self, say: Callable[[str], None], *, everything: bool) -> None:
         """Check, telling what is wrong.

@@ -12,6 +12,7 @@ import re
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mlx_runtime import registry
-from mlx_runtime.config import TrainConfig
+from mlx_runtime.config import DataConfig, TrainConfig
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
 from mlx_runtime.settings import Settings
-from mlx_runtime.signatures import MISSING, convert, groups, name_of, object_at, parameters, path_of
+from mlx_runtime.signatures import MISSING, convert, groups, loaded_at, name_of, object_at, parameters, path_of
 from mlx_runtime.storage import Storage, is_uri
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Config:
         origin: the run whose conf.yaml this is instead of the experiment's, or None.
         changes: what differs from the config that the run had before.
         fast: only a look whether all code runs; nothing of the run is kept.
+        unseen: targets that were not checked, since only a run may import them.
     """
 
     tree: Tree
@@ -86,12 +88,17 @@ class Config:
     origin: RunFolder | None = None
     changes: "tuple[Change, ...]" = ()
     fast: bool = False
+    unseen: tuple[str, ...] = ()
 
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
 
 
-def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF) -> Config:
+_unseen: ContextVar[list[str] | None] = ContextVar("_unseen", default=None)
+"""Where `_check` notes targets that are not imported; None if it may import them."""
+
+
+def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF, *, look: bool = False) -> Config:
     """Read conf.yaml, apply Hydra overrides and check the result against the constructors.
 
     Args:
@@ -101,6 +108,8 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
             with a run if it has begun, and begins it if it was only claimed. `--fast-dev-run` is short for `FAST`, in a
             storage that is removed at the end.
         path: of conf.yaml.
+        look: run no code that conf.yaml names: import no module for it, and make `cfg` of the runtime's own class, with
+            its own fields, and without trackers and callbacks.
 
     Raises:
         ConfigError: with one line per problem.
@@ -116,7 +125,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     found: list[Change] = []
     with _conf_of(run or origin) as conf:
         try:
-            config = _load(experiment, [*typed, *forced], path if declared or conf is None else conf)
+            config = _load(experiment, [*typed, *forced], path if declared or conf is None else conf, look=look)
         except ConfigError as error:
             if (there := run or origin) is None:
                 raise
@@ -131,19 +140,37 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     return replace(config, run=run, claimed=claimed, origin=origin)
 
 
-def _load(experiment: type, overrides: Sequence[str], path: Path) -> Config:
+def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool) -> Config:
     tree, problems = _read(path, overrides)
     wanted = groups(experiment)
     told = {problem.partition(":")[0] for problem in problems}
     problems += _ambiguous_words(path)
-    problems += [problem for problem in _check(tree, wanted) if problem.partition(" is ")[0] not in told]
+    unseen: list[str] = []
+    token = _unseen.set(unseen if look else None)
+    try:
+        problems += [problem for problem in _check(tree, wanted) if problem.partition(" is ")[0] not in told]
+    finally:
+        _unseen.reset(token)
     if problems:
         raise ConfigError(_listed(problems, path))
-    cfg = build(tree["cfg"], "cfg")
+    cfg = _own_settings(tree["cfg"], wanted["cfg"]) if look else build(tree["cfg"], "cfg")
     problems = [*_ranges(cfg), *_mapping_problems(tree, wanted)]
     if problems:
         raise ConfigError(_listed(problems, path))
-    return Config(tree, cfg)
+    return Config(tree, cfg, unseen=tuple(dict.fromkeys(unseen)))
+
+
+def _own_settings(node: Tree, wanted: type) -> Any:
+    """The fields of `TrainConfig` or `DataConfig` that a config gives plain values, made without the user's classes."""
+    own = DataConfig if issubclass(wanted, DataConfig) else TrainConfig
+    hints = {item.name: item.hint for item in parameters(own) or []}
+    plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
+    return own(**{name: fitted(value, hints[name]) for name, value in plain.items()})
+
+
+def _names_code(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
 
 
 def _chosen_run(
@@ -359,6 +386,8 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
         raise ConfigError(f"there is no {path}; write it with: {commands(path)} bind")
     try:
         keys = keys_of(OmegaConf.to_container(OmegaConf.load(path)))
+        if "hydra" in keys:  # its search path would import packages
+            raise ConfigError(f"{path}: hydra: there is no such group; conf.yaml does not configure Hydra, remove it")
         problems, known = [], []
         for item in OverridesParser.create().parse_overrides(list(overrides)):
             key = item.key_or_group
@@ -496,11 +525,14 @@ def _check_value(value: Any, hint: Any, key: str, owner: str, problems: list[str
 
 
 def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]) -> None:
-    path = node["_target_"]
+    path, unseen = node["_target_"], _unseen.get()
     try:
-        target = object_at(path)
+        target = object_at(path) if unseen is None else loaded_at(path)
     except (ImportError, AttributeError) as error:
         problems.append(f"{key}._target_ is {path!r}, which cannot be imported: {str(error).splitlines()[-1]}")
+        return
+    if target is MISSING and unseen is not None:
+        unseen.append(path)
         return
     says = isinstance(hint, type) and hint not in (Any, MISSING)
     plain_class = says and isinstance(target, type) and "__new__" not in vars(target)

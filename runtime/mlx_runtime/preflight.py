@@ -19,6 +19,7 @@ from mlx_runtime import probe
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, first_line
 from mlx_runtime.jobs import Address, Jobs, Reached, reached
+from mlx_runtime.layout import CONF
 from mlx_runtime.logs import last_lines
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri
@@ -79,6 +80,12 @@ def cluster(address: Address) -> tuple[Reached | None, list[Check]]:
         cure = f"Use a cluster with Ray {ours}, or a version of mlx-runtime that is made for {found.ray}"
         return found, [*checks, Check("ray", f"the cluster has Ray {found.ray}, here is {ours}", cure)]
     return found, [*checks, Check("ray", f"{found.ray} there, {ours} here")]
+
+
+def fits(unseen: Sequence[str]) -> Check:
+    """A config without problems, and the targets in it that were not checked because only a run imports them."""
+    left_out = f"; not checked, because src does not import it: {', '.join(unseen)}" if unseen else ""
+    return Check("config", f"{CONF} fits the code{left_out}")
 
 
 def upload(found: Upload) -> Check:
@@ -258,15 +265,15 @@ def _devices() -> Check:
 
 def _experiment() -> Iterator[Check]:
     """Of the working directory, when it is one."""
-    from mlx_runtime.layout import CONF, EXPERIMENT, storage_root
+    from mlx_runtime.layout import EXPERIMENT, storage_root
 
     chosen = Settings.read().storage
     if EXPERIMENT.is_file():
         from mlx_runtime import loading, projects
 
         try:
-            config = loading.load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()))
-            yield Check("config", f"{CONF} fits the code")
+            config = loading.load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)
+            yield fits(config.unseen)
             chosen = chosen or config.cfg.storage_path
         except ConfigError as error:
             yield Check("config", str(error), "See it with: mlx train show")

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import importlib
+import importlib.util
 import inspect
 import sys
 import textwrap
@@ -20,6 +21,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
@@ -142,6 +144,28 @@ def object_at(path: str) -> Any:
             raise
         return functools.reduce(getattr, parts[split:], module)
     raise ImportError(f"no module named {parts[0]!r}")
+
+
+def loaded_at(path: str) -> Any:
+    """What `object_at` gives if finding it runs no code, because its module was imported before; else `MISSING`.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such name.
+    """
+    parts = path.split(".")
+    split = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in sys.modules), 0)
+    if not split:
+        if len(parts) > 1 and importlib.util.find_spec(parts[0]) is not None:
+            return MISSING
+        raise ImportError(f"no module named {parts[0]!r}")
+    module = sys.modules[".".join(parts[:split])]
+    if parts[split] in vars(module):
+        return functools.reduce(getattr, parts[split + 1 :], vars(module)[parts[split]])
+    below = getattr(module, "__path__", None) if len(parts) > split + 1 else None
+    if "__getattr__" in vars(module) or (below and PathFinder.find_spec(f"{module.__name__}.{parts[split]}", below)):
+        return MISSING
+    raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
 def parameters(target: Callable[..., Any]) -> list[Parameter] | None:

@@ -112,7 +112,7 @@ def launch(
         experiment = experiment_class(folder)
         from mlx_runtime import loading
 
-        return loading.load_config(experiment, overrides)
+        return loading.load_config(experiment, overrides, look=check)
 
     launch = Launch(folder, address, load, pip=pip)
     launch.passed(say, everything=check)

@@ -1,5 +1,7 @@
 """conf.yaml and overrides → checked config → objects, with every problem told by its full key."""
 
+import contextlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -264,3 +266,61 @@ def test_weights_tied_in_code_stay_tied() -> None:
     net = build(node["models"], "models").net
     assert net.first is net.second
     assert len(list(net.parameters())) == 2
+
+
+class TestLooking:
+    """`load_config(..., look=True)` finds the same problems, and runs nothing that conf.yaml names."""
+
+    @pytest.fixture
+    def marker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A file that appears when the module `trap` is imported."""
+        (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\ndef call(**_): ...\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "trap", raising=False)
+        return tmp_path / "sprung"
+
+    @pytest.mark.parametrize("key", ["cfg.callbacks.x", "cfg.trackers.x", "cfg.name", "models.net.kind", "tools.first"])
+    @pytest.mark.parametrize("target", ["trap.call", "os.mkdir"])
+    def test_nothing_is_run(self, conf: Path, marker: Path, key: str, target: str) -> None:
+        node = {"_target_": target} | ({"_args_": f"['{marker}']"} if "trap" not in target else {})
+        overrides = [f"++{key}.{name}={value}" for name, value in node.items()]
+        if key in ("cfg.name", "tools.first", "models.net.kind"):
+            overrides.insert(0, f"{key}={{}}")
+        found = load_config(Experiment, overrides, conf, look=True)
+        assert found.unseen == ((target,) if "trap" in target else ())
+        assert not marker.exists()
+        assert "trap" not in sys.modules
+        assert type(found.cfg) is TrainConfig
+
+    def test_a_group_itself(self, conf: Path, marker: Path) -> None:
+        tree = conf.read_text().replace("_target_: mlx_runtime.config.TrainConfig", "_target_: trap.call")
+        assert "trap.call" in tree
+        conf.write_text(tree)
+        assert load_config(Experiment, ["cfg.num_epochs=3"], conf, look=True).cfg.num_epochs == 3
+        assert not marker.exists()
+        with contextlib.suppress(AttributeError):  # it gives no settings
+            load_config(Experiment, ["cfg.num_epochs=3"], conf)
+        assert marker.exists()  # acting does
+
+    def test_hydra_imports_nothing(self, conf: Path, marker: Path) -> None:
+        conf.write_text("hydra: {searchpath: ['pkg://trap']}\ndefaults: [some: thing, _self_]\n" + conf.read_text())
+        with pytest.raises(ConfigError, match="hydra: there is no such group"):
+            load_config(Experiment, [], conf, look=True)
+        assert not marker.exists()
+
+    @pytest.mark.parametrize(
+        "target", ["nowhere.call", "nowhere", "torch.nn.Linearr", "torch.nn.nowhere.Linear", "os.path.nowhere", "5"]
+    )
+    def test_what_is_not_there_is_told(self, conf: Path, target: str) -> None:
+        with pytest.raises(ConfigError, match=r"models\.net\._target_ is .*, which cannot be imported"):
+            load_config(Experiment, [f"++models.net._target_={target!r}"], conf, look=True)
+
+    def test_problems_are_told(self, conf: Path) -> None:
+        overrides = ["models.net.width=wide", "cfg.num_epochs=-1", "optimizers.adam.lr=fast"]
+        found = []
+        for look in (False, True):
+            with pytest.raises(ConfigError) as error:
+                load_config(Experiment, overrides, conf, look=look)
+            found.append(str(error.value))
+        assert found[0] == found[1]
+        assert "models.net.width" in found[0]
