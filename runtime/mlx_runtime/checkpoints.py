@@ -20,16 +20,13 @@ import collections
 import contextlib
 import copy
 import hashlib
-import json
 import math
 import os
-import pickle
-import re
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -40,10 +37,8 @@ from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime.errors import ConfigError, StorageError, first_line
 from mlx_runtime.parallel import unwrapped
+from mlx_runtime.saved import ABOUT, STATE, Checkpoint, described, found_in, saved_in
 from mlx_runtime.storage import Storage, joined, to_json
-
-STATE = "state.pt"
-ABOUT = "checkpoint.json"
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -54,40 +49,6 @@ State = dict[str, Any]
 
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 """Mappings that loading with `weights_only` gives back as what they were."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What is known of a checkpoint without reading its state.
-
-    Attributes:
-        epoch: as code counts, from 0.
-        finished: whether that epoch was over; else it was saved in the middle.
-        global_step: training steps before it.
-        metrics: numbers it is judged by.
-        sha256: of its state, in hexadecimal.
-        size_bytes: of its state.
-        file: that holds its state, in its folder.
-    """
-
-    epoch: int
-    finished: bool
-    global_step: int
-    metrics: dict[str, float]
-    sha256: str = ""
-    size_bytes: int = 0
-    file: str = STATE
-
-    @property
-    def name(self) -> str:
-        """Of its folder. Folders count epochs from 1, as a person does and as is printed."""
-        epoch = f"epoch_{self.epoch + 1:04d}"
-        return epoch if self.finished else f"{epoch}_step_{self.global_step:08d}"
-
-    @property
-    def order(self) -> tuple[int, bool, int]:
-        """Rises with training."""
-        return self.epoch, self.finished, self.global_step
 
 
 class Checkpoints:
@@ -108,7 +69,7 @@ class Checkpoints:
         Raises:
             StorageError: the storage does not answer.
         """
-        return sorted((item for item in self._found().values() if item is not None), key=lambda item: item.order)
+        return saved_in(self._storage)
 
     def any(self) -> bool:
         """True if there are checkpoints, even damaged ones.
@@ -120,14 +81,7 @@ class Checkpoints:
 
     def _found(self) -> dict[str, Checkpoint | None]:
         """What there is by name, None for what has no readable description."""
-        try:
-            names = [name for name in self._storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
-            found = {name: self._about(name) for name in names}
-            if not self._storage.local:  # where a save that was killed leaves a folder without one
-                found = {name: item for name, item in found.items() if item or ABOUT in self._storage.names(name)}
-        except OSError as error:
-            raise StorageError(f"cannot read {self._storage.root}: {first_line(error)}") from error
-        return found
+        return found_in(self._storage)
 
     def path(self, checkpoint: Checkpoint) -> str:
         """Where it is, to read it from."""
@@ -272,7 +226,7 @@ class Checkpoints:
         try:
             names = self._storage.names()
             for name in [name for name in names if name.startswith(".saving-") and name.endswith("-old")]:
-                about = self._about(name)
+                about = described(self._storage, name)
                 if about is not None and about.name not in names:
                     self._storage.move(name, about.name)
         except OSError as error:
@@ -292,16 +246,6 @@ class Checkpoints:
         else:
             storage.remove_file(name, ABOUT)
             storage.remove_folder(name)
-
-    def _about(self, name: str) -> Checkpoint | None:
-        try:
-            fields = json.loads(self._storage.read(name, ABOUT))
-            fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}
-            return Checkpoint(**fields)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (ValueError, TypeError, KeyError):
-            return None
 
     def _verify(self, about: Checkpoint) -> None:
         """Compare the state with its checksum.
@@ -337,7 +281,7 @@ class Checkpoints:
         try:
             with self._storage.open(name, file_name) as file:
                 state = torch.load(file, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as error:
+        except Exception as error:  # unpickling bytes that are no state raises errors of all kinds
             raise ConfigError(f"{where} is damaged: {first_line(error)}") from error
         found: State = state if isinstance(state, dict) else {}
         if missing := PARTS - found.keys():
@@ -399,7 +343,7 @@ def read(path: str) -> State:
     parent, _, name = base.rstrip("/").rpartition("/")
     checkpoints = Checkpoints((parent or ("/" if base.startswith("/") else ".")) + mark + options)
     try:
-        about = checkpoints._about(name)
+        about = described(checkpoints._storage, name)
         there = about is not None or checkpoints._storage.size_bytes(name, STATE) is not None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {first_line(error)}") from error

@@ -7,7 +7,8 @@ from typing import Any
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import Row, at_once, known, mode_of, number, of, rows, span
-from mlx_runtime.storage import Storage
+from mlx_runtime.saved import saved_in
+from mlx_runtime.storage import joined
 
 
 def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
@@ -26,8 +27,6 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
         UsageError: no such experiment or metric, or nobody says whether a max or a min is best.
         StorageError: the storage does not answer.
     """
-    from mlx_runtime.checkpoints import Checkpoints
-
     found = [row for row in rows(name) if row.problem is None]
     chosen = metric or next((row.monitor for row in reversed(found) if row.monitor), None)
     if chosen is None:
@@ -37,10 +36,10 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
         raise UsageError(f"is the max or the min of {chosen} the best? No run has it as cfg.monitor; give --mode")
 
     def candidates(row: Row) -> list[dict[str, Any]]:
-        saved = Checkpoints(row.folder.checkpoints)
-        kept = [(item.metrics[chosen], item) for item in saved.all() if item.finished and chosen in item.metrics]
+        saved = saved_in(row.folder.checkpoints)
+        kept = [(item.metrics[chosen], item) for item in saved if item.finished and chosen in item.metrics]
         options: list[tuple[float | None, int | None, str | None]]
-        options = [(value, item.epoch + 1, saved.path(item)) for value, item in kept]
+        options = [(value, item.epoch + 1, joined(row.folder.checkpoints, item.name)) for value, item in kept]
         if not options:
             options = [(row.metrics.get(chosen), row.epoch, (row.record.get("latest") or {}).get("path"))]
         where = {"metric": chosen, "mode": way, "experiment": row.folder.experiment, "run": row.folder.name}
@@ -87,8 +86,8 @@ def _described(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if row.problem:
         raise StorageError(row.problem)
     try:
-        config = parsed(Storage(folder.place).read(folder.conf.name).decode())
-    except Exception as error:  # YAML can be wrong in many ways
+        config = parsed(folder.read(folder.conf.name))
+    except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {folder.place}/{folder.conf.name}: {first_line(error)}") from error
     record = row.record
     git = record.get("git") or {}

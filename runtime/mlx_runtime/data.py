@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime import projects, xp
 from mlx_runtime.cluster import JOB_FLAG
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.layout import CONF, job_folder, prepared_root, storage_root
+from mlx_runtime.layout import job_folder, prepared_root, storage_root
 from mlx_runtime.projects import DATA_JOB
 from mlx_runtime.settings import Settings
 
@@ -238,13 +238,7 @@ def prepared_store() -> "Store":
     Raises:
         UsageError: neither says where they are.
     """
-    storage, path = Settings.read().storage, None
-    if CONF.is_file():
-        from omegaconf import OmegaConf
-
-        conf = OmegaConf.load(CONF)
-        storage = storage or OmegaConf.select(conf, "cfg.storage_path")
-        path = OmegaConf.select(conf, "cfg.prepared_path")
+    storage, path = Settings.read().storage or xp.configured("cfg.storage_path"), xp.configured("cfg.prepared_path")
     if storage is None and path is None:
         raise UsageError("which storage? Change into an experiment, or set MLX_STORAGE=FOLDER")
     from mlx_runtime.prepared import Store

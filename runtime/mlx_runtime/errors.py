@@ -21,6 +21,7 @@ and the next command to type.
 import atexit
 import contextlib
 import difflib
+import errno
 import math
 import os
 import re
@@ -227,12 +228,30 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
                 print(plain(error.cure), file=sys.stderr)
             atexit.register(_deaf)
             sys.exit(error.exit_code)
+        except OSError as error:
+            if debug:
+                raise
+            _tell(error)
+            sys.exit(1)
         except KeyboardInterrupt:
             if debug:
                 raise
             print("error: interrupted", file=sys.stderr)
             atexit.register(_deaf)
             sys.exit(RunStopped.exit_code)
+
+
+def _tell(error: OSError) -> None:
+    """Print what the system refused. Printing itself may be what failed: then nothing more goes to stdout."""
+    reason = error.strerror or str(error)
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # otherwise the reader has what it wanted
+            print(f"error: cannot write the output: {reason}", file=sys.stderr)
+        return
+    at = f": {error.filename}" if error.filename is not None else ""
+    print(f"error: {reason}{at} (MLX_DEBUG=1 shows where)", file=sys.stderr)
 
 
 @contextlib.contextmanager

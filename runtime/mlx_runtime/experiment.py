@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import checkpoints, parallel, resuming
 from mlx_runtime.accumulation import Accumulation
-from mlx_runtime.checkpoints import Checkpoint, Checkpoints, Saver, State
+from mlx_runtime.checkpoints import Checkpoints, Saver, State
 from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
 from mlx_runtime.errors import MlxError, near
 from mlx_runtime.gradients import Gradients
@@ -24,6 +24,7 @@ from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
 from mlx_runtime.reduction import Exchange, Known, Message, States, numbers, packed
 from mlx_runtime.sampling import mixed
+from mlx_runtime.saved import Checkpoint
 from mlx_runtime.stepping import Stepping, compile_model, in_half_precision, share_gradients
 from mlx_runtime.tracking import Tracking
 

@@ -9,7 +9,6 @@ An object store cannot rename a folder, so there files are written where they be
 """
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -280,7 +279,6 @@ def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
         OSError: the storage does not answer.
     """
     try:
-        found = json.loads(storage.read(*parts, RECORD))
+        return registry.parsed(storage.read(*parts, RECORD))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
-    return found if isinstance(found, dict) else None

@@ -114,6 +114,15 @@ class RunFolder:
         """Space held while the run lasts, so that its end can be recorded on a disk that has filled up."""
         return self.path / ".reserve"
 
+    def read(self, *parts: str) -> bytes:
+        """Return the content of a file of the run, from where it is for everyone.
+
+        Raises:
+            OSError: there is none, or the storage does not answer.
+            StorageError: there is no such storage.
+        """
+        return self.path.joinpath(*parts).read_bytes() if self.uri is None else Storage(self.uri).read(*parts)
+
     def push(self, *files: Path, must: bool = False) -> None:
         """Copy files of this machine to the object store, where the run is on one.
 
@@ -303,7 +312,10 @@ def storage_root(storage_path: str) -> str:
             "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         )
-    return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
+    try:
+        return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{storage_path!r:.200} cannot be the storage: {first_line(error)}") from error
 
 
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:
@@ -418,6 +430,8 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     base, mark, options = text.rstrip("/").partition("?")
     if is_uri(text) or Path(text, "run.json").is_file():
         parts = base if is_uri(text) else str(Path(base).resolve())
+        if parts.count("/") < 2 + 2 * is_uri(text):
+            raise UsageError(f"{text!r} is not the place of a run; it ends with name/run_003")
         above, name, run = parts.rsplit("/", 2)
         return find_run(above + mark + options, name, run)
     name, _, run = text.rpartition("/")

@@ -6,13 +6,14 @@ Epochs are counted from 1 here, as they are printed.
 import collections
 import datetime
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TextIO, TypeVar
 
 from mlx_runtime import registry, xp
-from mlx_runtime.errors import StorageError, UsageError, first_line, near, plain
+from mlx_runtime.errors import StorageError, UsageError, near, plain
 from mlx_runtime.layout import RunFolder, find_run, list_runs
 
 UNREADABLE = "UNREADABLE"
@@ -22,6 +23,9 @@ STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "STALE", UNR
 
 READERS = 16
 """Records read at the same time: an object store answers slowly, but many at once."""
+
+SLOW_S = 0.02
+"""How long reading one run may take on average before many are read at the same time."""
 
 COLUMNS = ("experiment", "run", "status", "epoch", "metric", "best", "last", "workers", "age", "duration")
 
@@ -239,9 +243,18 @@ def span(seconds: float | None, units: int = 2) -> str:
 
 
 def at_once(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """The same for many runs, without waiting for one storage answer after the other."""
+    """The same for many runs: one after the other while the storage is fast, many at the same time when it is slow.
+
+    Threads that only parse what a local disk returns at once would wait for each other.
+    """
+    waiting, found = iter(items), []
+    started = time.monotonic()
+    for item in waiting:
+        found.append(function(item))
+        if time.monotonic() - started > SLOW_S * len(found):
+            break
     with ThreadPoolExecutor(READERS) as pool:
-        return list(pool.map(function, items))
+        return found + list(pool.map(function, waiting))
 
 
 def _record(folder: RunFolder) -> Any:
@@ -263,14 +276,8 @@ def _job(record: Mapping[str, Any]) -> tuple[str, str] | None:
 def _row(folder: RunFolder, record: Any, jobs: Mapping[tuple[str, str], str]) -> Row:
     if isinstance(record, StorageError):
         return Row(folder, UNREADABLE, {}, str(record))
-    try:
-        job = _job(record)
-        row = Row(folder, registry.status_of(record, jobs.get(job) if job else None), record)
-        row.fields(), row.cells()  # whatever is wrong with it shows here
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        why = f"{folder.place}/run.json is no record of a run: {type(error).__name__}: {first_line(error)}"
-        return Row(folder, UNREADABLE, {}, why)
-    return row
+    job = _job(record)
+    return Row(folder, registry.status_of(record, jobs.get(job) if job else None), record)
 
 
 def mode_of(found: Iterable[Row], metric: str) -> str | None:

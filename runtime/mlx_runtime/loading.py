@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from mlx_runtime import registry
 from mlx_runtime.config import DataConfig, TrainConfig
+from mlx_runtime.documents import from_yaml
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
 from mlx_runtime.settings import Settings
@@ -191,7 +192,8 @@ def _chosen_run(
         else:
             typed.append(item)
             waiting = ""
-    cfg = _read(path, typed)[0].get("cfg") or {}
+    found = _read(path, typed)[0].get("cfg")
+    cfg = found if isinstance(found, dict) else {}  # what is wrong with it is reported later
     root, experiment = storage_root(str(cfg.get("storage_path", "runs"))), str(cfg.get("name", "experiment"))
     resume = options["--resume"] or options["--run"] or cfg.get("resume")
     claimed = named_run(options["--run"], root, experiment) if options["--run"] else None
@@ -285,9 +287,16 @@ def _text(value: Any) -> str:
     return "'" + str(value).replace("'", r"\'") + "'"
 
 
-def parsed(text: str) -> Tree:
-    """YAML text as a run reads it, interpolations resolved and `???` left in place."""
-    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+def parsed(text: str | bytes) -> Tree:
+    """YAML text as a run reads it, interpolations resolved and `???` left in place.
+
+    Raises:
+        ValueError: it is not YAML, too large, too deep, or no mapping; the message is one line.
+    """
+    try:
+        tree = OmegaConf.to_container(from_yaml(text.encode() if isinstance(text, str) else text), resolve=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(first_line(error)) from error
     assert isinstance(tree, dict)
     return tree  # type: ignore[return-value]
 
@@ -385,7 +394,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     if not path.is_file():
         raise ConfigError(f"there is no {path}; write it with: {commands(path)} bind")
     try:
-        keys = keys_of(OmegaConf.to_container(OmegaConf.load(path)))
+        keys = keys_of(OmegaConf.to_container(from_yaml(path.read_bytes())))
         if "hydra" in keys:  # its search path would import packages
             raise ConfigError(f"{path}: hydra: there is no such group; conf.yaml does not configure Hydra, remove it")
         problems, known = [], []
@@ -405,7 +414,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
                 problems.append(f"{key}: {first_line(error)}")
                 OmegaConf.update(config, key, None)
         tree = OmegaConf.to_container(config, resolve=True)
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OverrideParseException as error:
         raise ConfigError(f"the override {error.override!r} is not understood; write key=value") from error

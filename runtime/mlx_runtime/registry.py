@@ -6,7 +6,6 @@ Only the driver writes it, whole and atomically.
 import contextlib
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import shlex
@@ -19,10 +18,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.documents import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    TIME,
+    Kind,
+    from_json,
+    list_of,
+    mapping_of,
+    mapping_with,
+    misfit,
+    one_of,
+)
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, discard_unfinished, to_json, write_atomic
+from mlx_runtime.storage import discard_unfinished, to_json, write_atomic
 
 HEARTBEAT_S = 10
 """How often a living driver refreshes its record."""
@@ -39,6 +51,48 @@ REPLACED = "replaced"
 """Field of a PENDING record: the record of the run before, put back if the job fails to resume it."""
 
 PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-zen", "numpy")
+
+_DRIVER = {
+    "start": TIME.or_null(),
+    "end": TIME.or_null(),
+    "status": TEXT.or_null(),
+    "command": TEXT.or_null(),
+    "overrides": list_of(TEXT).or_null(),
+    "host": TEXT.or_null(),
+    "pid": COUNT.or_null(),
+    "job": mapping_with({"id": TEXT, "address": TEXT}, needs=("id", "address")).or_null(),
+}
+_CHECKPOINT = mapping_with(
+    {"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()}, needs=("epoch",)
+)
+SHAPE = _DRIVER | {
+    "experiment": TEXT,
+    "run": TEXT,
+    "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
+    "heartbeat": TIME,
+    "boot": TEXT.or_null(),
+    "pid_started": TEXT.or_null(),
+    "attempt": COUNT,
+    "attempts": list_of(mapping_with(_DRIVER)),
+    "error": TEXT.or_null(),
+    "epoch": COUNT.or_null(),
+    "epochs": COUNT.or_null(),
+    "failures": COUNT.or_null(),
+    "workers": COUNT.or_null(),
+    "seed": COUNT.or_null(),
+    "parameters": COUNT.or_null(),
+    "device": TEXT.or_null(),
+    "monitor": TEXT.or_null(),
+    "mode": one_of("max", "min").or_null(),
+    "metrics": mapping_of(NUMBER.or_null()).or_null(),
+    "best": _CHECKPOINT.or_null(),
+    "latest": _CHECKPOINT.or_null(),
+    "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
+    "packages": mapping_of(TEXT.or_null()).or_null(),
+    "files": COUNT,
+    REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
+}
+"""Fields of the record of a run or a data job that others rely on. Anybody may have written the file."""
 
 
 class Record:
@@ -187,9 +241,20 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
         StorageError: there is none, or it cannot be read.
     """
     try:
-        found: dict[str, Any] = json.loads(Storage(folder.place).read(folder.record.name))
+        return parsed(folder.read(folder.record.name))
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {folder.place}/run.json: {first_line(error)}") from error
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """The fields of a record, of the types that `SHAPE` promises.
+
+    Raises:
+        ValueError: it is no record.
+    """
+    found = from_json(content, SHAPE, needs=("status",))
+    if found["status"] in LIVING and "heartbeat" not in found:
+        raise ValueError("heartbeat is missing")
     return found
 
 

@@ -6,21 +6,25 @@ two (Content-Security-Policy), no picture and no address outside it.
 
 import base64
 import contextlib
+import functools
 import hashlib
 import html
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import logs
-from mlx_runtime.checkpoints import Checkpoints
+from mlx_runtime.documents import COUNT, NUMBER, from_json
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import COLUMNS, Row, number, of, span
+from mlx_runtime.saved import saved_in
 from mlx_runtime.storage import Storage, size_text, write_atomic
 from mlx_runtime.tracking import FACTS
+
+if TYPE_CHECKING:
+    import jinja2
 
 PAGES = Path(__file__).parent / "pages"
 
@@ -74,21 +78,24 @@ def of_runs(rows: Sequence[Row]) -> str:
 
 
 def write(page: str, file: Path) -> None:
-    """Store a page.
+    """Store a page. A link stays one, and so does what is no file, like a pipe or a device: the page goes through it.
 
     Raises:
         UsageError: it cannot be written there.
     """
+    content = page.encode(errors="backslashreplace")
     try:
-        write_atomic(file, page)
+        if file.exists() and not file.is_file():
+            file.write_bytes(content)
+        else:
+            write_atomic(file.resolve(), content)
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror or error}; choose another file") from error
 
 
-def _page(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
-    """A page from its template, in which scripts other than these do not run."""
+@functools.cache
+def _environment() -> "jinja2.Environment":
     import jinja2
-    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGES),
@@ -99,17 +106,28 @@ def _page(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
         finalize=lambda value: _without_secrets(value) if type(value) is str else value,
     )
     environment.filters["number"] = number
+    return environment
+
+
+def _page(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
+    """A page from its template, in which scripts other than these do not run."""
+    from markupsafe import Markup
+
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    return environment.get_template(template).render(
-        scripts=[Markup(script) for script in scripts],
-        allowed=" ".join(f"'sha256-{item}'" for item in hashes) or "'none'",
-        **values,
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            scripts=[Markup(script) for script in scripts],
+            allowed=" ".join(f"'sha256-{item}'" for item in hashes) or "'none'",
+            **values,
+        )
     )
 
 
 def _without_secrets(text: str) -> str:
     """Keys in URIs, like `s3://KEY:SECRET@bucket`, are not for those who get the page."""
-    return re.sub(r"://[^/\s@'\"]+@", "://…@", text)
+    return re.sub(r"://[^/\s@'\"]+@", "://…@", text) if "://" in text else text
 
 
 def _facts(row: Row) -> dict[str, str]:
@@ -143,12 +161,11 @@ def _series(lines: str) -> dict[str, list[Point]]:
     """The curve of each number in metrics.jsonl. A line that is not whole is passed over."""
     found: dict[str, list[Point]] = {}
     for line in lines.splitlines():
-        with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
-            values = json.loads(line)
-            step, epoch = int(values["step"]), int(values["epoch"]) + 1
+        with contextlib.suppress(ValueError):
+            values = from_json(line.encode(), {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
             for name, value in values.items():
-                if name not in ("step", "epoch", *FACTS) and isinstance(value, int | float | None):
-                    found.setdefault(name, []).append((step, value, epoch))
+                if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
+                    found.setdefault(name, []).append((values["step"], value, values["epoch"] + 1))
     return found
 
 
@@ -184,7 +201,7 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 def _checkpoints(row: Row) -> list[dict[str, str]]:
     """A table of the checkpoints that are kept, newest first."""
     try:
-        found = Checkpoints(row.folder.checkpoints).all()
+        found = saved_in(row.folder.checkpoints)
     except StorageError:
         return []
     best = str((row.record.get("best") or {}).get("path") or "").partition("?")[0].rpartition("/")[2]

@@ -1,17 +1,17 @@
 """Read a run back: its record, config, numbers and weights, in a notebook or a script."""
 
 import contextlib
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import checkpoints, registry, snapshots, xp
 from mlx_runtime.checkpoints import Checkpoints, State
+from mlx_runtime.documents import from_json
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import EXPERIMENT, RunFolder, named_run
 from mlx_runtime.loading import build, parsed
-from mlx_runtime.storage import Storage, is_uri
+from mlx_runtime.storage import is_uri
 
 if TYPE_CHECKING:
     import pandas
@@ -63,7 +63,11 @@ class Run:
         Raises:
             StorageError: it cannot be read.
         """
-        return parsed(self._read("conf.yaml"))
+        content = self._read("conf.yaml")
+        try:
+            return parsed(content)
+        except ValueError as error:
+            raise StorageError(f"cannot read {self._folder.place}/conf.yaml: {error}") from error
 
     def metrics(self) -> "pandas.DataFrame":
         """All recorded numbers: one row per report, with `step`, `epoch`, `timestamp` (seconds since 1970) and a column
@@ -75,7 +79,10 @@ class Run:
         import pandas
 
         whole = self._read("metrics.jsonl").rpartition("\n")[0]  # a run that trains may be writing the next line
-        return pandas.DataFrame([json.loads(line) for line in whole.splitlines()])
+        try:
+            return pandas.DataFrame([from_json(line.encode(), {}) for line in whole.splitlines()])
+        except ValueError as error:
+            raise StorageError(f"cannot read {self._folder.place}/metrics.jsonl: {error}") from error
 
     def state(self, which: Which = "latest") -> State:
         """Everything that a checkpoint holds, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
@@ -143,6 +150,6 @@ class Run:
 
     def _read(self, name: str) -> str:
         try:
-            return Storage(self._folder.place).read(name).decode()
-        except OSError as error:
+            return self._folder.read(name).decode()
+        except (OSError, ValueError) as error:
             raise StorageError(f"cannot read {self._folder.place}/{name}: {first_line(error)}") from error

@@ -11,6 +11,7 @@ import shutil
 import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -27,7 +28,7 @@ def is_uri(root: str) -> bool:
 def joined(root: str, *parts: str) -> str:
     """A place below a root: parts go before the options of a URI."""
     if not is_uri(root):
-        return str(Path(root, *parts))
+        return os.path.join(root, *parts)  # noqa: PTH118 - for the same reason
     base, mark, options = root.partition("?")
     return "/".join([base.rstrip("/"), *parts]) + mark + options
 
@@ -37,7 +38,6 @@ class Storage:
 
     Attributes:
         root: as given.
-        fs: its file system.
         path: of the root there.
         local: whether it is a folder of this machine, perhaps a shared one.
 
@@ -46,20 +46,31 @@ class Storage:
     """
 
     def __init__(self, root: str) -> None:
-        import pyarrow.fs  # here, so that commands that need no storage stay instant
-
         self.root = root
+        self.local = not is_uri(root) or root.startswith("file:")
+        path = root
         try:
             if is_uri(root):
-                self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
+                import pyarrow.fs  # here, so that commands that need no object store stay instant
+
+                try:
+                    self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
+                except pyarrow.ArrowException as error:
+                    raise ValueError(first_line(error)) from error
             else:
-                self.fs, path = pyarrow.fs.LocalFileSystem(), str(Path(root).expanduser().resolve())
-        except (pyarrow.ArrowException, ValueError, OSError) as error:
+                path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
+        except (RuntimeError, ValueError, OSError) as error:
             raise StorageError(f"cannot reach {root}: {first_line(error)}") from error
         self.path = path.rstrip("/")
         if not self.path:
             raise StorageError(f"cannot reach {root}: it names no folder")
-        self.local = isinstance(self.fs, pyarrow.fs.LocalFileSystem)
+
+    @cached_property
+    def fs(self) -> "pyarrow.fs.FileSystem":
+        """Its file system."""
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem()
 
     def of(self, *parts: str) -> str:
         """A place below the root, as its file system names it."""
@@ -82,6 +93,11 @@ class Storage:
 
     def names(self, *parts: str) -> list[str]:
         """The names in a folder, in order."""
+        if self.local:  # many times faster, and listings of all runs ask often
+            try:
+                return sorted(os.listdir(self.of(*parts)))
+            except FileNotFoundError:
+                return []
         return sorted(info.base_name for info in self.listed(*parts))
 
     def size_bytes(self, *parts: str) -> int | None:
@@ -95,6 +111,9 @@ class Storage:
         Raises:
             OSError: there is none, or the storage does not answer.
         """
+        if self.local:
+            with open(self.of(*parts), "rb") as file:  # noqa: PTH123 - for the same reason
+                return file.read()
         with self.fs.open_input_stream(self.of(*parts)) as stream:
             content: bytes = stream.read()
         return content

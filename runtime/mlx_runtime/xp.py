@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import registry
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, near, plain
+from mlx_runtime.documents import selected
+from mlx_runtime.errors import ClusterError, ConfigError, MlxError, UsageError, near, plain
 from mlx_runtime.layout import CONF, RunFolder, find_run, named_run, storage_root
 from mlx_runtime.logs import last_lines, ranks, stored
 from mlx_runtime.settings import Settings
@@ -41,10 +42,10 @@ def storage() -> str:
     """
     chosen = Settings.read().storage
     if chosen is None:
-        chosen = _configured("cfg.storage_path")
+        chosen = configured("cfg.storage_path")
     if chosen is None:
         raise UsageError("which storage? Change into an experiment, or set MLX_STORAGE=FOLDER")
-    return storage_root(str(chosen))
+    return storage_root(chosen)
 
 
 def named(text: str) -> RunFolder:
@@ -56,19 +57,24 @@ def named(text: str) -> RunFolder:
     """
     if is_uri(text) or Path(text, "run.json").is_file():
         return named_run(text, "", "")
-    here = None if "/" in text else _configured("cfg.name")
+    here = None if "/" in text else configured("cfg.name")
     if "/" not in text and here is None:
         raise UsageError(f"{text!r} names no run here; write name/run_003, or the path of its folder")
-    return named_run(text, storage(), str(here))
+    return named_run(text, storage(), here or "")
 
 
-def _configured(key: str) -> Any:
-    """What the conf.yaml here says; None without one."""
+def configured(key: str) -> str | None:
+    """What the conf.yaml here says; None without one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     if not CONF.is_file():
         return None
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(OmegaConf.load(CONF), key)
+    try:
+        return selected(CONF.read_bytes(), key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {CONF}: {error}; correct it") from error
 
 
 def chosen(name: str, run: str) -> RunFolder:

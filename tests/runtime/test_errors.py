@@ -1,8 +1,10 @@
 """How a process ends: one line, the right code, and nothing changed in a process that goes on."""
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,35 @@ def test_a_process_that_goes_on_can_still_be_interrupted(error: BaseException, c
         raise error
     assert exits.value.code == code
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("mlx xp ls >&-", 2, "standard output is closed, and printing is all that this command does"),
+        ("mlx xp ls >/dev/full", 1, "cannot write the output: No space left on device"),
+        ("mlx --help >/dev/full", 1, "cannot write the output: No space left on device"),
+        ("mlx xp ls --json | true; exit ${PIPESTATUS[0]}", 1, None),  # what reads no more has what it wanted
+        ("mkdir gone && cd gone && rmdir ../gone && mlx xp ls", 2, "the working directory no longer exists"),
+        ("HOME=/proc/none MLX_STORAGE=~/runs mlx data show", 2, "there is no /proc/none/runs on this machine"),
+        ("HOME=/proc/none mlx xp ls", 0, None),
+        ("mlx xp ls --html /proc/none/page.html", 2, "cannot write /proc/none/page.html: No such file or directory"),
+        ("mlx xp report digits -o /proc/page.html", 2, "cannot write /proc/page.html: No such file or directory"),
+        ("HOME=/proc/none mlx train new digits -o /proc", 1, "cannot make /proc/digits: "),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(command: str, code: int, told: str | None, tmp_path: Path) -> None:
+    for number in range(1, 2_000 if "--json" in command else 2):  # more than fits into a pipe
+        folder = tmp_path / f"runs/digits/run_{number:03d}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text('{"status": "FAILED"}')
+    place = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": place, "MLX_STORAGE": str(tmp_path / "runs")}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert (len(lines) == 1 and lines[0].startswith(f"error: {told}")) if told else not lines, done.stderr
 
 
 @pytest.mark.process

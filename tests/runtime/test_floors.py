@@ -13,10 +13,10 @@ pytestmark = pytest.mark.pure
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"accumulation", "importing", "sampling", "settings", "sources", "uploads"},
+    {"accumulation", "documents", "importing", "sampling", "settings", "sources", "uploads"},
     {"errors", "declarations"},
     {"callbacks", "gradients", "ray_private", "reduction", "storage"},
-    {"trackers"},
+    {"saved", "trackers"},
     {"config"},
     {"layout", "signatures", "parallel", "probe", "stepping"},
     {
@@ -57,7 +57,7 @@ HOMES = {
     "jinja2": {"report"},
     "matplotlib": {"gradients"},
     "mlflow": {"trackers"},
-    "omegaconf": {"binding", "data", "loading", "xp"},
+    "omegaconf": {"binding", "documents", "loading"},
     "pathspec": {"uploads"},
     "plotly": {"report"},
     "pyarrow": {"preparation", "prepared", "storage"},
@@ -79,7 +79,7 @@ HOMES = {
     "ruamel": {"binding", "origins"},
     "tensorboard": {"trackers"},
     "wandb": {"trackers"},
-    "yaml": {"loading"},
+    "yaml": {"documents", "loading"},
 }
 
 

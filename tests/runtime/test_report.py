@@ -1,6 +1,7 @@
 """Web pages about runs, looked at in a real browser that has no network."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -289,6 +290,22 @@ def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
     text = report.of_run(folder)
     assert "SECRET" not in text
     assert "s3://…@bucket/runs" in text
+
+
+def test_a_page_goes_through_what_is_no_file_of_its_own(tmp_path: Path) -> None:
+    """As root, replacing /dev/stdout or /dev/null by a file would break the machine."""
+    pipe, target, link = tmp_path / "pipe", tmp_path / "target", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    report.write("page", pipe)
+    assert os.read(reader, 100) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()
+    target.write_text("old")
+    link.symlink_to(target)
+    report.write("page \ud800", link)
+    assert link.is_symlink()
+    assert target.read_text() == "page \\ud800"
 
 
 def _brightness(colour: str) -> float:

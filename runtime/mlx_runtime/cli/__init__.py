@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +18,9 @@ GROUPS = {
     "train": "Make, bind and run an experiment.",
     "xp": "Look at runs, and end them.",
 }
+
+PRINTING = {"best", "completion", "diff", "doctor", "logs", "ls", "show"}
+"""Commands that are of no use without a standard output."""
 
 
 class LazyGroup(click.Group):
@@ -86,11 +90,22 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
+    from mlx_runtime.errors import UsageError, clean_exit
+
+    blind = sys.stdout is None and not PRINTING.isdisjoint(sys.argv[1:3])
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # closed by who started this; other files must not take its place
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # in a pipe, too, lines come when they are said
+        # in a pipe, too, lines come when they are said; what a terminal cannot show is no reason to fail
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
-    mlx(prog_name="mlx")
+    with clean_exit():
+        if blind:
+            raise UsageError("standard output is closed, and printing is all that this command does")
+        try:
+            Path.cwd()
+        except OSError as error:
+            raise UsageError("the working directory no longer exists; change into another one") from error
+        mlx(prog_name="mlx")

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime import data
-from mlx_runtime.cli.words import address_option, agree, say
+from mlx_runtime.cli.words import WORD, address_option, agree, say
 from mlx_runtime.cluster import JOB_FLAG
 from mlx_runtime.errors import StorageError, UsageError, clean_exit
 from mlx_runtime.settings import be_verbose
@@ -82,7 +82,7 @@ def launch(
 )
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @address_option
-@click.argument("path", required=False)
+@click.argument("path", type=WORD, required=False)
 def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
     """Show what is in the storage, or in PATH below it, with sizes; through a cluster where only that has it."""
     with clean_exit():
@@ -111,7 +111,7 @@ def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: s
     help="Only the longest unused, until the rest is smaller.",
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.argument("path", required=False)
+@click.argument("path", type=WORD, required=False)
 def rm(prepared: bool, older_than: float | None, larger_than: float | None, yes: bool, path: str | None) -> None:
     """Remove PATH from the storage, a file or a folder with all that is in it; or prepared sets.
 

@@ -1,7 +1,9 @@
 """Words that several commands share: the address of a cluster, names that a shell completes, and what they print."""
 
 import contextlib
+import unicodedata
 from collections.abc import Callable
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -25,6 +27,20 @@ def say(text: object, *, err: bool = False) -> None:
 def agree(question: str) -> None:
     """Ask about such names, and end the command unless the answer is yes."""
     click.confirm(plain(question, one_line=True), abort=True)
+
+
+class Word(click.ParamType[Any]):
+    """Text without control characters, which nothing here is named with."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and any(unicodedata.category(letter) == "Cc" for letter in value):
+            self.fail(f"{value!a} holds a control character", param, ctx)
+        return value
+
+
+WORD = Word()
 
 
 def experiments(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

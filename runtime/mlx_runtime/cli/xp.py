@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mlx_runtime import comparison, listing, xp
-from mlx_runtime.cli.words import address_option, agree, experiments, runs, say
+from mlx_runtime.cli.words import WORD, address_option, agree, experiments, runs, say
 from mlx_runtime.errors import UsageError, clean_exit
 from mlx_runtime.storage import to_json
 
@@ -21,10 +21,13 @@ MODES = click.Choice(["max", "min"])
 
 
 @group.command()
-@click.argument("name", required=False, shell_complete=experiments)
+@click.argument("name", type=WORD, required=False, shell_complete=experiments)
 @click.option("--status", type=click.Choice(listing.STATUSES, case_sensitive=False), help="Only runs in this state.")
 @click.option(
-    "--sort", metavar="METRIC", help="Best first: runs that monitor METRIC say what is best, else the smallest."
+    "--sort",
+    metavar="METRIC",
+    type=WORD,
+    help="Best first: runs that monitor METRIC say what is best, else the smallest.",
 )
 @click.option("--mode", type=MODES, help="Whether the max or the min of METRIC comes first.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
@@ -49,7 +52,7 @@ def ls(
 
 
 @group.command()
-@click.argument("words", metavar="[NAME] A B", nargs=-1)
+@click.argument("words", type=WORD, metavar="[NAME] A B", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def diff(words: tuple[str, ...], as_json: bool) -> None:
     """Show what differs between two runs.
@@ -70,8 +73,8 @@ def diff(words: tuple[str, ...], as_json: bool) -> None:
 
 
 @group.command()
-@click.argument("name", shell_complete=experiments)
-@click.option("--metric", metavar="M", help="Like val/accuracy; by default what the latest run monitors.")
+@click.argument("name", type=WORD, shell_complete=experiments)
+@click.option("--metric", metavar="M", type=WORD, help="Like val/accuracy; by default what the latest run monitors.")
 @click.option("--mode", type=MODES, help="Which is best; by default as the runs have it that monitor the metric.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None:
@@ -86,8 +89,8 @@ def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None
 
 
 @group.command()
-@click.argument("name", shell_complete=experiments)
-@click.argument("run", default="latest", shell_complete=runs)
+@click.argument("name", type=WORD, shell_complete=experiments)
+@click.argument("run", type=WORD, default="latest", shell_complete=runs)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="By default NAME-RUN.html here.")
 def report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME: what it is, its curves, checkpoints and log."""
@@ -101,8 +104,8 @@ def report(name: str, run: str, output: Path | None) -> None:
 
 
 @group.command()
-@click.argument("name", shell_complete=experiments)
-@click.argument("run", required=False, shell_complete=runs)
+@click.argument("name", type=WORD, shell_complete=experiments)
+@click.argument("run", type=WORD, required=False, shell_complete=runs)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--force", is_flag=True, help="With -y, also a run whose record cannot be read: it may be training.")
 def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
@@ -122,8 +125,8 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
 
 
 @group.command()
-@click.argument("name", shell_complete=experiments)
-@click.argument("run", default="latest", shell_complete=runs)
+@click.argument("name", type=WORD, shell_complete=experiments)
+@click.argument("run", type=WORD, default="latest", shell_complete=runs)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended, with its exit code.")
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this worker has printed.")
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Begin with the last N lines.")
@@ -148,8 +151,8 @@ def ray(ray_address: str | None) -> None:
 
 
 @group.command()
-@click.argument("name", shell_complete=experiments)
-@click.argument("run", required=False, shell_complete=runs)
+@click.argument("name", type=WORD, shell_complete=experiments)
+@click.argument("run", type=WORD, required=False, shell_complete=runs)
 def stop(name: str, run: str | None) -> None:
     """Save a checkpoint of a RUN (run_003, 3 or latest) of NAME at its next step, and end it."""
     with clean_exit():
@@ -164,8 +167,8 @@ def _given(name: str, run: str | None, verb: str) -> str:
 
 
 @group.command()
-@click.argument("name", required=False, shell_complete=experiments)
-@click.argument("run", required=False, shell_complete=runs)
+@click.argument("name", type=WORD, required=False, shell_complete=experiments)
+@click.argument("run", type=WORD, required=False, shell_complete=runs)
 @click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
