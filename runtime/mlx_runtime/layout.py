@@ -9,6 +9,7 @@
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
     profile/              traces of training steps, with `cfg.profile` (see `profiling`)
     logs/driver.log       what the driver printed; rank_0.log and so on, the workers (see `logs`)
+    report.html           a page about the run, once somebody has asked for it (see `report`)
     .attempt-001          one file per driver that has taken on the run: which process it is, and when it was last seen
 """
 

@@ -65,7 +65,7 @@ _DRIVER = {
 _CHECKPOINT = mapping_with(
     {"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()}, needs=("epoch",)
 )
-SHAPE = _DRIVER | {
+SHAPE: dict[str, Kind] = _DRIVER | {
     "experiment": TEXT,
     "run": TEXT,
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),

@@ -20,13 +20,16 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import COLUMNS, Row, number, of, span
 from mlx_runtime.saved import saved_in
-from mlx_runtime.storage import Storage, size_text, write_atomic
+from mlx_runtime.storage import Storage, joined, size_text, write_atomic
 from mlx_runtime.tracking import FACTS
 
 if TYPE_CHECKING:
     import jinja2
 
 PAGES = Path(__file__).parent / "pages"
+
+REPORT = "report.html"
+"""Name of the page of a run, in its folder."""
 
 LOG_LINES = 100
 
@@ -107,6 +110,22 @@ def _environment() -> "jinja2.Environment":
     )
     environment.filters["number"] = number
     return environment
+
+
+def keep(page: str, folder: RunFolder) -> str:
+    """Store the page of a run in its folder or on its object store. Returns where.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    where = joined(folder.place, REPORT)
+    try:
+        Storage(folder.place).write(page.encode(errors="backslashreplace"), REPORT)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {where}: {error.strerror or error}; choose another place with -o FILE"
+        ) from error
+    return where
 
 
 def _page(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:

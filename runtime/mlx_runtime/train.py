@@ -135,7 +135,7 @@ def submitted(launch: "Launch", say: Callable[[str], None], *, follow: bool) -> 
     assert launch.config is not None
     elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in launch.config.overrides)
     words = [run.place] if elsewhere else [run.experiment, run.name]
-    for verb, title in (("logs -f", "follow"), ("board", "look"), ("stop", "stop")):
+    for verb, title in (("logs", "follow"), ("board", "look"), ("stop", "stop")):
         tell(f"{title:<9} mlx xp {verb} {shlex.join(words)}")
     if follow:
         return made.follow()

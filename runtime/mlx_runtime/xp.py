@@ -136,7 +136,7 @@ def logs(
     run: str,
     write: Callable[[str], None],
     *,
-    follow: bool = False,
+    follow: bool | None = None,
     rank: int | None = None,
     tail: int | None = None,
 ) -> int:
@@ -146,18 +146,20 @@ def logs(
         name: an experiment in the storage, or the path of a run's folder.
         run: `run_003`, `3` or `latest`.
         write: takes pieces of text.
-        follow: go on until the run has ended.
+        follow: wait until the run has ended; None means while it lives.
         rank: of a worker; what all have printed when None.
         tail: lines to begin with; all when None.
 
     Returns:
-        The exit code: with `follow` that of the run, else 0.
+        The exit code: that of the run if it was followed, else 0.
 
     Raises:
         UsageError: there is no such run, or no log of that rank.
     """
     folder = chosen(name, run)
     record = registry.recorded(folder)
+    if follow is None:
+        follow = registry.status_of(record, _job_status(record)) in registry.LIVING
     jobs = _jobs(record) if rank is None else None
     if jobs is not None:
         job = record["job"]["id"]

@@ -136,7 +136,7 @@ class TestOneRun:
             f"folder    {folder}",
             "job       digits-run_001",
             f"dashboard {ray_cluster.url}/#/jobs/digits-run_001",
-            "follow    mlx xp logs -f digits run_001",
+            "follow    mlx xp logs digits run_001",
             "workers   2 DDP workers in Ray cluster with 4 CPUs",
         ):
             assert line in launched.stdout.splitlines()

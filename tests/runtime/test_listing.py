@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from conftest import Mlx
 
-from mlx_runtime import comparison, listing, registry, removal
+from mlx_runtime import comparison, listing, registry, removal, xp
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints
+from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder, claim_run
 
@@ -294,6 +296,39 @@ def test_living_runs_are_joined_with_their_jobs(made: Made, cluster: str) -> Non
     ]
     runs[1].record.write_text(json.dumps(registry.recorded(runs[1]) | {"heartbeat": ago(1_000)}))
     assert [row.status for row in listing.rows()] == ["FAILED", "PENDING", "RUNNING", "RUNNING", "SUCCEEDED"]
+
+
+class TestLogs:
+    @pytest.fixture
+    def run(self, made: Made) -> RunFolder:
+        """A run that lives, and has printed one line."""
+        folder = made(status="RUNNING", **registry.this_driver())
+        (folder.path / "logs").mkdir()
+        (folder.path / "logs/driver.log").write_text("one\n")
+        return folder
+
+    @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 143)])
+    def test_a_living_run_is_followed_to_its_end(
+        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+    ) -> None:
+        monkeypatch.setattr(xp, "FOLLOW_S", 0.01)
+        told: list[str] = []
+
+        def write(text: str) -> None:
+            told.append(text)
+            if len(told) == 1:
+                with (run.path / "logs/driver.log").open("a") as log:
+                    log.write("two\n")
+                registry.Record(run, registry.recorded(run)).finish(status)
+
+        assert xp.logs("digits", "1", write) == code
+        assert told == ["one\n", "two\n"]
+        assert xp.logs("digits", "1", told.append) == 0  # it has ended: nothing to wait for
+        assert xp.logs("digits", "1", told.append, follow=True) == code
+
+    def test_no_follow_returns_at_once(self, run: RunFolder) -> None:
+        done = CliRunner().invoke(mlx_command, ["xp", "logs", "digits", "--no-follow"])
+        assert (done.exit_code, done.stdout) == (0, "one\n")
 
 
 class TestDiff:

@@ -15,7 +15,7 @@ from conftest import Mlx
 from mlx_runtime import listing, registry, report
 from mlx_runtime.checkpoints import Checkpoint, Checkpoints
 from mlx_runtime.layout import RunFolder, claim_run
-from mlx_runtime.storage import size_text
+from mlx_runtime.storage import joined, size_text
 
 pytestmark = pytest.mark.browser
 
@@ -51,8 +51,8 @@ def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def page_of_run(trained: Path, mlx: Mlx) -> Path:
     """What `mlx xp report` writes of it."""
     done = mlx(trained.parents[2], "xp", "report", "digits")
-    assert (done.returncode, done.stdout) == (0, "digits-run_001.html\n"), done.stderr
-    return trained.parents[2] / "digits-run_001.html"
+    assert (done.returncode, done.stdout) == (0, f"{trained}/report.html\n"), done.stderr
+    return trained / "report.html"
 
 
 @pytest.fixture
@@ -196,8 +196,10 @@ class TestOfARun:
         folder.push(folder.conf, folder.metrics, folder.path / "logs/driver.log", must=True)
         Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, {"loss": 2.0}))
         shutil.rmtree(folder.path)
-        done = mlx(tmp_path, "xp", "report", "digits", "1", "-o", "page.html", MLX_STORAGE=storage)
-        assert (done.returncode, done.stdout) == (0, "page.html\n"), done.stderr
+        done = mlx(tmp_path, "xp", "report", "digits", "1", MLX_STORAGE=storage)
+        assert (done.returncode, done.stdout) == (0, f"{joined(folder.place, 'report.html')}\n"), done.stderr
+        assert not list(tmp_path.glob("*.html"))
+        (tmp_path / "page.html").write_bytes(folder.read("report.html"))
         page = opened(browser, tmp_path / "page.html")
         text = page.evaluate(TEXT)
         assert page.evaluate(CURVES) == 1
@@ -217,6 +219,11 @@ class TestOfARun:
         ):
             assert item in text, item
         assert (tmp_path / "page.html").stat().st_size < 20_000
+
+    @pytest.mark.process
+    def test_it_is_written_into_the_folder_of_the_run(self, trained: Path, page_of_run: Path) -> None:
+        assert page_of_run.read_text().startswith("<!doctype html>")
+        assert not list(trained.parents[2].glob("*.html"))
 
     @pytest.mark.process
     def test_where_it_cannot_be_written_is_told(self, trained: Path, mlx: Mlx) -> None:

@@ -91,16 +91,24 @@ def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None
 @group.command()
 @click.argument("name", type=WORD, shell_complete=experiments)
 @click.argument("run", type=WORD, default="latest", shell_complete=runs)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="By default NAME-RUN.html here.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="By default report.html in the run's folder.",
+)
 def report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME: what it is, its curves, checkpoints and log."""
     from mlx_runtime import report
 
     with clean_exit():
         folder = xp.chosen(name, run)
-        file = output or Path(f"{folder.experiment}-{folder.name}.html")
-        report.write(report.of_run(folder), file)
-        say(file)
+        page = report.of_run(folder)
+        if output is None:
+            say(report.keep(page, folder))
+        else:
+            report.write(page, output)
+            say(output)
 
 
 @group.command()
@@ -127,10 +135,15 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
 @group.command()
 @click.argument("name", type=WORD, shell_complete=experiments)
 @click.argument("run", type=WORD, default="latest", shell_complete=runs)
-@click.option("-f", "--follow", is_flag=True, help="Go on until the run has ended, with its exit code.")
+@click.option(
+    "-f/ ",
+    "--follow/--no-follow",
+    default=None,
+    help="Wait for the end of the run and exit with its code, or only print what there is. By default, while it lives.",
+)
 @click.option("--rank", type=click.IntRange(min=0), help="Only what this worker has printed.")
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Begin with the last N lines.")
-def logs(name: str, run: str, follow: bool, rank: int | None, tail: int | None) -> None:
+def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int | None) -> None:
     """Print what a RUN (run_003, 3 or latest) of NAME has printed, wherever it trains or has trained."""
     with clean_exit():
         echo = functools.partial(click.echo, nl=False)
