@@ -20,6 +20,7 @@ from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
 from mlx_runtime.errors import MlxError, near
 from mlx_runtime.gradients import Gradients
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.loading import build
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
 from mlx_runtime.reduction import Exchange, Known, Message, States, numbers, packed
@@ -762,7 +763,7 @@ class BaseModule:
         if name == "tools":
             moved = dict.fromkeys(state["on_device"], run.worker.device)
             saved = {
-                item: resuming.with_settings(part, then[item], now[item], f"tools.{item}")
+                item: resuming.with_settings(part, then[item], now[item], f"tools.{item}", build)
                 if item in then and item in now
                 else part
                 for item, part in saved.items()

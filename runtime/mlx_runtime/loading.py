@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,17 +24,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from mlx_runtime import registry
+from mlx_runtime import registry, resuming
 from mlx_runtime.config import DataConfig, TrainConfig
 from mlx_runtime.documents import from_yaml
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
+from mlx_runtime.resuming import Change
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, loaded_at, name_of, object_at, parameters, path_of
 from mlx_runtime.storage import Storage, is_uri
-
-if TYPE_CHECKING:
-    from mlx_runtime.resuming import Change
 
 Tree = dict[str, Any]
 
@@ -87,7 +85,7 @@ class Config:
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
-    changes: "tuple[Change, ...]" = ()
+    changes: tuple[Change, ...] = ()
     fast: bool = False
     unseen: tuple[str, ...] = ()
 
@@ -265,8 +263,6 @@ def _changes(run: RunFolder, conf: Path, config: Config) -> "list[Change]":
     Raises:
         ConfigError: some of it cannot change when a run resumes.
     """
-    from mlx_runtime import resuming
-
     found = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
     problems = resuming.refusals(found, type(config.cfg))
     if problems:

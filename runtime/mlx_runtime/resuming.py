@@ -11,7 +11,7 @@ All else is refused before anything is written.
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,9 @@ from mlx_runtime import parallel
 from mlx_runtime.checkpoints import State, state_of
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loading import build
 from mlx_runtime.signatures import MISSING, object_at, parameters
+
+Build = Callable[[Any, str], Any]
 
 FIXED = {"limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"}
 """Settings of the runtime that a run keeps: they decide where it starts and what it reads."""
@@ -123,7 +124,7 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
                 _set_base_lrs(schedulers, optimizer, change)
 
 
-def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
+def with_settings(saved: State, then: Any, now: Any, key: str, build: Build) -> State:
     """Return the saved state of a tool with the settings that the config has changed since.
 
     A changed argument is a setting if the attributes that depend on it are still as the constructor left them.
@@ -133,6 +134,7 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
         then: its config in the checkpoint.
         now: its present config.
         key: where it stands in conf.yaml.
+        build: makes an object of a node, like `loading.build`.
 
     Raises:
         ConfigError: a changed argument is state by now, or cannot be traced to an attribute.
@@ -140,10 +142,10 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
     found = changes(then, now)
     if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
         return saved
-    first = _fresh(then, key)
+    first = _fresh(then, key, build)
     for change in found:
         full = Change(f"{key}.{change.key}", change.before, change.after)
-        depends = _differing(first, _fresh(_replaced(then, change), key))
+        depends = _differing(first, _fresh(_replaced(then, change), key, build))
         if not depends:
             raise ConfigError(f"{full} cannot change when a run resumes: no attribute of the tool shows it")
         for name in depends:
@@ -152,7 +154,7 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
                     f"{full} cannot change when a run resumes: {key}.{name}, which depends on it, is "
                     f"{_shown(saved[name])} by now and part of the checkpoint"
                 )
-    last = _fresh(now, key)
+    last = _fresh(now, key, build)
     return {**saved, **{name: last[name] for name in _differing(first, last) if name in last}}
 
 
@@ -265,7 +267,7 @@ def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
     return changed
 
 
-def _fresh(node: Any, key: str) -> State:
+def _fresh(node: Any, key: str, build: Build) -> State:
     """The plain state of a tool that was just made."""
     with parallel.seeded(0):
         made = build(node, key)

@@ -32,7 +32,7 @@ FLOORS = [
         "watching",
         "profiling",
     },
-    {"failures", "logs"},
+    {"failures", "logs", "resuming"},
     {"loading", "filling", "jobs"},
     {"prepared", "streaming"},
     {"datasets", "preparation"},
