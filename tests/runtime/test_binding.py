@@ -521,6 +521,16 @@ def test_notices_name_what_will_surprise(tmp_path: Path) -> None:
     assert lines == ["notice   models.second shares its default with models.first; in a run they are two objects"]
 
 
+def test_what_losses_and_metrics_would_never_record_is_noticed(tmp_path: Path) -> None:
+    lines = [line for line in bind(Judges, tmp_path / "conf.yaml").lines() if "TorchMetrics" in line]
+    assert [line.partition(",")[0] for line in lines] == [
+        f"notice   {group}.{kind}"
+        for group in ("losses", "metrics")
+        for kind in ("bce is a BCEWithLogitsLoss", "net is a Block")
+    ]
+    assert 'record them with self.log({"train/bce": value})' in lines[0]
+
+
 SHARED = Block(2)
 
 
@@ -528,6 +538,20 @@ SHARED = Block(2)
 class Twice:
     first: Block = SHARED
     second: Block = SHARED
+
+
+@dataclass
+class Criteria:
+    mean: torchmetrics.MeanMetric = torchmetrics.MeanMetric()
+    both: torchmetrics.MetricCollection = torchmetrics.MetricCollection([torchmetrics.MeanMetric()])
+    bce: torch.nn.Module = torch.nn.BCEWithLogitsLoss()
+    net: Block = Block(1)
+
+
+class Judges(BaseModule):
+    cfg: TrainConfig
+    losses: Criteria
+    metrics: Criteria
 
 
 class Shares(BaseModule):

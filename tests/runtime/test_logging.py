@@ -148,3 +148,31 @@ def test_a_tracker_can_be_taken_out(mlx: Mlx, experiment: Make) -> None:
     run = folder / "runs" / "logging" / "run_001"
     assert not list(run.glob("events.*"))
     assert (run / "metrics.jsonl").exists()
+
+
+def test_numbers_of_log_and_of_checkpoints_are_recorded_like_others(mlx: Mlx, experiment: Make) -> None:
+    """As of a GAN, whose losses are no metrics: an epoch line, the table at the end, and the choice of the best."""
+    folder = experiment("logging")
+    source = folder / "src" / "experiment.py"
+    start, loop, rest = source.read_text().partition("self.cfg.num_epochs):\n")
+    body = """\
+            for batch in train:
+                self.log({"gan/critic": 0.5 + epoch, "penalty": 3.0})
+            self.save_checkpoint(epoch=epoch, metrics={"gan/judge": 0.25 * epoch})
+
+    @staticmethod
+"""
+    source.write_text(start + loop + body + rest[rest.index("    def own(") :])
+    here = ("cfg.start_workers=0", "cfg.monitor=gan/judge", "cfg.mode=max")
+    done = mlx(folder, "train", "run", *here, "cfg.num_epochs=2")
+    assert done.returncode == 0, done.stderr
+    epochs = [line for line in done.stdout.splitlines() if line.startswith("epoch ")]
+    assert "gan critic 0.5000 judge 0.0000 | penalty 3.0000" in epochs[0]
+    assert "gan critic 1.5000 judge 0.2500 | penalty 3.0000" in epochs[1]
+    table = done.stdout.splitlines()[-8:]
+    for words in (["gan/critic", "1.5000"], ["gan/judge", "0.2500"], ["penalty", "3.0000"]):
+        assert words in [line.split() for line in table]
+    run = folder / "runs" / "logging" / "run_001"
+    assert series(run)["gan/judge"] == [(12, 0.0), (24, 0.25)]
+    record = json.loads((run / "run.json").read_text())
+    assert (record["metrics"]["gan/judge"], record["best"]["value"], record["best"]["epoch"]) == (0.25, 0.25, 1)
