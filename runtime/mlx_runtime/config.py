@@ -146,3 +146,8 @@ class DataConfig:
     engine: ClassVar[str] = "ray"
     min_workers: ClassVar[int | None] = None
     max_workers: ClassVar[int | None] = None
+
+
+def base_of(experiment: type) -> type:
+    """The class that says which settings the runtime reads: `TrainConfig`, or `DataConfig` of a data job."""
+    return DataConfig if getattr(experiment, "CONFIG", "") == DataConfig.__name__ else TrainConfig

@@ -6,6 +6,7 @@ constructors' signatures before anything starts, and all problems are told at on
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from mlx_runtime import registry, resuming
-from mlx_runtime.config import DataConfig, TrainConfig
+from mlx_runtime.config import TrainConfig, base_of
 from mlx_runtime.documents import from_yaml
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
@@ -146,25 +147,25 @@ def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool)
     problems += _ambiguous_words(path)
     unseen: list[str] = []
     token = _unseen.set(unseen if look else None)
+    base = base_of(experiment)
     try:
-        problems += [problem for problem in _check(tree, wanted) if problem.partition(" is ")[0] not in told]
+        problems += [problem for problem in _check(tree, wanted, base) if problem.partition(" is ")[0] not in told]
     finally:
         _unseen.reset(token)
     if problems:
         raise ConfigError(_listed(problems, path))
-    cfg = _own_settings(tree["cfg"], wanted["cfg"]) if look else build(tree["cfg"], "cfg")
+    cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     problems = [*_ranges(cfg), *_mapping_problems(tree, wanted)]
     if problems:
         raise ConfigError(_listed(problems, path))
     return Config(tree, cfg, unseen=tuple(dict.fromkeys(unseen)))
 
 
-def _own_settings(node: Tree, wanted: type) -> Any:
-    """The fields of `TrainConfig` or `DataConfig` that a config gives plain values, made without the user's classes."""
-    own = DataConfig if issubclass(wanted, DataConfig) else TrainConfig
-    hints = {item.name: item.hint for item in parameters(own) or []}
+def _own_settings(node: Tree, base: type) -> Any:
+    """The runtime's settings with the plain values of a config, made without the user's classes."""
+    hints = {item.name: item.hint for item in parameters(base) or []}
     plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
-    return own(**{name: fitted(value, hints[name]) for name, value in plain.items()})
+    return base(**{name: fitted(value, hints[name]) for name, value in plain.items()})
 
 
 def _names_code(value: Any) -> bool:
@@ -333,6 +334,32 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
         raise ConfigError(f"{key}: {node['_target_']} cannot be made: {why}") from error
 
 
+def build_cfg(node: Tree, base: type = TrainConfig) -> Any:
+    """The group `cfg`. Settings of the runtime that its class does not have become attributes of it all the same.
+
+    Args:
+        node: of conf.yaml.
+        base: the runtime's class of settings, whose defaults stand for those that are missing.
+
+    Raises:
+        ConfigError: a constructor refused its arguments.
+    """
+    own, rest = _split_cfg(node, base)
+    cfg, settings = build(own, "cfg"), build(rest, "cfg")
+    for item in dataclasses.fields(base):
+        if not hasattr(cfg, item.name):
+            object.__setattr__(cfg, item.name, getattr(settings, item.name))
+    return cfg
+
+
+def _split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:
+    """The node `cfg` as that of its own class, and of the runtime's with what the former does not take."""
+    taken = {item.name for item in parameters(object_at(node["_target_"])) or []}
+    rest = {item.name for item in dataclasses.fields(base)} - taken
+    own = {name: value for name, value in node.items() if name not in rest}
+    return own, {"_target_": path_of(base)} | {name: value for name, value in node.items() if name in rest}
+
+
 def build_optimizers(node: Tree, models: Any) -> Any:
     """Make the optimizers, each over the parameters of the models that `map_params_to_optimizers` gives it.
 
@@ -420,18 +447,28 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     return tree, problems  # type: ignore[return-value]
 
 
-def _check(tree: Tree, wanted: dict[str, type]) -> list[str]:
+def _check(tree: Tree, wanted: dict[str, type], base: type = TrainConfig) -> list[str]:
     """Every problem of the config, as full key and cure."""
     problems = [f"{name}: there is no such group.{near(name, wanted)}" for name in tree if name not in wanted]
     for name, cls in wanted.items():
         if name not in tree:
             problems.append(f"{name}: missing; bring it in with: {commands()} bind")
+        elif name == "cfg" and isinstance(tree[name], dict) and _importable(tree[name].get("_target_")):
+            own, rest = _split_cfg(tree[name], base)
+            _check_value(own, cls, name, path_of(cls), problems)
+            _check_value(rest, base, name, path_of(base), problems)
         else:
             _check_value(tree[name], cls, name, path_of(cls), problems)
     if "optimizers" in tree:  # their parameters come from the models
         free = {f"optimizers.{name}.params" for name in tree["optimizers"]}
         problems = [problem for problem in problems if problem.partition(":")[0] not in free]
     return problems
+
+
+def _importable(path: Any) -> bool:
+    with contextlib.suppress(ImportError, AttributeError):
+        return callable(object_at(path))
+    return False
 
 
 def _ambiguous_words(path: Path) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from mlx_runtime.config import base_of
 from mlx_runtime.declarations import Declaration
 from mlx_runtime.errors import BindError, first_line
 from mlx_runtime.signatures import (
@@ -67,6 +68,8 @@ class Description:
         self._open: list[type] = []
         self._keys_of: dict[int, tuple[str, tuple[str, str], Any]] = {}
         self.tree = {name: self._group(cls, name) for name, cls in groups(experiment).items()}
+        settings = self._constructor(base_of(experiment), "cfg")  # its class may lack what the runtime reads
+        self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
 
     def of_class(self, path: str, key: str) -> Node | None:
         """The node of a class or function by its path, all defaults; None when it cannot be imported."""

@@ -34,7 +34,7 @@ from mlx_runtime.errors import (
 )
 from mlx_runtime.experiment import BaseModule
 from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
-from mlx_runtime.loading import Config, build
+from mlx_runtime.loading import Config, build, build_cfg
 from mlx_runtime.logs import Log
 from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
@@ -114,7 +114,7 @@ def _nowhere(config: Config) -> Iterator[Config]:
         changed: dict[str, Any] = {"storage_path": storage, "prepared_path": _root(config.cfg), "prepared": prepared}
         changed |= {"trackers": {}, "callbacks": {}}
         tree = config.tree | {"cfg": config.tree["cfg"] | changed}
-        yield dataclasses.replace(config, tree=tree, cfg=build(tree["cfg"], "cfg"))
+        yield dataclasses.replace(config, tree=tree, cfg=build_cfg(tree["cfg"]))
 
 
 def _display(config: Config, log: Log) -> Display:

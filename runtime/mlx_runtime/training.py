@@ -33,7 +33,7 @@ from mlx_runtime.errors import (
 )
 from mlx_runtime.experiment import BaseModule, LoopStopped, WorkerRun
 from mlx_runtime.layout import RunFolder, run_folder
-from mlx_runtime.loading import build, build_optimizers
+from mlx_runtime.loading import build, build_cfg, build_optimizers
 from mlx_runtime.logs import Log
 from mlx_runtime.parallel import Worker, lost_peer, seed_everything, seeded, shared
 from mlx_runtime.prepared import PreparedSet
@@ -170,7 +170,7 @@ def work(job: Job, sink: Sink) -> Ending:
 def _built(job: Job, worker: Worker, stack: contextlib.ExitStack) -> tuple[dict[str, Any], BaseModule]:
     """All groups as live objects, and the experiment made of them."""
     cls = object_at(job.experiment)
-    cfg = build(job.tree["cfg"], "cfg")
+    cfg = build_cfg(job.tree["cfg"])
     if cfg.deterministic:
         stack.enter_context(_deterministic())
     groups = _build_groups(job.tree, cfg, worker)

@@ -1,6 +1,7 @@
 """conf.yaml and overrides → checked config → objects, with every problem told by its full key."""
 
 import contextlib
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,3 +325,46 @@ class TestLooking:
             found.append(str(error.value))
         assert found[0] == found[1]
         assert "models.net.width" in found[0]
+
+
+@dataclass
+class OwnSettings:
+    """Inherits nothing."""
+
+    name: str = "own"
+    num_epochs: int = 3
+    pace: float = 0.5
+
+
+class WithOwnSettings(BaseModule):
+    cfg: OwnSettings
+    models: Models
+
+
+class TestSettingsThatInheritNothing:
+    """What a class of settings lacks is the runtime's, and can be set like the rest."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.delenv("MLX_STORAGE", raising=False)
+        bind(WithOwnSettings, tmp_path / "conf.yaml").write()
+        return tmp_path / "conf.yaml"
+
+    def test_missing_fields_take_the_runtimes_defaults(self, path: Path) -> None:
+        cfg = load_config(WithOwnSettings, path=path).cfg
+        assert type(cfg) is OwnSettings
+        own = {"name": "own", "num_epochs": 3, "pace": 0.5}
+        assert vars(cfg) == vars(TrainConfig()) | own
+
+    def test_so_they_do_in_a_file_of_another_version(self, path: Path) -> None:
+        path.write_text(re.sub(r"(?m)^  (seed|keep_checkpoints): .*\n", "", path.read_text()))
+        cfg = load_config(WithOwnSettings, path=path).cfg
+        assert (cfg.seed, cfg.keep_checkpoints) == (TrainConfig.seed, TrainConfig.keep_checkpoints)
+
+    def test_all_of_them_can_be_overridden_and_are_checked(self, path: Path) -> None:
+        cfg = load_config(WithOwnSettings, ["cfg.use_gpu=true", "cfg.pace=2.5", "cfg.secrets=[A]"], path).cfg
+        assert (cfg.use_gpu, cfg.pace, cfg.secrets) == (True, 2.5, ("A",))
+        with pytest.raises(ConfigError) as caught:
+            load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
+        lines = str(caught.value).splitlines()[1:]
+        assert [line.split()[0].rstrip(":") for line in lines] == ["cfg.pace", "cfg.nope", "cfg.seed"]

@@ -1,10 +1,11 @@
 from dataclasses import dataclass
 
-import mlx_runtime
-
 
 @dataclass
-class TrainConfig(mlx_runtime.TrainConfig):
+class TrainConfig:
     name: str = "experiment 1"
+    restore_checkpoint_path: str | None = None
+    start_epoch: int = 0
     num_epochs: int = 2
     start_workers: int = 3
+    prefetch_batches: int = 2
