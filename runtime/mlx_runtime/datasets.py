@@ -9,6 +9,7 @@ world size decide, the same number of steps on every worker.
 What is dealt to whom is in `sampling`.
 """
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,8 +27,13 @@ from mlx_runtime.sampling import Plan, epoch_order, micro_batches, mixed
 from mlx_runtime.settings import Settings
 from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReaders
 
-EVALUATION = ("val", "test", "eval", "dev", "predict")
-"""What the names of sets begin with that are read in order and not trained on."""
+EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
+"""The first word in the names of sets that are read in order and not trained on: `val`, `val_large`, `test2`."""
+
+
+def trains(name: str) -> bool:
+    """Whether the name of a dataset or a stage says that it is trained on."""
+    return EVALUATION.match(name) is None
 
 
 @dataclass(frozen=True)
@@ -108,8 +114,9 @@ class DatasetShard:
 
     @property
     def training(self) -> bool:
-        """Whether its steps count as training steps: all sets' do, but those named val…, test… and the like."""
-        return not self.name.startswith(EVALUATION)
+        """Whether its steps count as training steps: by its name, unless the dataset has an attribute `training`."""
+        said = self.attribute("training")
+        return said if isinstance(said, bool) else trains(self.name)
 
     @property
     def shuffle(self) -> bool:

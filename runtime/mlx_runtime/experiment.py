@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import checkpoints, parallel, resuming
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoints, Saver, State
-from mlx_runtime.datasets import EVALUATION, DatasetShards, Loader
+from mlx_runtime.datasets import DatasetShards, Loader, trains
 from mlx_runtime.errors import MlxError, near
 from mlx_runtime.gradients import Gradients
 from mlx_runtime.layout import RunFolder
@@ -313,13 +313,13 @@ class BaseModule:
         """Name what the block records, whatever it reads. Every worker must take part.
 
         Args:
-            name: first part of the names. Steps of stages named `val…`, `test…`, `eval…`, `dev…` or `predict…` do not
-                count as training steps.
+            name: first part of the names. Steps of stages whose first word is `val`, `test`, `eval`, `dev` or `predict`
+                do not count as training steps.
         """
         run = self._running()
         self._finish_own()
         before = run.stage, run.stage_name
-        run.stage, run.stage_name = Stage(name, not name.startswith(EVALUATION), steps=0), name
+        run.stage, run.stage_name = Stage(name, trains(name), steps=0), name
         try:
             yield
             self._finish_own()
@@ -828,7 +828,7 @@ class BaseModule:
         if run.own is None or run.own.name != title:
             self._finish_own()
             after = run.stage is not None and run.stage.name == title
-            run.own = Stage(title, training=not after and not title.startswith(EVALUATION), steps=0)
+            run.own = Stage(title, training=not after and trains(title), steps=0)
         return run.own
 
     def _finish_own(self) -> None:

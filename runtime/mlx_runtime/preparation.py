@@ -181,7 +181,7 @@ def _candidates(tree: Mapping[str, Any], seed: int, project: Path) -> list[_Cand
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    return {name: getattr(dataset, name) for name in LOADERS_OWN if hasattr(dataset, name)}
+    return {name: getattr(dataset, name) for name in (*LOADERS_OWN, "training") if hasattr(dataset, name)}
 
 
 def _full_name(candidate: _Candidate, dataset: Any) -> str:

@@ -96,7 +96,7 @@ class PreparedSet:
     Attributes:
         root: of the store it is in.
         manifest: of the set.
-        attributes: `batch_size`, `shuffle` and `drop_last` of the dataset, those that it has.
+        attributes: `batch_size`, `shuffle`, `drop_last` and `training` of the dataset, those that it has.
         cache_bytes: for copies of sets on a machine, when the root is on an object store.
     """
 

@@ -1,6 +1,7 @@
 """Loaders of every kind: what they give, where they stand, and what they refuse."""
 
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 from mlx_runtime.datasets import DatasetShard, Loader, Reading, check
 from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
+from mlx_runtime.prepared import PreparedSet
 
 pytestmark = pytest.mark.pure
 
@@ -52,6 +54,30 @@ def test_only_training_sets_are_shuffled_unless_the_dataset_says() -> None:
     assert shard(Rows(), name="train_extra").shuffle
     assert not shard(fixed, name="val").shuffle
     assert shard(chosen, name="val").shuffle
+
+
+@pytest.mark.parametrize(
+    ("names", "training"),
+    [
+        ("train values devices valley tester evaluate_me developers predictor evil rows", True),
+        (
+            "val val_large valA val2 vals valid validation test tests test_b eval evaluation dev predict predictions",
+            False,
+        ),
+    ],
+)
+def test_whole_words_tell_what_is_trained_on(names: str, training: bool) -> None:
+    assert [name for name in names.split() if shard(Rows(), name=name).training is not training] == []
+
+
+def test_a_dataset_says_whether_it_is_trained_on() -> None:
+    says = Rows()
+    says.training = True  # type: ignore[attr-defined]
+    assert (shard(says, name="val").training, shard(says, name="val").shuffle) == (True, True)
+    says.training = False  # type: ignore[attr-defined]
+    assert (shard(says).training, shard(says).shuffle) == (False, False)
+    prepared = PreparedSet("", cast(Any, None), {"training": True})
+    assert shard(Rows(), name="val", prepared=prepared).training
 
 
 class Noisy(Rows):
