@@ -89,6 +89,13 @@ class Experiment(BaseModule):
         self.tools.best.restore(self.models.net)
         self.evaluate(test, epoch - 1)
 
+    def eval_loop(self, dataset_shards: DatasetShards) -> None:
+        """What every worker runs for `mlx train eval`, on the models of a checkpoint."""
+        self.models.net = prepare_model(self.models.net)
+        _, val, test = self.generate_loaders(dataset_shards=dataset_shards)
+        for loader in (val, test):
+            self.evaluate(loader, epoch=self.cfg.start_epoch - 1)
+
     def train(self, loader: Loader, epoch: int) -> None:
         self.models.net.train()
         self.reset_all_metrics_and_losses()

@@ -65,6 +65,7 @@ class WorkerRun:
         allowed: raises when this run was taken over by another driver.
         stop_asked: whether this worker was asked to end the run.
         preemptible: whether the cluster may give notice that a node goes away.
+        evaluates: a checkpoint is evaluated; nothing is trained.
         beat: called at each step.
         step_done: called with the global step after each training step.
     """
@@ -78,6 +79,7 @@ class WorkerRun:
     allowed: Callable[[], None] = lambda: None
     stop_asked: Callable[[], bool] = lambda: False
     preemptible: bool = False
+    evaluates: bool = False
     beat: Callable[[], None] = lambda: None
     step_done: Callable[[int], None] = lambda number: None
     vote: Vote | None = None
@@ -224,6 +226,16 @@ class BaseModule:
             dataset_shards: one shard per dataset, by the names of `Datasets`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a worker_loop(self, dataset_shards)")
+
+    def eval_loop(self, dataset_shards: DatasetShards) -> None:
+        """Evaluate what was restored, without training. Every worker runs this for `mlx train eval`.
+
+        What is recorded here goes into the folder of the run that the checkpoint is of.
+
+        Args:
+            dataset_shards: as for `worker_loop`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs an eval_loop(self, dataset_shards)")
 
     # -- what the user calls --
 
@@ -418,7 +430,9 @@ class BaseModule:
             if name in run.places:
                 loader.load_state_dict(run.places[name])
         self.cfg.start_epoch = run.epoch = state["epoch"] + state["finished"]
-        if self.cfg.start_epoch >= self.cfg.num_epochs:
+        if run.evaluates:  # only what is measured from here on counts
+            run.restored, run.latest, run.unreported, run.places = None, {}, {}, {}
+        elif self.cfg.start_epoch >= self.cfg.num_epochs:
             text = f"already at epoch {self.cfg.start_epoch} of {self.cfg.num_epochs}; raise cfg.num_epochs to train on"
             run.send_once("notice", text=text)
         return int(state["epoch"])

@@ -9,6 +9,7 @@
     checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
     profile/              traces of training steps, with `cfg.profile` (see `profiling`)
     logs/driver.log       what the driver printed; rank_0.log and so on, the workers (see `logs`)
+    evaluations/*.json    what `mlx train eval` has measured, one file each time
     report.html           a page about the run, once somebody has asked for it (see `report`)
     .attempt-001          one file per driver that has taken on the run: which process it is, and when it was last seen
 """
@@ -36,6 +37,9 @@ CONF = Path("src/conf.yaml")
 
 STOP_NOTE = ".stop"
 """Name of the file that asks a run to end."""
+
+EVALUATIONS = "evaluations"
+"""Name of the folder, in that of a run, of what evaluations have measured."""
 
 ATTEMPT = ".attempt-"
 """What the names of the files begin with that drivers claim a run with."""

@@ -60,6 +60,9 @@ LEAST = {
 
 FAST_DEV_RUN = "--fast-dev-run"
 
+EVAL = "--eval="
+"""What the path of the checkpoint follows that shall be evaluated; `--from=` its run comes with it."""
+
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """What it implies; overrides that are typed win."""
 
@@ -78,6 +81,7 @@ class Config:
         changes: what differs from the config that the run had before.
         fast: only a look whether all code runs; nothing of the run is kept.
         unseen: targets that were not checked, since only a run may import them.
+        checkpoint: to evaluate instead of training; nothing is kept but what `origin` gets to know.
     """
 
     tree: Tree
@@ -89,6 +93,12 @@ class Config:
     changes: tuple[Change, ...] = ()
     fast: bool = False
     unseen: tuple[str, ...] = ()
+    checkpoint: str | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether this makes or continues a run that stays in the storage."""
+        return not self.fast and self.checkpoint is None
 
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.tree))
@@ -106,7 +116,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         overrides: of Hydra; among them `--resume=RUN` goes on with a run, the same as `cfg.resume=RUN`, and
             `--from=RUN` starts a new run. Both take the conf.yaml of that run, then the overrides. `--run=RUN` goes on
             with a run if it has begun, and begins it if it was only claimed. `--fast-dev-run` is short for `FAST`, in a
-            storage that is removed at the end.
+            storage that is removed at the end. `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`.
         path: of conf.yaml.
         look: run no code that conf.yaml names: import no module for it, and make `cfg` of the runtime's own class, with
             its own fields, and without trackers and callbacks.
@@ -119,7 +129,11 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     fast = FAST_DEV_RUN in overrides
     if fast:
         overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
+    checkpoint = next((item.removeprefix(EVAL) for item in overrides if item.startswith(EVAL)), None)
+    overrides = [item for item in overrides if not item.startswith(EVAL)]
     run, claimed, origin, typed, forced, declared = _chosen_run(path, overrides)
+    if checkpoint is not None:
+        forced = [*forced, f"++cfg.restore_checkpoint_path={_text(checkpoint)}", "++cfg.restore_strict=true"]
     if fast and run is not None:
         raise UsageError(f"{FAST_DEV_RUN} keeps nothing, and so cannot go on with a run; give it without --resume")
     found: list[Change] = []
@@ -137,7 +151,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
             if not declared:
                 _refuse_finished(run, conf or path, config.cfg)
     config = replace(config, overrides=tuple(typed), changes=tuple(found), fast=fast)
-    return replace(config, run=run, claimed=claimed, origin=origin)
+    return replace(config, run=run, claimed=claimed, origin=origin, checkpoint=checkpoint)
 
 
 def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool) -> Config:
@@ -466,8 +480,11 @@ def _check(tree: Tree, wanted: dict[str, type], base: type = TrainConfig) -> lis
 
 
 def _importable(path: Any) -> bool:
+    """True if a path leads to something callable; a look finds only what was imported before."""
+    look = _unseen.get() is not None
     with contextlib.suppress(ImportError, AttributeError):
-        return callable(object_at(path))
+        found = loaded_at(path) if look else object_at(path)
+        return found is not MISSING and callable(found)
     return False
 
 

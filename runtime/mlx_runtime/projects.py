@@ -200,7 +200,7 @@ def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     """
     known: tuple[str, ...] = ("--resume", "--from=") if kind == AN_EXPERIMENT else ()
     if kind == AN_EXPERIMENT and verb == "run":
-        known += ("--fast-dev-run",)
+        known += ("--fast-dev-run", "--eval=")
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
     if options:
         raise UsageError(f"there is no option {options[0]}; see: {kind.command} {verb} --help")

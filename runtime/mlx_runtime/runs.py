@@ -9,9 +9,9 @@ from mlx_runtime import checkpoints, registry, snapshots, xp
 from mlx_runtime.checkpoints import Checkpoints, State
 from mlx_runtime.documents import from_json
 from mlx_runtime.errors import StorageError, UsageError, first_line
-from mlx_runtime.layout import EXPERIMENT, RunFolder, named_run
+from mlx_runtime.layout import EVALUATIONS, EXPERIMENT, RunFolder, named_run
 from mlx_runtime.loading import build, parsed
-from mlx_runtime.storage import is_uri
+from mlx_runtime.storage import Storage, is_uri
 
 if TYPE_CHECKING:
     import pandas
@@ -83,6 +83,18 @@ class Run:
             return pandas.DataFrame([from_json(line.encode(), {}) for line in whole.splitlines()])
         except ValueError as error:
             raise StorageError(f"cannot read {self._folder.place}/metrics.jsonl: {error}") from error
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """What `mlx train eval` has measured, oldest first: `time`, `checkpoint`, `metrics`, `command`, versions, …
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        try:
+            names = Storage(self._folder.place).names(EVALUATIONS)
+            return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot read {self._folder.place}/{EVALUATIONS}: {first_line(error)}") from error
 
     def state(self, which: Which = "latest") -> State:
         """Everything that a checkpoint holds, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_runtime import projects, registry
-from mlx_runtime.layout import CONF, experiment_folder
+from mlx_runtime.layout import CONF, RunFolder, experiment_folder
 from mlx_runtime.projects import AN_EXPERIMENT
 from mlx_runtime.settings import Settings
 
@@ -72,6 +72,20 @@ def run(overrides: Sequence[str]) -> None:
         UsageError: this is no experiment.
     """
     projects.run(AN_EXPERIMENT, overrides)
+
+
+def evaluate(run: RunFolder, checkpoint: str, overrides: Sequence[str]) -> None:
+    """Run `eval_loop` of the experiment in the working directory on a checkpoint, with the config of its run.
+
+    Args:
+        run: that the checkpoint is of, and that gets the numbers.
+        checkpoint: folder or URI.
+        overrides: Hydra's.
+
+    Raises:
+        UsageError: this is no experiment.
+    """
+    projects.run(AN_EXPERIMENT, [f"--from={run.place}", f"--eval={checkpoint}", *overrides])
 
 
 def launch(

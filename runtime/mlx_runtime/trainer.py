@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,16 +31,18 @@ from mlx_runtime.errors import (
     UsageError,
     WorkerLoopError,
     WorkerLostError,
+    first_line,
     message_of,
 )
 from mlx_runtime.experiment import BaseModule
-from mlx_runtime.layout import RunFolder, claim_run, prepared_root, storage_root
+from mlx_runtime.layout import EVALUATIONS, RunFolder, claim_run, prepared_root, storage_root
 from mlx_runtime.loading import Config, build, build_cfg
 from mlx_runtime.logs import Log
 from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
+from mlx_runtime.storage import Storage, joined, to_json
 from mlx_runtime.training import Ending, Job, described, streams_of
 from mlx_runtime.watching import ANSWER_S, verdict
 
@@ -80,6 +83,8 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         RunStopped: Ctrl-C or SIGTERM; the run is marked STOPPED.
     """
     _check_datasets(config)
+    if config.checkpoint is not None:
+        _refuse_evaluation(experiment)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_settled(config, cluster))
         engine = _engine(config, cluster)
@@ -90,7 +95,7 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         if config.run is not None:
             _refuse_without_checkpoint(config.run)
         reading = _reading(config, cluster)
-        if config.fast:
+        if not config.kept:
             config = stack.enter_context(_nowhere(config))
         record, attempt = _claimed(config, cluster)
         log = stack.enter_context(Log(record.folder))
@@ -115,6 +120,41 @@ def _nowhere(config: Config) -> Iterator[Config]:
         changed |= {"trackers": {}, "callbacks": {}}
         tree = config.tree | {"cfg": config.tree["cfg"] | changed}
         yield dataclasses.replace(config, tree=tree, cfg=build_cfg(tree["cfg"]))
+
+
+def _refuse_evaluation(experiment: type[BaseModule]) -> None:
+    """Only the user's code knows how its models are evaluated.
+
+    Raises:
+        UsageError: the experiment does not say how.
+    """
+    if experiment.eval_loop is BaseModule.eval_loop:
+        raise UsageError(
+            f"{experiment.__name__} has no eval_loop(self, dataset_shards), which is what mlx train eval runs; "
+            "write it in src/experiment.py, like worker_loop without the training"
+        )
+
+
+def _record_evaluation(config: Config, metrics: Mapping[str, float]) -> str:
+    """Store what was measured in the folder of the run that the checkpoint is of. Returns where.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    assert config.origin is not None
+    assert config.checkpoint is not None
+    when = registry.now()
+    facts = {"time": when, "checkpoint": config.checkpoint, "metrics": dict(metrics)}
+    facts |= registry.provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
+    parts = (EVALUATIONS, f"{when[:19].replace(':', '')}-{uuid.uuid4().hex[:6]}.json")
+    storage = Storage(config.origin.place)
+    try:
+        if storage.local:
+            Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)
+        storage.write(to_json(facts).encode(), *parts)
+    except OSError as error:
+        raise StorageError(f"cannot write {config.origin.place}/{EVALUATIONS}: {first_line(error)}") from error
+    return joined(config.origin.place, *parts)
 
 
 def _display(config: Config, log: Log) -> Display:
@@ -154,7 +194,7 @@ def _fit(
         place = (folder.root, folder.experiment, folder.name, attempt, Path.cwd())
         preemptible = cluster.engine == "ray" and not cluster.embedded
         how = (cluster.engine, preemptible, Settings.read().verbose)
-        job = Job(path_of(experiment), config.tree, *place, *how, reading, sets)
+        job = Job(path_of(experiment), config.tree, *place, *how, reading, sets, evaluate=config.checkpoint is not None)
         ending = _train(engine, job, config, cluster.host, progress, control)
         if ending.stopped:
             raise Terminated
@@ -317,7 +357,7 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
             record.finish("STOPPED")
         progress.ended("STOPPED", interrupt)
         code = 143 if isinstance(interrupt, Terminated) else 130
-        if progress.config.fast:
+        if not progress.config.kept:
             raise RunStopped("stopped; nothing of this run is kept", code) from None
         if record.held:
             raise RunStopped(f"stopped before {run} resumed; it is as it was", code) from None
@@ -340,7 +380,7 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
 
 
 def _has_checkpoint(progress: "_Progress") -> bool:
-    if progress.config.fast:
+    if not progress.config.kept:
         return False
     with contextlib.suppress(StorageError):
         return bool(checkpoints.Checkpoints(progress.record.folder.checkpoints).all())
@@ -598,7 +638,10 @@ class _Progress:
 
     def start_lines(self, cluster: Cluster, engine: Engine) -> None:
         folder, cfg = self.record.folder, self.config.cfg
-        if self.config.fast:
+        if self.config.checkpoint is not None:
+            assert self.config.origin is not None
+            self.display.print(f"evaluate  {self.config.origin.title}, {self.config.checkpoint}")
+        elif self.config.fast:
             look = f"a quick look: {cfg.limit_batches or 'all'} batches of each pass, nothing is kept"
             self.display.print(f"run       {folder.experiment}, {look}")
         else:
@@ -640,13 +683,16 @@ class _Progress:
 
     def end_lines(self, result: Result) -> None:
         folder = result.folder
-        names = [name for name in result.metrics if name.startswith("test") or name in self.logged]
+        every = self.config.checkpoint is not None
+        names = [name for name in result.metrics if every or name.startswith("test") or name in self.logged]
         rows = [(name, f"{result.metrics[name]:.4f}") for name in sorted(names)]
-        if result.best and not self.config.fast:
+        if result.best and self.config.kept:
             where = f"epoch {result.best['epoch'] + 1}, {result.best['path'].removeprefix(folder.place + '/')}"
             rows.append((f"best {self.config.cfg.monitor}", f"{result.best['value']:.4f} ({where})"))
         rows.append(("took", f"{time.monotonic() - self.started:.1f} s"))
-        if self.config.fast:
+        if self.config.checkpoint is not None:
+            rows.append(("recorded", _record_evaluation(self.config, result.metrics)))
+        elif self.config.fast:
             rows.append(("run", "all code ran; nothing of this run is kept"))
         else:
             rows += [("run", folder.place), ("TensorBoard", _board_command(folder, self.config.overrides))]

@@ -62,6 +62,7 @@ class Job:
         reading: who reads samples.
         prepared: sets to read instead of datasets.
         address, key: of the driver's `Receiver`.
+        evaluate: run `eval_loop` instead of `worker_loop`.
     """
 
     experiment: str
@@ -78,6 +79,7 @@ class Job:
     prepared: dict[str, PreparedSet]
     address: tuple[str, int] | None = None
     key: bytes = b""
+    evaluate: bool = False
 
     @property
     def folder(self) -> RunFolder:
@@ -155,7 +157,7 @@ def work(job: Job, sink: Sink) -> Ending:
                     stack.callback(shard.dealt.close)
             stopped = False
             try:
-                experiment.worker_loop(shards)
+                (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
             except LoopStopped:
                 stopped = True
             if any(shard.dealt for shard in shards):
@@ -195,6 +197,7 @@ def _run_of(job: Job, worker: Worker, cfg: TrainConfig, sink: Sink, stack: conte
     """The run as this worker takes part in it."""
     folder = job.folder
     run = WorkerRun(folder, worker, job.tree, stop_asked=sink.stop_asked, preemptible=job.preemptible)
+    run.evaluates = job.evaluate
     if worker.writes:
         run.sink, run.forwarded = sink, Listeners(cfg.callbacks, "callbacks", print).wants("on_report")
         files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from mlx_runtime.documents import selected
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, UsageError, near, plain
 from mlx_runtime.layout import CONF, RunFolder, find_run, named_run, storage_root
 from mlx_runtime.logs import last_lines, ranks, stored
+from mlx_runtime.saved import saved_in
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri, joined
 
@@ -75,6 +77,28 @@ def configured(key: str) -> str | None:
         return selected(CONF.read_bytes(), key)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {CONF}: {error}; correct it") from error
+
+
+def checkpoint(text: str) -> tuple[RunFolder, str]:
+    """A checkpoint as a person names it: its folder or URI, or a run as for `named`, of which it is the latest.
+
+    Returns:
+        The run that it is of, and its folder or URI.
+
+    Raises:
+        UsageError: there is no such run or checkpoint.
+        StorageError: the storage does not answer.
+    """
+    place = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
+    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", place)
+    folder = named(match[1] + (match[3] or "")) if match else named(text)
+    known = [item.name for item in saved_in(folder.checkpoints)]
+    if not known:
+        raise UsageError(f"{folder.title} has no checkpoint yet")
+    name = match[2] if match else known[-1]
+    if name not in known:
+        raise UsageError(f"{folder.title} has no checkpoint {name}.{near(name, known)}")
+    return folder, joined(folder.checkpoints, name)
 
 
 def chosen(name: str, run: str) -> RunFolder:

@@ -10,6 +10,7 @@ from mlx_runtime import train
 from mlx_runtime.cli.words import address_option
 from mlx_runtime.errors import UsageError, clean_exit
 from mlx_runtime.settings import be_quiet, be_verbose
+from mlx_runtime.storage import is_uri
 
 
 @click.group("train")
@@ -90,6 +91,28 @@ def run(
         chosen += ["--resume", resume] if resume else []  # `resume` may be the first override
         chosen += [f"--from={origin}"] if origin else []
         train.run([*overrides, *chosen])
+
+
+@group.command("eval", context_settings={"ignore_unknown_options": True})
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only the numbers, and errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Show what Ray prints.")
+@click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
+def evaluate(debug: bool, quiet: bool, verbose: bool, arguments: tuple[str, ...]) -> None:
+    """Evaluate a checkpoint without training: run eval_loop, and store its numbers in the run's folder.
+
+    RUN is run_003, 3 or latest (the default), or name/run_003: its latest checkpoint is evaluated. PATH is the folder
+    or URI of a run or of a checkpoint.
+    """
+    from mlx_runtime import xp
+
+    if debug:
+        os.environ["MLX_DEBUG"] = "1"
+    with clean_exit():
+        _be(quiet=quiet, verbose=verbose)
+        given = [item for item in arguments[:1] if is_uri(item) or not ("=" in item or item.startswith("~"))]
+        folder, checkpoint = xp.checkpoint(given[0] if given else "latest")
+        train.evaluate(folder, checkpoint, arguments[len(given) :])
 
 
 @group.command(context_settings={"ignore_unknown_options": True})
