@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import first_line
+from mlx_runtime.errors import RAISED_BY_USERS, first_line
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Listeners:
                     continue
                 try:
                     method(*arguments)
-                except (Exception, SystemExit, GeneratorExit) as error:
+                except RAISED_BY_USERS as error:
                     left_out = hook == "on_run_start"
                     if left_out:
                         del self._objects[name]

@@ -15,12 +15,15 @@ from mlx_runtime.cluster import Cluster
 from mlx_runtime.config import DataConfig
 from mlx_runtime.control import Terminated
 from mlx_runtime.errors import (
+    RAISED_BY_USERS,
     ConfigError,
     DataJobError,
     MlxError,
     RunStopped,
     StorageError,
     first_line,
+    is_users,
+    message_of,
     user_frames,
 )
 from mlx_runtime.filling import Filling, Output
@@ -244,10 +247,11 @@ def _user_errors(during: str) -> Iterator[None]:
     """Turn what user code raises into one error with the user's frames."""
     try:
         yield
-    except MlxError:
-        raise
-    except Exception as error:
-        raise DataJobError(f"{type(error).__name__}: {error} (in {during})", user_frames(error, Path.cwd())) from None
+    except RAISED_BY_USERS as error:
+        if isinstance(error, MlxError) and not is_users(error, Path.cwd()):
+            raise
+        summary = f"{type(error).__name__}: {message_of(error)} (in {during})"
+        raise DataJobError(summary, user_frames(error, Path.cwd())) from None
 
 
 @contextlib.contextmanager

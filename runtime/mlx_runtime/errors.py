@@ -41,6 +41,9 @@ ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?"
 UNPRINTABLE = re.compile(r"[^\t\n -~\xa0-\ud7ff\ue000-\U0010ffff]|[\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters, halves of characters, and what reverses the direction of text."""
 
+RAISED_BY_USERS = (Exception, SystemExit, GeneratorExit)
+"""What code of a user may raise: all but Ctrl-C. A call of `sys.exit(0)` in it is no success of the command."""
+
 PATIENCE_S = 5.0
 """How long further Ctrl-C are ignored after the first."""
 

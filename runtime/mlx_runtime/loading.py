@@ -28,7 +28,16 @@ from yaml import YAMLError
 from mlx_runtime import registry, resuming
 from mlx_runtime.config import TrainConfig, base_of
 from mlx_runtime.documents import from_yaml
-from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, first_line, message_of, near
+from mlx_runtime.errors import (
+    RAISED_BY_USERS,
+    ConfigError,
+    RunFinished,
+    StorageError,
+    UsageError,
+    first_line,
+    message_of,
+    near,
+)
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
 from mlx_runtime.resuming import Change
 from mlx_runtime.settings import Settings
@@ -343,7 +352,7 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
         return functools.partial(target, *args, **kwargs)
     try:
         return target(*args, **kwargs)
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except RAISED_BY_USERS as error:
         why = f"{type(error).__name__}: {message_of(error)}"
         raise ConfigError(f"{key}: {node['_target_']} cannot be made: {why}") from error
 

@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime import registry
-from mlx_runtime.errors import DatasetError, MlxError, first_line
+from mlx_runtime.errors import RAISED_BY_USERS, DatasetError, MlxError, first_line
 from mlx_runtime.prepared import Manifest, PreparedSet, Store, Writer
 from mlx_runtime.reading import Batch, Samples, Stacked, as_numpy, dtype_name, rows_of
 from mlx_runtime.signatures import object_at
@@ -169,7 +169,7 @@ def make(
                 tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
         except MlxError:
             raise
-        except Exception as error:  # of the user's code
+        except RAISED_BY_USERS as error:
             raise told(error, f"datasets.{candidate.name} cannot be prepared") from error
         made[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
     return made

@@ -16,7 +16,7 @@ from typing import Any, cast
 from mlx_runtime import __version__
 from mlx_runtime.cluster import JOB_FLAG
 from mlx_runtime.engines.processes import unsafe_to_fork
-from mlx_runtime.errors import BindError, MlxError, UsageError, clean_exit, first_line, is_users
+from mlx_runtime.errors import RAISED_BY_USERS, BindError, MlxError, UsageError, clean_exit, first_line, is_users
 from mlx_runtime.importing import many_imports
 from mlx_runtime.layout import CONF, EXPERIMENT, JOB, experiment_folder, job_folder
 from mlx_runtime.settings import Settings, prepare_fork
@@ -218,9 +218,7 @@ def main_class(kind: Kind, folder: Path) -> type:
     try:
         with many_imports():
             module = importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also SystemExit: a module that exits is no command that has succeeded
+    except RAISED_BY_USERS as error:
         if isinstance(error, MlxError) and not is_users(error, folder):
             raise
         frames = [

@@ -21,6 +21,7 @@ from mlx_runtime.config import EngineName, TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
 from mlx_runtime.declarations import declaring, made_when_read
 from mlx_runtime.errors import (
+    RAISED_BY_USERS,
     ConfigError,
     MlxError,
     StorageError,
@@ -316,9 +317,7 @@ def _user_errors(rank: int, project: Path) -> Iterator[None]:
     """Turn what user code raises into one error with the user's frames and the rank."""
     try:
         yield
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # also SystemExit and GeneratorExit, which would end a worker without a word
+    except RAISED_BY_USERS as error:
         if isinstance(error, MlxError) and not is_users(error, project):
             raise
         if lost_peer(error):

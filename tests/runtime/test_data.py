@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import Mlx, Start
+from conftest import Mlx, Start, edit
 from storages import files, put
 
 from mlx_runtime import filling, registry
@@ -306,6 +306,14 @@ def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, 
     assert "error: ValueError: line 2 is blank (in item 2)" in error
     assert f"  src/job.py:{line} in write_line" in error
     assert "Traceback" not in done.stderr
+    assert list(job.data.iterdir()) == []
+
+
+def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> None:
+    edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise SystemExit(0)")
+    done = mlx(job.project, "data", "run", "text.fail_at=2")
+    assert done.returncode == 1
+    assert "error: SystemExit: 0 (in item 2)" in done.stderr.splitlines()
     assert list(job.data.iterdir()) == []
 
 
