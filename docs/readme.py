@@ -51,7 +51,7 @@ def demo_output() -> str:
     """What a second `make demo` prints, without the machine's paths and with the middle epochs left out."""
     done = subprocess.run(["make", "-s", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.replace(str(ROOT), "~/mlx").splitlines()
-    epochs = [index for index, line in enumerate(lines) if line.startswith("epoch")]
+    epochs = [index for index, line in enumerate(lines) if re.match(r" *\d+/\d+ ", line)]
     return "\n".join([*lines[: epochs[2]], "…", *lines[epochs[-3] :]]) + "\n"
 
 

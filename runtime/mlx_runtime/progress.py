@@ -31,6 +31,8 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mlx_runtime.epochs import EpochTable
+
 Event = dict[str, Any]
 
 LINES_PER_EPOCH = 5
@@ -246,7 +248,7 @@ def _event(message: bytes) -> Event | None:
 
 
 class Display:
-    """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, one summary line per epoch.
+    """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, a table of epochs.
 
     Args:
         stream: to draw on.
@@ -261,6 +263,7 @@ class Display:
         self._copy = Display(copy, epochs=epochs) if copy is not None else None
         self._quiet = quiet
         self._time_left = TimeLeft(epochs)
+        self._table = EpochTable()
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -316,8 +319,8 @@ class Display:
             self._stage, self._last_line = (title, tenth), time.monotonic()
             self._line(f"{title} | {done:,}/{total:,}{unit}")
 
-    def _line(self, text: str) -> None:
-        (self._bar.console if self._bar else self._console).print(text, markup=False)
+    def _line(self, text: str, style: str = "") -> None:
+        (self._bar.console if self._bar else self._console).print(text, style=style or None, markup=False)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -350,19 +353,9 @@ class Display:
         self._bar.update(self._task, description=title, total=total, completed=done, note=note)
 
     def _epoch(self, event: Event) -> None:
-        width = len(str(event["epochs"]))
-        stages: dict[str, list[str]] = {}
-        for name, value in event["values"].items():
-            stage, slash, short = name.partition("/")
-            stages.setdefault(stage if slash else "", [stage] if slash else []).append(_number(short or name, value))
-        parts = [
-            f"epoch {event['epoch'] + 1:>{width}}/{event['epochs']}",
-            *(" ".join(found) for found in stages.values()),
-        ]
-        if "samples_per_s" in event:
-            waited = f" ({event['data_wait_pct']:.0f} % waiting for data)" if event["data_wait_pct"] >= 1 else ""
-            parts.append(f"{event['samples_per_s']:,.0f} samples/s{waited}")
-        self._line(" | ".join([*parts, f"{event['seconds']:.1f} s"]))
+        width = self._console.width if self._console.is_terminal else None
+        for text, is_header in self._table.lines(event, width):
+            self._line(text, style="bold" if is_header else "")
 
 
 class TimeLeft:

@@ -650,7 +650,7 @@ class _Progress:
         if self.config.run is not None:
             self._override_lines()
         workers = f"{cfg.start_workers} DDP worker{'s' * (cfg.start_workers != 1)}"
-        why = {"local": "local engine", "ray": cluster.why}.get(cluster.engine)
+        why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}.get(cluster.engine)
         text = f"{workers} {cluster.title}" if cfg.start_workers else cluster.title
         self.display.print(f"workers   {text}{f' ({why})' if why else ''}")
         if engine.notice:
@@ -710,7 +710,10 @@ class _Progress:
             return
         threads = self.config.cfg.cpus_per_worker
         per_worker = f"{threads} thread{'s' * (threads != 1)} per worker"
-        self.display.print(f"device    {event['device']}, {per_worker}, {event['parameters']:,} parameters")
+        precision = "fp32" if self.config.cfg.precision == 32 else self.config.cfg.precision
+        self.display.print(
+            f"device    {event['device']}, {precision}, {per_worker}, {event['parameters']:,} parameters"
+        )
         self.record.update(device=event["device"], parameters=event["parameters"])
 
     def _loader_line(self, event: Event) -> None:

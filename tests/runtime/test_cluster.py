@@ -438,7 +438,7 @@ class TestALongRun:
         reader.start()
 
         def epochs() -> list[int]:
-            return [int(found[1]) for line in lines if (found := re.match(r"epoch +(\d+)/", line))]
+            return [int(found[1]) for line in lines if (found := re.match(r" *(\d+)/", line))]
 
         try:
             for _ in range(3):

@@ -126,14 +126,15 @@ class TestPipe:
         first, folder, train, *rest = stream.getvalue().splitlines()
         assert (first, folder) == ("workers   2", "folder    /runs/run_001")
         assert re.fullmatch(r"train \| 60/100 \| 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", train)
-        assert rest == ["a notice", "epoch 1/5 | train loss 0.2500 | 12.0 s"]
+        assert rest == ["a notice", "      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
 
     def test_a_quiet_one_prints_only_what_must_be_and_its_copy_everything(self) -> None:
         stream, copy = io.StringIO(), io.StringIO()
         draw(Display(stream, copy, epochs=5, quiet=True))
         assert stream.getvalue() == "folder    /runs/run_001\n"
         lines = [line.split(" | ")[0] for line in copy.getvalue().splitlines()]
-        assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", "epoch 1/5"]
+        table = ["      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
+        assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", *table]
 
 
 class TestTerminal:
@@ -141,7 +142,7 @@ class TestTerminal:
         monkeypatch.setenv("COLUMNS", "120")
         text = on_a_terminal(partial(draw, pause_s=0.5), epochs=5)
         assert re.search(r"epoch 1 train .*━.* 60/100 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", text)
-        assert "epoch 1/5 | train loss 0.2500 | 12.0 s" in text
+        assert "  1/5   0.2500   12 s\r\n" in text
         assert "prepare train" in text
         assert text.endswith("\x1b[2K")  # its line is wiped
 
