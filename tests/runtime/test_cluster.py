@@ -140,7 +140,7 @@ class TestOneRun:
             "workers   2 DDP workers in Ray cluster with 4 CPUs",
         ):
             assert line in launched.stdout.splitlines()
-        assert re.search(r"^epoch 3/3 \| train", launched.stdout, re.MULTILINE)
+        assert re.search(r"^ *3/3 ", launched.stdout, re.MULTILINE)
         assert launched.stderr == ""
 
     def test_its_record_names_the_job_and_where_the_code_came_from(
@@ -164,7 +164,7 @@ class TestOneRun:
 
     def test_the_log_is_kept(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
         kept = (user.folder / "runs/digits/run_001/logs/driver.log").read_text()
-        assert re.search(r"^epoch 3/3 \| train", kept, re.MULTILINE)
+        assert re.search(r"^ *3/3 ", kept, re.MULTILINE)
         assert user.types("xp", "logs", "digits", "--tail", "2").stdout.splitlines()[-1].startswith("TensorBoard")
         done = user.types("xp", "logs", "digits", "run_001", "--rank", "7")
         assert (done.returncode, done.stderr) == (2, "error: digits/run_001 has no rank 7. There is: 0, 1.\n")
@@ -330,7 +330,7 @@ def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) 
     assert [(row["run"], row["status"], row["epoch"]) for row in rows] == [("run_001", "SUCCEEDED", 2)]
     kept = stored(RunFolder(user.folder, s3.format("launched/digits/run_001")))
     assert kept is not None
-    assert re.search(r"^epoch 2/2 \| train", kept.decode(), re.MULTILINE)
+    assert re.search(r"^ *2/2 ", kept.decode(), re.MULTILINE)
     port = free_ports(1)[0]
     server = User(user.folder, user.environment | there).starts("xp", "board", "digits", "--port", str(port))
     try:
