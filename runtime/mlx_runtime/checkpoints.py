@@ -25,7 +25,7 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -360,8 +360,12 @@ def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float
     return -math.inf if math.isnan(value) else value if mode == "max" else -value
 
 
-def state_of(group: Any) -> tuple[State, list[str]]:
+def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]]:
     """The state of every member of a group (`models`, `optimizers`, `tools`, …) that has one.
+
+    Args:
+        group: that holds the members.
+        hidden: secrets of the config; plain tools that hold one get it from their constructor again.
 
     Returns:
         The states by name, and what cannot be part of a checkpoint, like `stopper.history`.
@@ -379,7 +383,8 @@ def state_of(group: Any) -> tuple[State, list[str]]:
             states[name] = state
             left_out += [f"{name}.state_dict()[{key!r}]" for key in unsafe]
         elif _has_state(member):
-            states[name], unsafe = _plain_parts(vars(member))
+            kept = {key: item for key, item in vars(member).items() if not (isinstance(item, str) and item in hidden)}
+            states[name], unsafe = _plain_parts(kept)
             left_out += [f"{name}.{attribute}" for attribute in unsafe]
     return states, left_out
 

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import Row, at_once, known, mode_of, number, of, rows, span
+from mlx_runtime.redaction import redacted_tree
 from mlx_runtime.saved import saved_in
 from mlx_runtime.storage import joined
 
@@ -86,7 +87,7 @@ def _described(folder: RunFolder) -> dict[str, dict[str, Any]]:
     if row.problem:
         raise StorageError(row.problem)
     try:
-        config = parsed(folder.read(folder.conf.name))
+        config = redacted_tree(parsed(folder.read(folder.conf.name), environment=False))
     except (OSError, ValueError) as error:
         raise StorageError(f"cannot read {folder.place}/{folder.conf.name}: {first_line(error)}") from error
     record = row.record

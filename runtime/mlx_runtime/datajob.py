@@ -130,7 +130,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"folder    {place}")
     tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
-    facts = registry.provenance(config.overrides) | {"name": cfg.name, "config": config.tree, "start": registry.now()}
+    facts = registry.provenance(config.overrides) | {"name": cfg.name, "config": config.shown, "start": registry.now()}
     facts["job"] = Settings.read().job
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)

@@ -23,6 +23,7 @@ from mlx_runtime.layout import RunFolder
 from mlx_runtime.loading import build
 from mlx_runtime.parallel import Vote, Worker, agree
 from mlx_runtime.progress import Sink
+from mlx_runtime.redaction import filled, hidden_texts
 from mlx_runtime.reduction import Exchange, Known, Message, States, numbers, packed
 from mlx_runtime.sampling import mixed
 from mlx_runtime.saved import Checkpoint
@@ -58,7 +59,7 @@ class WorkerRun:
     Attributes:
         folder: of the run.
         worker: place in the group.
-        tree: conf.yaml of the run.
+        tree: conf.yaml of the run, resolved.
         sink: takes progress events; None except on rank 0.
         tracking: takes numbers; None except on rank 0.
         forwarded: whether the driver wants the numbers as well.
@@ -66,6 +67,7 @@ class WorkerRun:
         stop_asked: whether this worker was asked to end the run.
         preemptible: whether the cluster may give notice that a node goes away.
         evaluates: a checkpoint is evaluated; nothing is trained.
+        shown: `tree` without secrets.
         beat: called at each step.
         step_done: called with the global step after each training step.
     """
@@ -80,6 +82,7 @@ class WorkerRun:
     stop_asked: Callable[[], bool] = lambda: False
     preemptible: bool = False
     evaluates: bool = False
+    shown: Mapping[str, Any] = field(default_factory=dict)
     beat: Callable[[], None] = lambda: None
     step_done: Callable[[int], None] = lambda number: None
     vote: Vote | None = None
@@ -693,9 +696,9 @@ class BaseModule:
         if run.saver is None or ranks is None:
             return
         state: State = {"epoch": epoch, "finished": finished, "global_step": run.global_step, "ranks": ranks}
-        state |= {"seed": self.cfg.seed, "world_size": run.worker.world_size, "config": dict(run.tree)}
+        state |= {"seed": self.cfg.seed, "world_size": run.worker.world_size, "config": dict(run.shown)}
         for name in SAVED:
-            state[name], left_out = checkpoints.state_of(self._group(name))
+            state[name], left_out = checkpoints.state_of(self._group(name), hidden_texts(run.tree, run.shown))
             if left_out and name in ("models", "optimizers"):
                 raise MlxError(
                     f"{name}.{left_out[0]} cannot be part of a checkpoint: only numbers, text and tensors can"
@@ -772,7 +775,7 @@ class BaseModule:
     def _load(self, name: str, state: State, only: set[str] | None = None) -> None:
         """Restore the members of a group."""
         run = self._running()
-        then, now = (config.get(name) or {} for config in (state["config"], run.tree))
+        then, now = (config.get(name) or {} for config in (filled(state["config"], run.shown, run.tree), run.tree))
         moved, saved = {}, state[name]
         if name == "tools":
             moved = dict.fromkeys(state["on_device"], run.worker.device)
@@ -788,7 +791,8 @@ class BaseModule:
     def _set_group_values(self, state: State) -> None:
         """Set what the config has changed of optimizers since a checkpoint, in them and in schedulers."""
         kept = [item for name in ("tools", "own") for item in checkpoints.members(self._group(name)).values()]
-        then, now = (config.get("optimizers") for config in (state["config"], self._running().tree))
+        run = self._running()
+        then, now = (config.get("optimizers") for config in (filled(state["config"], run.shown, run.tree), run.tree))
         resuming.set_group_values(self._optimizers(), kept, then, now)
 
     def _load_rank(self, state: State, *, metrics: bool = True) -> None:

@@ -13,6 +13,7 @@ from mlx_runtime.jobs import Address, Details, Jobs
 from mlx_runtime.layout import CONF, RunFolder, claim_run, commands, storage_root
 from mlx_runtime.logs import last_lines
 from mlx_runtime.preflight import Check
+from mlx_runtime.redaction import redacted
 from mlx_runtime.settings import Settings
 from mlx_runtime.uploads import Upload
 
@@ -107,7 +108,7 @@ class Launch:
         yield size
         if self.config is None:
             return
-        secrets = preflight.secrets(self.config.cfg, self.config.overrides)
+        secrets = preflight.secrets(self.config)
         yield secrets
         if not size.ok or not secrets.ok:
             return
@@ -184,7 +185,7 @@ class Launch:
             if before:
                 record.withdraw()
             else:
-                record.finish("FAILED", error=str(error))
+                record.finish("FAILED", error=redacted(str(error)))
             raise
         return run, made
 

@@ -23,6 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 from yaml import YAMLError
 
 from mlx_runtime import registry, resuming
@@ -39,6 +40,7 @@ from mlx_runtime.errors import (
     near,
 )
 from mlx_runtime.layout import CONF, RunFolder, commands, list_runs, named_run, storage_root
+from mlx_runtime.redaction import redacted_tree
 from mlx_runtime.resuming import Change
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import MISSING, convert, groups, loaded_at, name_of, object_at, parameters, path_of
@@ -82,6 +84,7 @@ class Config:
 
     Attributes:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
+        unresolved: the same, but what comes from the environment still says `${oc.env:NAME}`; for the run's own conf.yaml.
         cfg: the `cfg` group as the object that user code sees.
         overrides: as typed.
         run: to go on with, or None for a new one.
@@ -94,6 +97,7 @@ class Config:
     """
 
     tree: Tree
+    unresolved: Tree
     cfg: TrainConfig
     overrides: tuple[str, ...] = ()
     run: RunFolder | None = None
@@ -109,8 +113,14 @@ class Config:
         """Whether this makes or continues a run that stays in the storage."""
         return not self.fast and self.checkpoint is None
 
+    @property
+    def shown(self) -> Tree:
+        """The config without secrets, for records, checkpoints and trackers."""
+        found: Tree = redacted_tree(self.unresolved)
+        return found
+
     def yaml(self) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(self.tree))
+        return OmegaConf.to_yaml(OmegaConf.create(self.unresolved))
 
 
 _unseen: ContextVar[list[str] | None] = ContextVar("_unseen", default=None)
@@ -164,7 +174,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
 
 
 def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool) -> Config:
-    tree, problems = _read(path, overrides)
+    tree, kept, problems = _read(path, overrides)
     wanted = groups(experiment)
     told = {problem.partition(":")[0] for problem in problems}
     problems += _ambiguous_words(path)
@@ -181,7 +191,7 @@ def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool)
     problems = [*_ranges(cfg), *_mapping_problems(tree, wanted)]
     if problems:
         raise ConfigError(_listed(problems, path))
-    return Config(tree, cfg, unseen=tuple(dict.fromkeys(unseen)))
+    return Config(tree, kept, cfg, unseen=tuple(dict.fromkeys(unseen)))
 
 
 def _own_settings(node: Tree, base: type) -> Any:
@@ -307,18 +317,75 @@ def _text(value: Any) -> str:
     return "'" + str(value).replace("'", r"\'") + "'"
 
 
-def parsed(text: str | bytes) -> Tree:
-    """YAML text as a run reads it, interpolations resolved and `???` left in place.
+def parsed(text: str | bytes, *, environment: bool = True) -> Tree:
+    """YAML text as a run reads it, with `???` left in place.
+
+    Args:
+        text: of a conf.yaml.
+        environment: resolve `${oc.env:NAME}` where the variable is set; else all of these stay as they are.
 
     Raises:
         ValueError: it is not YAML, too large, too deep, or no mapping; the message is one line.
     """
+    config = from_yaml(text.encode() if isinstance(text, str) else text)
     try:
-        tree = OmegaConf.to_container(from_yaml(text.encode() if isinstance(text, str) else text), resolve=True)
+        tree: Tree = _resolved(config, environment=environment)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ValueError(first_line(error)) from error
-    assert isinstance(tree, dict)
-    return tree  # type: ignore[return-value]
+    return tree
+
+
+def _resolved(config: Any, *, environment: bool) -> Any:
+    """A config as plain dicts and lists, with interpolations resolved.
+
+    Args:
+        config: of OmegaConf.
+        environment: false leaves interpolations as they are that read the environment, directly or by way of others.
+            Those that read a variable which is not set stay in any case.
+
+    Raises:
+        OmegaConfBaseException: another interpolation leads nowhere.
+    """
+    unread = False
+
+    def variable(*arguments: Any) -> Any:
+        nonlocal unread
+        with contextlib.suppress(KeyError):
+            if environment:
+                return oc.env(*arguments)
+        unread = True
+        raise LookupError
+
+    def walked(node: Any, raw: Any) -> Any:
+        items = raw.items() if isinstance(raw, dict) else enumerate(raw)
+        found = {key: below(node, key, value) for key, value in items}
+        return found if isinstance(raw, dict) else list(found.values())
+
+    def below(node: Any, key: Any, raw: Any) -> Any:
+        nonlocal unread
+        if OmegaConf.is_interpolation(node, key):
+            unread = False
+            try:
+                value = node[key]
+                return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            except OmegaConfBaseException:
+                if unread:
+                    return raw
+                raise
+        return walked(node[key], raw) if isinstance(raw, dict | list) else raw
+
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    try:
+        return walked(config, OmegaConf.to_container(config))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def unset_variables(node: Any) -> set[str]:
+    """The environment variables that a config from `parsed` names because they are not set here."""
+    if isinstance(node, dict | list):
+        return {name for item in (node.values() if isinstance(node, dict) else node) for name in unset_variables(item)}
+    return set(re.findall(r"\$\{oc\.env:\s*(\w+)", node)) if isinstance(node, str) else set()
 
 
 def build(node: Any, key: str = "", **objects: Any) -> Any:
@@ -424,14 +491,14 @@ def composed(path: Path, overrides: Sequence[str]) -> Tree:
     Raises:
         ConfigError: the file or an override cannot be read.
     """
-    tree, problems = _read(path, overrides)
+    tree, _, problems = _read(path, overrides)
     if problems:
         raise ConfigError(_listed(problems, path))
     return tree
 
 
-def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """The same, with what is wrong left out of the tree and told as one line each.
+def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, Tree, list[str]]:
+    """The same, also as `Config.unresolved` has it, with what is wrong left out of the trees and told as one line each.
 
     Raises:
         ConfigError: the file or an override cannot be read at all.
@@ -460,6 +527,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
                 problems.append(f"{key}: {first_line(error)}")
                 OmegaConf.update(config, key, None)
         tree = OmegaConf.to_container(config, resolve=True)
+        kept = _resolved(config, environment=False)
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OverrideParseException as error:
@@ -467,7 +535,7 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {first_line(error)}") from error
     assert isinstance(tree, dict)
-    return tree, problems  # type: ignore[return-value]
+    return tree, kept, problems  # type: ignore[return-value]
 
 
 def _check(tree: Tree, wanted: dict[str, type], base: type = TrainConfig) -> list[str]:

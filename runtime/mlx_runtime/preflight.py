@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import time
@@ -13,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import probe
 from mlx_runtime.config import TrainConfig
@@ -21,9 +20,13 @@ from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError
 from mlx_runtime.jobs import Address, Jobs, Reached, reached
 from mlx_runtime.layout import CONF
 from mlx_runtime.logs import last_lines
+from mlx_runtime.redaction import redacted_override, secret_keys
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import Storage, is_uri
 from mlx_runtime.uploads import LIMIT_BYTES, Upload
+
+if TYPE_CHECKING:
+    from mlx_runtime.loading import Config
 
 PROBE_S = 60.0
 """How long the cluster has to run a small job."""
@@ -33,14 +36,6 @@ NODE_S = 30.0
 
 INSTALL_S = 600.0
 """How much longer each of these may take where an environment is made first, as for `--pip`."""
-
-SECRET = re.compile(
-    r"(^|[._])(password|passwd|secret|credentials?|api_?key|(access|secret)_?key(_id)?)$", re.IGNORECASE
-)
-"""Names whose values nobody should read."""
-
-TOKEN = re.compile(r"(^|_)TOKEN$")
-"""Likewise among environment variables; in configs `eos_token` is none."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +94,19 @@ def upload(found: Upload) -> Check:
     return Check("upload", f"{text}; a cluster takes {LIMIT_BYTES / 1e6:,.0f} MB", cure)
 
 
-def secrets(cfg: TrainConfig, overrides: Sequence[str]) -> Check:
+def secrets(config: "Config") -> Check:
     """Is none written down where everybody can read it?"""
-    variables = (cfg.runtime_env or {}).get("env_vars") or {}
-    names = [name for name in variables if SECRET.search(name) or TOKEN.search(name)]
-    written = [f"cfg.runtime_env.env_vars.{name}" for name in names]
-    written += [item.partition("=")[0] for item in overrides if SECRET.search(item.partition("=")[0])]
+    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # also what comes from the environment here
+    written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
+    for item in config.overrides:
+        name = item.partition("=")[0]
+        if redacted_override(item) != item and name not in written:
+            written.append(name)
     if written:
-        cure = "Set it in the environment of the cluster's nodes, and only name it: cfg.secrets=[NAME]"
+        cure = "Set it in the environment of the nodes, and name it: cfg.secrets=[NAME], and ${oc.env:NAME} as value"
         return Check("secrets", f"{', '.join(written)} would show in the dashboard and in run.json", cure)
-    return Check("secrets", f"by name: {', '.join(cfg.secrets)}" if cfg.secrets else "none")
+    names = config.cfg.secrets
+    return Check("secrets", f"by name: {', '.join(names)}" if names else "none")
 
 
 def nodes(jobs: Jobs, cfg: TrainConfig, root: str, folder: Path, runtime_env: Mapping[str, Any]) -> list[Check]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -54,17 +55,21 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class _Candidate:
-    """A dataset that may be prepared: its node in conf.yaml, and what it says of itself."""
+    """A dataset that may be prepared: its node in conf.yaml, also without secrets, and what it says of itself."""
 
     name: str
     node: Mapping[str, Any]
+    shown: Mapping[str, Any]
     seed: int
     project: Path
 
     def __post_init__(self) -> None:
         self.cls: type = object_at(self.node["_target_"])
-        self.arguments = {key: value for key, value in self.node.items() if key not in ("_target_", *LOADERS_OWN)}
-        content = [self.node["_target_"], json.dumps(self.arguments, sort_keys=True), *code_of(self.cls, self.project)]
+        arguments, self.arguments = (
+            {key: value for key, value in node.items() if key not in ("_target_", *LOADERS_OWN)}
+            for node in (self.node, self.shown)
+        )
+        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *code_of(self.cls, self.project)]
         self.prefix = f"{self.cls.__name__}-{_digest(content)}"
 
     @property
@@ -89,7 +94,15 @@ class _Candidate:
         return hasattr(self.cls, "to_ray")
 
 
-def find(tree: Mapping[str, Any], root: str, *, seed: int, project: Path, tell: Tell) -> dict[str, PreparedSet]:
+def find(
+    tree: Mapping[str, Any],
+    root: str,
+    *,
+    seed: int,
+    project: Path,
+    tell: Tell,
+    shown: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, PreparedSet]:
     """The prepared sets that fit the datasets of a config, by name in `Datasets`.
 
     A dataset is made here, on the driver, only when there is a set made by the same code with the same arguments.
@@ -100,11 +113,12 @@ def find(tree: Mapping[str, Any], root: str, *, seed: int, project: Path, tell: 
         seed: `cfg.seed`.
         project: folder of the experiment.
         tell: called with a line for the user.
+        shown: nodes of datasets without secrets, for the manifests.
     """
     store = Store(root)
     names = store.names()
     found = {}
-    for candidate in _candidates(tree, seed, project):
+    for candidate in _candidates(tree, shown, seed, project):
         manifests = [store.find(name) for name in names if name.startswith(f"{candidate.cls.__name__}-")]
         of_these = [item for item in manifests if item and candidate.made(item)]
         if candidate.refusal or not of_these:
@@ -140,6 +154,7 @@ def make(
     tell: Tell,
     progress: Progress,
     cluster: Cluster,
+    shown: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, PreparedSet]:
     """Prepare every dataset that is not prepared yet.
 
@@ -153,7 +168,7 @@ def make(
     """
     store = Store(root)
     made = {}
-    for candidate in _candidates(tree, seed, project):
+    for candidate in _candidates(tree, shown, seed, project):
         if candidate.refusal:
             tell(f"datasets.{candidate.name} is not prepared: {candidate.refusal}")
             continue
@@ -175,9 +190,13 @@ def make(
     return made
 
 
-def _candidates(tree: Mapping[str, Any], seed: int, project: Path) -> list[_Candidate]:
+def _candidates(tree: Mapping[str, Any], shown: Mapping[str, Any], seed: int, project: Path) -> list[_Candidate]:
     nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
-    return [_Candidate(name, node, seed, project) for name, node in nodes.items() if "_target_" in node]
+    return [
+        _Candidate(name, node, shown.get(name, node), seed, project)
+        for name, node in nodes.items()
+        if "_target_" in node
+    ]
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:

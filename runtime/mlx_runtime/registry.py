@@ -33,6 +33,7 @@ from mlx_runtime.documents import (
 )
 from mlx_runtime.errors import StorageError, UsageError, first_line
 from mlx_runtime.layout import RunFolder
+from mlx_runtime.redaction import FILES, redacted, redacted_override
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import discard_unfinished, to_json, write_atomic
 
@@ -378,8 +379,8 @@ def _started(pid: int) -> str | None:
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
     """What is needed to run this again: command, code, versions, machine."""
     return {
-        "command": shlex.join(sys.orig_argv),
-        "overrides": list(overrides),
+        "command": shlex.join(redacted_override(word) for word in sys.orig_argv),
+        "overrides": [redacted_override(item) for item in overrides],
         "git": _git(),
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -399,7 +400,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
-    """Commit and uncommitted changes of the working directory, or None outside a repository."""
+    """Commit and uncommitted changes of the working directory, or None outside a repository.
+
+    Without files that hold secrets by their names, and without the secrets that can be recognized in others.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -411,4 +415,7 @@ def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit.strip(), "diff": (git("diff", "HEAD", "--", ".") or "")[:limit_bytes]}
+    names = [f"{name}**" if name.endswith("/") else name for name in FILES if not name.startswith("!")]
+    hidden = [f":(exclude,icase,glob)**/{name}" for name in names]
+    diff = git("diff", "HEAD", "--", ".", *hidden) or ""
+    return {"commit": commit.strip(), "diff": redacted(diff)[:limit_bytes]}

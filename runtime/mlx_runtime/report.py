@@ -19,6 +19,7 @@ from mlx_runtime.documents import COUNT, NUMBER, from_json
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import COLUMNS, Row, number, of, span
+from mlx_runtime.redaction import redacted
 from mlx_runtime.saved import saved_in
 from mlx_runtime.storage import Storage, joined, size_text, write_atomic
 from mlx_runtime.tracking import FACTS
@@ -106,7 +107,7 @@ def _environment() -> "jinja2.Environment":
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: _without_secrets(value) if type(value) is str else value,
+        finalize=lambda value: redacted(value) if type(value) is str else value,
     )
     environment.filters["number"] = number
     return environment
@@ -142,11 +143,6 @@ def _page(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
             **values,
         )
     )
-
-
-def _without_secrets(text: str) -> str:
-    """Keys in URIs, like `s3://KEY:SECRET@bucket`, are not for those who get the page."""
-    return re.sub(r"://[^/\s@'\"]+@", "://…@", text) if "://" in text else text
 
 
 def _facts(row: Row) -> dict[str, str]:

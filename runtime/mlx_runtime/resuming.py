@@ -23,6 +23,7 @@ from mlx_runtime import parallel
 from mlx_runtime.checkpoints import State, state_of
 from mlx_runtime.config import TrainConfig
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.redaction import HIDDEN, is_secret, redacted
 from mlx_runtime.signatures import MISSING, object_at, parameters
 
 Build = Callable[[Any, str], Any]
@@ -51,7 +52,8 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.before)} → {_shown(self.after)}"
+        before, after = (HIDDEN if is_secret(self.key) else _shown(value) for value in (self.before, self.after))
+        return f"{self.key}: {before} → {after}"
 
 
 def changes(before: Any, after: Any, key: str = "") -> list[Change]:
@@ -292,4 +294,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is MISSING else f"{value!r:.60}"
+    return "nothing" if value is MISSING else redacted(f"{value!r:.60}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlx_runtime import checkpoints, registry, snapshots, xp
 from mlx_runtime.checkpoints import Checkpoints, State
 from mlx_runtime.documents import from_json
-from mlx_runtime.errors import StorageError, UsageError, first_line
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, first_line
 from mlx_runtime.layout import EVALUATIONS, EXPERIMENT, RunFolder, named_run
-from mlx_runtime.loading import build, parsed
+from mlx_runtime.loading import build, parsed, unset_variables
 from mlx_runtime.storage import Storage, is_uri
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved conf.yaml, as plain dicts.
+        """The resolved conf.yaml, as plain dicts; `${oc.env:NAME}` stays where that variable is not set here.
 
         Raises:
             StorageError: it cannot be read.
@@ -140,6 +140,8 @@ class Run:
     def _with_code(self, group: str, trust: bool) -> Any:
         """A group of the config, with `_target_`s that can be imported here."""
         node = self.config[group]
+        if unset := sorted(unset_variables(node)):
+            raise ConfigError(f"{group} of {self._folder.title} read the environment: set {', '.join(unset)}")
         if trust:
             return snapshots.private(node, snapshots.unpacked(self._folder))
         here = Path.cwd()

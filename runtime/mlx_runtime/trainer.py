@@ -40,6 +40,7 @@ from mlx_runtime.loading import Config, build, build_cfg
 from mlx_runtime.logs import Log
 from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
+from mlx_runtime.redaction import redacted, secret_keys
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
 from mlx_runtime.storage import Storage, joined, to_json
@@ -118,8 +119,8 @@ def _nowhere(config: Config) -> Iterator[Config]:
     with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
         changed: dict[str, Any] = {"storage_path": storage, "prepared_path": _root(config.cfg), "prepared": prepared}
         changed |= {"trackers": {}, "callbacks": {}}
-        tree = config.tree | {"cfg": config.tree["cfg"] | changed}
-        yield dataclasses.replace(config, tree=tree, cfg=build_cfg(tree["cfg"]))
+        tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
+        yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"]))
 
 
 def _refuse_evaluation(experiment: type[BaseModule]) -> None:
@@ -185,16 +186,28 @@ def _fit(
         if not record.held:
             progress.begin()
         progress.start_lines(cluster, engine)
-        info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.tree, attempt)
+        info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.shown, attempt)
         progress.callbacks.call("on_run_start", info)
         if cluster.engine == "in_process" and streams_of(config.tree):
             in_use.enter_context(start_ray(cfg))
         sets = in_use.marked(_prepared(config, progress.display))
         progress.prepared_line(sets)
-        place = (folder.root, folder.experiment, folder.name, attempt, Path.cwd())
-        preemptible = cluster.engine == "ray" and not cluster.embedded
-        how = (cluster.engine, preemptible, Settings.read().verbose)
-        job = Job(path_of(experiment), config.tree, *place, *how, reading, sets, evaluate=config.checkpoint is not None)
+        job = Job(
+            experiment=path_of(experiment),
+            tree=config.tree,
+            shown=config.shown,
+            root=folder.root,
+            name=folder.experiment,
+            run=folder.name,
+            attempt=attempt,
+            project=Path.cwd(),
+            engine=cluster.engine,
+            preemptible=cluster.engine == "ray" and not cluster.embedded,
+            verbose=Settings.read().verbose,
+            reading=reading,
+            prepared=sets,
+            evaluate=config.checkpoint is not None,
+        )
         ending = _train(engine, job, config, cluster.host, progress, control)
         if ending.stopped:
             raise Terminated
@@ -280,7 +293,8 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
             display.print(f"datasets.{name} is not prepared: Datasets makes another of it")
         root = _root(cfg)
         ways: dict[str, Any] = {"progress": display.preparing, "cluster": lambda: start_ray(cfg)}
-        found = preparation.make(tree, root, seed=cfg.seed, project=Path.cwd(), tell=display.print, **ways)
+        shown = config.shown.get("datasets", {})
+        found = preparation.make(tree, root, shown=shown, seed=cfg.seed, project=Path.cwd(), tell=display.print, **ways)
         keep = [item.manifest.name for item in found.values()]
         limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
         for removed in Store(root).clean(**limits, keep=keep):
@@ -293,7 +307,8 @@ def _prepared(config: Config, display: Display) -> dict[str, PreparedSet]:
 def _found(config: Config, tell: Callable[[str], None]) -> dict[str, PreparedSet]:
     """The prepared sets that fit the datasets."""
     tree, _ = _preparable(config.tree)
-    return preparation.find(tree, _root(config.cfg), seed=config.cfg.seed, project=Path.cwd(), tell=tell)
+    shown = config.shown.get("datasets", {})
+    return preparation.find(tree, _root(config.cfg), shown=shown, seed=config.cfg.seed, project=Path.cwd(), tell=tell)
 
 
 def _preparable(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -368,7 +383,7 @@ def _recorded_end(progress: "_Progress", control: Control) -> Iterator[None]:
             if record.held:
                 record.withdraw()
             else:
-                record.finish("FAILED", error=message_of(error))
+                record.finish("FAILED", error=redacted(message_of(error)))
         progress.ended("FAILED", error)
         if isinstance(error, MlxError) and record.held:
             error.cure = f"{run} has not been resumed; it is as it was."
@@ -655,6 +670,9 @@ class _Progress:
         self.display.print(f"workers   {text}{f' ({why})' if why else ''}")
         if engine.notice:
             self.display.print(f"          {engine.notice}")
+        if (written := list(secret_keys(self.config.unresolved))) and not self.config.fast:
+            self.display.print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
+            self.display.print("          to keep a secret out of it: ${oc.env:NAME}, a variable of the environment")
         if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
             hint = f"cfg.start_workers={cluster.gpus:g} would use {'it' if cluster.gpus == 1 else 'them'}"
             self.display.print(f"          on CPUs: {cluster.gpus:g} GPU for {cfg.start_workers} workers; {hint}")

@@ -53,7 +53,8 @@ class Job:
 
     Attributes:
         experiment: path of its class.
-        tree: conf.yaml of the run.
+        tree: conf.yaml of the run, resolved.
+        shown: the same without secrets.
         root, name, run: storage, experiment and run.
         attempt: number of the driver; a run that was taken over by another one has a higher number.
         project: folder of the experiment.
@@ -68,6 +69,7 @@ class Job:
 
     experiment: str
     tree: dict[str, Any]
+    shown: dict[str, Any]
     root: str
     name: str
     run: str
@@ -197,7 +199,7 @@ def _deterministic() -> Iterator[None]:
 def _run_of(job: Job, worker: Worker, cfg: TrainConfig, sink: Sink, stack: contextlib.ExitStack) -> WorkerRun:
     """The run as this worker takes part in it."""
     folder = job.folder
-    run = WorkerRun(folder, worker, job.tree, stop_asked=sink.stop_asked, preemptible=job.preemptible)
+    run = WorkerRun(folder, worker, job.tree, stop_asked=sink.stop_asked, preemptible=job.preemptible, shown=job.shown)
     run.evaluates = job.evaluate
     if worker.writes:
         run.sink, run.forwarded = sink, Listeners(cfg.callbacks, "callbacks", print).wants("on_report")
@@ -205,7 +207,7 @@ def _run_of(job: Job, worker: Worker, cfg: TrainConfig, sink: Sink, stack: conte
         folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than before
         folder.path.mkdir(parents=True, exist_ok=True)
         ours = partial(_is_ours, folder, job.attempt)
-        info = RunInfo(job.name, job.run, folder.path, folder.place, job.tree, job.attempt)
+        info = RunInfo(job.name, job.run, folder.path, folder.place, job.shown, job.attempt)
         host = ray.util.get_node_ip_address() if job.engine == "ray" else "127.0.0.1"
         tracking = Tracking(info, folder, cfg.trackers, lambda text: run.send("notice", text=text), ours, host)
         run.tracking = stack.enter_context(tracking)
