@@ -154,6 +154,8 @@ class Launch:
             failed += not found.ok
             if everything or not found.ok:
                 say(found.line())
+        for note in self._upload.notes if self.config is not None else ():
+            say(f"note      {note}")
         if failed:
             raise ClusterError(f"it would not run there: {failed} check{'s' * (failed != 1)} failed, see above")
 

@@ -84,7 +84,7 @@ class Config:
 
     Attributes:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
-        unresolved: the same, but what comes from the environment still says `${oc.env:NAME}`; for the run's own conf.yaml.
+        unresolved: the same, but values of the environment still say `${oc.env:NAME}`; for the conf.yaml of the run.
         cfg: the `cfg` group as the object that user code sees.
         overrides: as typed.
         run: to go on with, or None for a new one.

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.pure
 PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 FLOORS = [
-    {"accumulation", "documents", "epochs", "importing", "redaction", "sampling", "settings", "sources", "uploads"},
+    {"redaction"},
+    {"accumulation", "documents", "epochs", "importing", "sampling", "settings", "sources", "uploads"},
     {"errors", "declarations"},
     {"callbacks", "gradients", "ray_private", "reduction", "storage"},
     {"saved", "trackers"},

@@ -62,6 +62,7 @@ def trapped(digits: Path, tmp_path: Path) -> Path:
 def test_nothing_is_run(trapped: Path, cluster: str, mlx: Mlx, tmp_path: Path) -> None:
     callbacks = "{x: {_target_: trap.call}, y: {_target_: os.mkdir, _args_: [%s]}}" % (tmp_path / "sprung")
     edit(trapped / "src/conf.yaml", "callbacks: {}", f"callbacks: {callbacks}")
+    (trapped / "key.pem").write_text("a key")
     for command in LOOKS:
         address = ["--ray-address", cluster] if "launch" in command else []
         done = mlx(trapped, *command, *address)
@@ -71,5 +72,6 @@ def test_nothing_is_run(trapped: Path, cluster: str, mlx: Mlx, tmp_path: Path) -
         if "doctor" in command or "launch" in command:
             line = "src/conf.yaml fits the code; not checked, because src does not import it: trap.call\n"
             assert f"ok    config     {line}" in printed
+        assert ("note      not uploaded, may hold secrets: key.pem\n" in printed) == ("launch" in command)
     mlx(trapped, "train", "run", "--fast-dev-run")
     assert (tmp_path / "sprung").exists()  # acting does
