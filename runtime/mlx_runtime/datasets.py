@@ -13,16 +13,17 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime import declarations  # noqa: F401 - from here on, defaults in src declare datasets and load none
 from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
 from mlx_runtime.prepared import ColumnReader, PreparedSet, Store
-from mlx_runtime.reading import Batch, MapReader, StreamReader, row_batches, rows_of
+from mlx_runtime.reading import Batch, MapReader, StreamReader, move_tensors, row_batches, rows_of
 from mlx_runtime.sampling import Plan, epoch_order, micro_batches, mixed
 from mlx_runtime.settings import Settings
 from mlx_runtime.streaming import WINDOW_ROWS, DealtReader, RemoteReaders
@@ -131,6 +132,8 @@ class DatasetShard:
 
     def iter_torch_batches(self, batch_size: int | None = None) -> "Loader":
         """A re-iterable loader of `{name: tensor (batch_size, ...)}` on this worker's device.
+
+        What is not a tensor, like a list of strings, stays on the host.
 
         The dataset is made when the loader is first read or asked for its length.
 
@@ -280,7 +283,7 @@ class Loader:
             for batch in self._batches(plan, skip, epoch):
                 if on_cuda:
                     device = self.shard.worker.device
-                    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+                    batch = move_tensors(batch, partial(torch.Tensor.to, device=device, non_blocking=True))
                 self._taken += 1
                 self.waited_s += time.perf_counter() - asked
                 self.on_batch(self, self._taken, plan.steps)

@@ -225,10 +225,16 @@ def _sample(candidate: _Candidate, dataset: Any, rows: Sequence[int]) -> Batch:
     """A few rows, each stacked alone and then put together.
 
     Raises:
-        DatasetError: they are not alike.
+        DatasetError: they are not alike, or not tensors.
     """
     samples, stacked = Samples(dataset, candidate.name), Stacked(dataset, candidate.name)
     batches = [stacked(samples.__getitems__([row])) for row in rows]
+    for key, value in batches[0].items():
+        if not isinstance(value, torch.Tensor):
+            raise DatasetError(
+                f"datasets.{candidate.name} cannot be prepared: {key!r} is a {type(value).__name__}, and only tensors "
+                f"are stored. Leave it out of ray_map_batches, or set prepare = False in {candidate.cls.__name__}"
+            )
     for row, batch in zip(rows, batches, strict=True):
         if _schema(batch) != _schema(batches[0]):
             raise DatasetError(_unlike(candidate, _schema(batches[0]), str(row), _schema(batch)))
@@ -458,7 +464,13 @@ def _rows(batch: Batch) -> list[Batch]:
 
 
 def _schema(batch: Batch) -> Schema:
-    return {key: (dtype_name(column), tuple(column.shape[1:])) for key, column in batch.items()}
+    return {key: _kind(column) for key, column in batch.items()}
+
+
+def _kind(column: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(column, torch.Tensor):
+        return type(column).__name__, ()
+    return dtype_name(column), tuple(column.shape[1:])
 
 
 def _shown(schema: Schema) -> str:

@@ -1,7 +1,7 @@
 """Samples of a torch dataset → batches, in the worker that trains or in processes beside it."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -14,7 +14,8 @@ from mlx_runtime.errors import DatasetError
 from mlx_runtime.parallel import random_state, seed_everything, seeded, set_random_state
 from mlx_runtime.sampling import Plan, mixed
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""By name: tensors (rows, ...), and whatever else `ray_map_batches` gives, like a list of strings."""
 
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes per element: what a type that NumPy lacks is stored as."""
@@ -71,10 +72,10 @@ class Stacked:
         self.stack, self.name = dataset.ray_map_batches, name
 
     def __call__(self, samples: list[Any]) -> Batch:
-        """{name: tensor (len(samples), ...)}.
+        """The batch of some samples.
 
         Raises:
-            DatasetError: `ray_map_batches` gave anything else.
+            DatasetError: `ray_map_batches` gave none.
         """
         try:
             batch = self.stack({"item": samples})
@@ -85,10 +86,10 @@ class Stacked:
 
 
 def tensors(batch: Any, rows: int, where: str) -> Batch:
-    """A batch as `{name: tensor (rows, ...)}`.
+    """A batch with all numbers as tensors (rows, ...); strings, nested lists and other objects are passed through.
 
     Raises:
-        DatasetError: it is something else; the message begins with `where`.
+        DatasetError: it is no mapping, or does not have so many rows; the message begins with `where`.
     """
     if not isinstance(batch, Mapping) or not batch:
         given = "nothing" if batch in (None, {}) else type(batch).__name__
@@ -97,16 +98,35 @@ def tensors(batch: Any, rows: int, where: str) -> Batch:
     for key, value in batch.items():
         if not isinstance(key, str):
             raise DatasetError(f"{where} a tensor named {key!r}; names must be text")
-        try:
-            made[key] = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DatasetError(f"{where} {key!r}, which is no tensor: {error}") from error
-        if made[key].shape[:1] != (rows,):
+        made[key] = value if (tensor := _as_tensor(value)) is None else tensor
+        if tensor is not None and tensor.shape[:1] != (rows,):
             raise DatasetError(
-                f"{where} {key!r} of shape {tuple(made[key].shape)} for {rows} samples; "
+                f"{where} {key!r} of shape {tuple(tensor.shape)} for {rows} samples; "
                 "its first dimension must be their number"
             )
+        if tensor is None and isinstance(value, list | tuple | np.ndarray) and len(value) != rows:
+            raise DatasetError(f"{where} {key!r} with {len(value)} items for {rows} samples; it must have one for each")
     return made
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor, an array of numbers or a flat list of numbers as a tensor; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        return value
+    numbers = (bool, int, float, complex, np.generic)
+    if isinstance(value, list | tuple):
+        flat = all(isinstance(item, numbers) or (isinstance(item, torch.Tensor) and not item.ndim) for item in value)
+    else:
+        flat = isinstance(value, (*numbers, np.ndarray))
+    try:
+        return torch.as_tensor(value) if flat else None
+    except (TypeError, ValueError, RuntimeError):
+        return None  # text, dates, numbers that are too large
+
+
+def move_tensors(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """A batch with its tensors moved; what else it carries stays as it is."""
+    return {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 class MapReader:
@@ -152,7 +172,7 @@ class MapReader:
         """In this process, without a `DataLoader`: of small batches its own work is a fifth."""
         for batch in row_batches(rows, sizes, seed):
             made = self._stacked(self._samples.__getitems__(batch))
-            yield {key: tensor.pin_memory() for key, tensor in made.items()} if self._pin_memory else made
+            yield move_tensors(made, torch.Tensor.pin_memory) if self._pin_memory else made
 
 
 class _Sampler:

@@ -399,15 +399,21 @@ class SampleActor:
         self._nodes, self._seed, self._project = nodes, seed, project
         self._readers: dict[str, tuple[Samples, Stacked]] = {}
 
-    def read(self, name: str, rows: Rows) -> dict[str, tuple[str, Any]]:
-        """One batch as (type, array) by name: other processes of this machine read arrays without a copy."""
+    def read(self, name: str, rows: Rows) -> dict[str, tuple[str | None, Any]]:
+        """One batch as (type, array) by name: other processes of this machine read arrays without a copy.
+
+        What is not a tensor has no type.
+        """
         if name not in self._readers:
             dataset = make_dataset(self._nodes[name], name, self._seed, self._project)
             self._readers[name] = Samples(dataset, name), Stacked(dataset, name)
         samples, stacked = self._readers[name]
         rows.seed_reader()
         made = stacked(samples.__getitems__(rows))
-        return {key: (dtype_name(column), as_numpy(column)) for key, column in made.items()}
+        return {
+            key: (dtype_name(column), as_numpy(column)) if isinstance(column, torch.Tensor) else (None, column)
+            for key, column in made.items()
+        }
 
 
 class RemoteReaders:
@@ -451,5 +457,6 @@ class RemoteReaders:
         except ray.exceptions.RayError as error:
             raise told(error, f"datasets.{name} cannot be read") from error
         return {
-            key: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)) for key, (dtype, array) in arrays.items()
+            key: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)) if dtype else array
+            for key, (dtype, array) in arrays.items()
         }

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
@@ -11,6 +12,7 @@ from mlx_runtime.datasets import DatasetShard, Loader, Reading, check
 from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
 from mlx_runtime.prepared import PreparedSet
+from mlx_runtime.reading import move_tensors
 
 pytestmark = pytest.mark.pure
 
@@ -307,6 +309,60 @@ class Numbered(Rows):
         return {1: torch.stack(batch["item"])}
 
 
+class Mixed(Rows):
+    """Texts, ids, and lists of token ids of different lengths beside tensors."""
+
+    def __getitem__(self, index):
+        return index, f"row {index}", list(range(index))
+
+    @staticmethod
+    def ray_map_batches(batch):
+        numbers, texts, tokens = zip(*batch["item"], strict=True)
+        return {
+            "x": torch.tensor(numbers),
+            "number": numbers,
+            "scalar": [torch.tensor(number) for number in numbers],
+            "array": np.array(numbers),
+            "text": texts,
+            "tokens": list(tokens),
+            "pairs": [[number, number] for number in numbers],
+            "path": np.array(texts),
+            "note": "as it is",
+            "nothing": None,
+        }
+
+
+class MixedStream(IterableDataset):
+    batch_size = 3
+    ray_map_batches = staticmethod(Mixed.ray_map_batches)
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return (Mixed()[index] for index in range(6))
+
+
+@pytest.mark.parametrize("dataset", [Mixed(6), MixedStream()], ids=["rows", "stream"])
+@pytest.mark.parametrize("reading", [Reading("worker"), Reading("processes", 1)], ids=["here", "beside"])
+def test_what_is_no_number_is_passed_through(dataset: Dataset, reading: Reading) -> None:
+    batches = list(shard(dataset, name="val", reading=reading).iter_torch_batches())
+    assert len(batches) == 2
+    for batch in batches:
+        rows = batch["x"].tolist()
+        for name in ("number", "scalar", "array"):
+            assert batch[name].tolist() == rows
+        assert list(batch["text"]) == batch["path"].tolist() == [f"row {row}" for row in rows]
+        assert batch["tokens"] == [list(range(row)) for row in rows]
+        assert batch["pairs"] == [[row, row] for row in rows]  # a list whatever the lengths are
+        assert (batch["note"], batch["nothing"]) == ("as it is", None)
+
+
+def test_only_tensors_go_to_the_device() -> None:
+    moved = move_tensors({"x": torch.ones(2), "text": ["a", "b"]}, lambda tensor: tensor.to("meta"))
+    assert (moved["x"].device.type, moved["text"]) == ("meta", ["a", "b"])
+
+
 class Words(Rows):
     @staticmethod
     def ray_map_batches(batch):
@@ -350,7 +406,7 @@ def test_a_dataset_that_cannot_be_split_is_refused(dataset: Dataset, world_size:
         (Scalar(), r"ray_map_batches gave 'x' of shape \(\) for 3 samples"),
         (Nothing(), "ray_map_batches gave list; it must give"),
         (Numbered(), "ray_map_batches gave a tensor named 1; names must be text"),
-        (Words(), "ray_map_batches gave 'x', which is no tensor"),
+        (Words(), "ray_map_batches gave 'x' with 1 items for 3 samples; it must have one for each"),
     ],
 )
 def test_a_wrong_batch_is_told(dataset: Dataset, message: str) -> None:

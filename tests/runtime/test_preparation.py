@@ -239,6 +239,12 @@ class Broken(Fixed):
         return torch.tensor([float(index)])
 
 
+class Titled(Fixed):
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.stack(batch["item"]), "title": ["one"] * len(batch["item"])}
+
+
 class Empty(Fixed):
     def __len__(self):
         return 0
@@ -275,6 +281,11 @@ def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.Capt
         (
             LongInTheMiddle,
             r"datasets.train cannot be prepared: RuntimeError: stack expects .* \(in ray_map_batches, while",
+        ),
+        (
+            Titled,
+            r"datasets.train cannot be prepared: 'title' is a list, and only tensors are stored. "
+            r"Leave it out of ray_map_batches, or set prepare = False in Titled",
         ),
         (Empty, r"datasets.train has no rows"),
     ],
