@@ -92,6 +92,7 @@ class DatasetShard:
         accumulate: `cfg.accumulate_grad_batches`.
         limit: batches of a pass, of the wanted group; None means all.
         repeats: each pass reads the same rows in the same order, whatever the dataset says.
+        watched: returns the loader to use for a new one: the run knows one per dataset, which counts its passes.
     """
 
     name: str
@@ -107,6 +108,7 @@ class DatasetShard:
     accumulate: int = 1
     limit: int | None = None
     repeats: bool = False
+    watched: "Callable[[Loader], Loader]" = lambda loader: loader
 
     @property
     def dataset(self) -> Any:
@@ -130,17 +132,44 @@ class DatasetShard:
             return self.prepared.attributes.get(name, default)
         return getattr(self.dataset, name, default)
 
-    def iter_torch_batches(self, batch_size: int | None = None) -> "Loader":
-        """A re-iterable loader of `{name: tensor (batch_size, ...)}` on this worker's device.
+    def iter_torch_batches(
+        self, batch_size: int | None = None, *, drop_last: bool | None = None, **unsupported: Any
+    ) -> "Loader":
+        """Return the loader of this dataset: `{name: tensor (batch_size, ...)}` on this worker's device.
 
-        What is not a tensor, like a list of strings, stays on the host.
+        Iterate it once per epoch. Calling this again with the same arguments returns the same loader, which
+        `BaseModule.generate_loaders` also returns; other arguments apply from the next pass on.
 
-        The dataset is made when the loader is first read or asked for its length.
+        What is not a tensor, like a list of strings, stays on the host. The dataset is made when the loader is first
+        read or asked for its length.
 
         Args:
             batch_size: rows per worker and step; the dataset's own `batch_size` by default.
+            drop_last: leave out a last batch that is smaller than the others; by default what the dataset's attribute
+                `drop_last` says, else False.
+            unsupported: further arguments that Ray Data's method of this name takes.
+
+        Raises:
+            DatasetError: an argument that this loader does not support.
         """
-        return Loader(self, batch_size)
+        if unsupported:
+            name = next(iter(unsupported))
+            raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {_INSTEAD.get(name, _SUPPORTED)}")
+        return self.watched(Loader(self, batch_size, drop_last))
+
+
+_SUPPORTED = "it takes batch_size and drop_last"
+
+_INSTEAD = {
+    "collate_fn": "write it as ray_map_batches of the dataset",
+    "device": "batches come on the worker's device",
+    "dtypes": "convert in ray_map_batches of the dataset",
+    "local_shuffle_buffer_size": "each epoch shuffles all of a training set; its attribute `shuffle` decides otherwise",
+    "local_shuffle_seed": "cfg.seed decides the order",
+    "pin_memory": "batches for a GPU are pinned anyway",
+    "prefetch_batches": "set cfg.prefetch_batches",
+}
+"""What to do instead of giving an argument of Ray Data's method."""
 
 
 class DatasetShards:
@@ -161,6 +190,7 @@ class Loader:
 
     Attributes:
         shard: what it reads.
+        asked: batch size and `drop_last`, None for what the dataset says.
         epoch: number of the next pass, which decides the order; a restart sets it.
         on_start: called with the loader when a pass begins, before its first batch is read.
         on_batch: called before each batch with (loader, number of the batch in this pass from 1, batches in it).
@@ -169,15 +199,15 @@ class Loader:
         seconds: that this pass takes so far.
     """
 
-    def __init__(self, shard: DatasetShard, batch_size: int | None = None) -> None:
+    def __init__(self, shard: DatasetShard, batch_size: int | None = None, drop_last: bool | None = None) -> None:
         self.shard = shard
+        self.asked = (batch_size, drop_last)
         self.epoch = 0
         self.on_start: Callable[[Loader], None] = lambda loader: None
         self.on_batch: Callable[[Loader, int, int], None] = lambda loader, number, steps: None
         self.on_step: Callable[[Loader], None] = lambda loader: None
         self.waited_s = 0.0
         self._started = 0.0
-        self._batch_size = batch_size
         self._plan: Plan | None = None
         self._taken = self._skipped = 0
         self._resumed: Mapping[str, Any] | None = None
@@ -198,7 +228,7 @@ class Loader:
 
     @cached_property
     def _micro(self) -> tuple[int, int]:
-        size = self._batch_size if self._batch_size is not None else self.shard.attribute("batch_size")
+        size = self.asked[0] if self.asked[0] is not None else self.shard.attribute("batch_size")
         if type(size) is not int or size < 1:
             cls = "its class" if self.shard.prepared else type(self.shard.dataset).__name__
             raise DatasetError(
@@ -342,7 +372,7 @@ class Loader:
         """
         shard, size = self.shard, self.batch_size
         chunk = max(1, WINDOW_ROWS // size) if shard.dealt is not None else 1
-        drop_last = bool(shard.attribute("drop_last", False))
+        drop_last = bool(shard.attribute("drop_last", False)) if self.asked[1] is None else self.asked[1]
         plan = Plan(self._all_rows, shard.worker.world_size, size, drop_last, chunk, most=self._most)
         if plan.rows == 0:
             raise DatasetError(f"datasets.{shard.name} has no rows")

@@ -250,7 +250,7 @@ class BaseModule:
         Returns:
             Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps.
         """
-        return [self._watched(shard.iter_torch_batches()) for shard in dataset_shards]
+        return [shard.iter_torch_batches() for shard in dataset_shards]
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` want it. Every worker must call this.
@@ -539,9 +539,15 @@ class BaseModule:
         return self._run
 
     def _watched(self, loader: Loader) -> Loader:
+        """The loader of a dataset that the run knows: this one, unless it knows one that reads the same."""
         run = self._running()
         name = loader.shard.name
-        if name in run.places:
+        known = run.loaders.get(name)
+        if known is not None and known.asked == loader.asked:
+            return known
+        if known is not None:
+            loader.epoch = known.epoch
+        elif name in run.places:
             loader.load_state_dict(run.places[name])
         loader.on_start, loader.on_batch, loader.on_step = self._starting, self._reading, self._between
         run.loaders[name] = loader

@@ -4,7 +4,7 @@ import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime import checkpoints
 from mlx_runtime.callbacks import Listeners, RunInfo
 from mlx_runtime.config import EngineName, TrainConfig
-from mlx_runtime.datasets import DatasetShard, DatasetShards, Reading
+from mlx_runtime.datasets import DatasetShard, DatasetShards, Loader, Reading
 from mlx_runtime.declarations import declaring, made_when_read
 from mlx_runtime.errors import (
     RAISED_BY_USERS,
@@ -154,7 +154,7 @@ def work(job: Job, sink: Sink) -> Ending:
             if worker.writes:
                 sink.send(_facts(groups, worker))
             experiment._begin(run)
-            shards = _shards(groups, job, worker)
+            shards = _shards(groups, job, worker, experiment._watched)
             for shard in shards:
                 if shard.dealt is not None:
                     stack.callback(shard.dealt.close)
@@ -265,7 +265,7 @@ def _build_datasets(node: Any, seed: int) -> Any:
         return build(node, "datasets")
 
 
-def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShards:
+def _shards(groups: Mapping[str, Any], job: Job, worker: Worker, watched: Callable[[Loader], Loader]) -> DatasetShards:
     """One shard per argument of `Datasets`, in order."""
     cfg = groups["cfg"]
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
@@ -297,6 +297,7 @@ def _shards(groups: Mapping[str, Any], job: Job, worker: Worker) -> DatasetShard
                 accumulate=cfg.accumulate_grad_batches,
                 limit=min(limits, default=None),
                 repeats=cfg.overfit_batches is not None,
+                watched=watched,
             )
             for name in nodes
         }

@@ -108,12 +108,12 @@ def test_the_run_ends_as_if_nobody_had_killed_anything(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("moment", ["in an epoch", "while saving"])
+@pytest.mark.parametrize("moment", ["in an epoch", "in an epoch, with loaders of shards", "while saving"])
 def test_a_killed_driver_goes_on_where_it_was(
     moment: str, start: Start, mlx: Mlx, folder: Path, whole_here: Path
 ) -> None:
     """In one process, so that this kills everything there is, twice."""
-    options = ["cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.05"]
+    options = ["cfg.start_workers=0", *OFTEN, "cfg.pause_s=0.05", f"cfg.own_loaders={'shards' in moment}"]
     if moment == "while saving":
         options.append("cfg.num_epochs=3")
     at = 0.0

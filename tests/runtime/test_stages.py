@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric
 
-from mlx_runtime import BaseModule, TrainConfig
+from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards
 from mlx_runtime.experiment import WorkerRun
 from mlx_runtime.layout import RunFolder
@@ -44,20 +44,50 @@ def loop(tmp_path):
     module._run = WorkerRun(RunFolder(tmp_path), Worker(0, 1, torch.device("cpu")), {}, Log())
     group = SimpleNamespace(train=Rows(3), extra=Rows(5), val=Rows(2), one=Rows(1))
     worker = module._run.worker
-    shards = DatasetShards({name: DatasetShard(name, group, worker, seed=0) for name in vars(group)})
+    shards = DatasetShards(
+        {name: DatasetShard(name, group, worker, seed=0, watched=module._watched) for name in vars(group)}
+    )
     loaders = dict(zip(vars(group), module.generate_loaders(dataset_shards=shards), strict=True))
 
     def log() -> tuple[str, int]:
         module.save_metrics_and_losses(0, 0)
         return module._run.stage.name, module.global_step
 
-    return SimpleNamespace(**loaders, log=log, module=module)
+    return SimpleNamespace(**loaders, log=log, module=module, shards=shards)
 
 
 def test_one_after_the_other(loop) -> None:
     seen = [loop.log() for loader in (loop.train, loop.val, loop.train) for _ in loader]
     assert [name for name, _ in seen] == ["train"] * 3 + ["val"] * 2 + ["train"] * 3
     assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6]
+
+
+def test_loaders_of_shards_are_those_of_generate_loaders(loop) -> None:
+    """Also when the loop asks for them in each epoch, as with Ray Data."""
+    assert loop.shards.train.iter_torch_batches() is loop.train
+    shards = (loop.shards.train, loop.shards.val)
+    seen = [loop.log() for _ in range(2) for shard in shards for _ in shard.iter_torch_batches()]
+    assert [name for name, _ in seen] == (["train"] * 3 + ["val"] * 2) * 2
+    assert [step for _, step in seen] == [1, 2, 3, 3, 3, 4, 5, 6, 6, 6]
+    assert loop.train.epoch == 2
+
+
+def test_another_batch_size_applies_from_the_next_pass(loop) -> None:
+    list(loop.train)
+    larger = loop.shards.train.iter_torch_batches(batch_size=2)
+    assert larger is not loop.train
+    assert [len(batch["x"]) for batch in larger] == [2, 1]
+    assert loop.shards.train.iter_torch_batches(batch_size=2) is larger
+    assert larger.epoch == 2
+    assert [len(batch["x"]) for batch in loop.shards.train.iter_torch_batches(2, drop_last=True)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [("local_shuffle_buffer_size", "each epoch shuffles"), ("shufle", "it takes batch_size and drop")]
+)
+def test_what_a_loader_does_not_take_is_refused(loop, name: str, cure: str) -> None:
+    with pytest.raises(MlxError, match=rf"iter_torch_batches\({name}=...\) is not supported; {cure}"):
+        loop.shards.train.iter_torch_batches(**{name: 5})
 
 
 def test_a_set_of_one_step_and_no_logging_in_training(loop) -> None:

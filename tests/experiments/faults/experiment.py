@@ -30,6 +30,7 @@ class TrainConfig(mlx_runtime.TrainConfig):
     log_every_steps: int = 2
     pause_s: float = field(default=0.0, metadata={"resumable": True})  # of each step
     fault: str | None = field(default=None, metadata={"resumable": True})
+    own_loaders: bool = False  # ask each shard for its loader, in each epoch
     late: str = field(default="", metadata={"resumable": True})  # what goes wrong before the first pass
     out: Path = field(default=Path("diary"), metadata={"resumable": True})
 
@@ -171,8 +172,11 @@ class Experiment(BaseModule):
         if self.cfg.late:
             self.go_wrong(self.cfg.late)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizers.adam, lambda step: 0.98**step)
-        train, val = self.generate_loaders(dataset_shards=dataset_shards)
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            if self.cfg.own_loaders:
+                train, val = (shard.iter_torch_batches() for shard in dataset_shards)
+            else:
+                train, val = self.generate_loaders(dataset_shards=dataset_shards)
             self.models.net.train()
             self.reset_all_metrics_and_losses()
             for batch_idx, batch in enumerate(train):
