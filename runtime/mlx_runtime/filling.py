@@ -114,13 +114,13 @@ class Filling:
         refuse_present(place, overwrite=overwrite)
         self._name = self._target.path.rpartition("/")[2]
         self._above = Path(self._target.path).parent
-        self._facts = {**registry.this_driver(), **facts, "status": "RUNNING", "attempt": uuid.uuid4().hex}
+        self._facts = {**registry.this_driver(), **facts, "status": "RUNNING", "filling": uuid.uuid4().hex}
         if self._target.local:
             self._above.mkdir(parents=True, exist_ok=True)
             for left in _beside(self._target):  # of jobs that were killed, not of one that begins just now
                 if (left / RECORD).exists() or time.time() - left.stat().st_mtime > registry.STALE_S:
                     shutil.rmtree(left)
-            part = self._above / f".{self._name}{PART}{self._facts['attempt'][:8]}"
+            part = self._above / f".{self._name}{PART}{self._facts['filling'][:8]}"
             part.mkdir()
             self.output = Output(str(part))
         else:
@@ -152,7 +152,7 @@ class Filling:
         self._write_record()
         if self._target.local:
             part, final = Path(self.output.path), Path(self._target.path)
-            old = self._above / f".{self._name}{OLD}{self._facts['attempt'][:8]}"
+            old = self._above / f".{self._name}{OLD}{self._facts['filling'][:8]}"
             if final.exists():
                 final.rename(old)
             part.rename(final)
@@ -192,7 +192,7 @@ class Filling:
 
     def _is_ours(self) -> bool:
         record = job_record(self._target)
-        return record is not None and bool(record.get("attempt") == self._facts["attempt"])
+        return record is not None and bool(record.get("filling") == self._facts["filling"])
 
     def _end_heart(self) -> None:
         self._ended.set()

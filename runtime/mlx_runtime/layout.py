@@ -17,7 +17,6 @@
 import contextlib
 import fnmatch
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -217,7 +216,8 @@ class RunFolder:
             names = Storage(self.place).names()
         except OSError as error:
             raise StorageError(f"cannot read {self.place}: {first_line(error)}") from error
-        return max((int(name.removeprefix(ATTEMPT)) for name in names if name.startswith(ATTEMPT)), default=0)
+        found = [re.fullmatch(rf"{re.escape(ATTEMPT)}(\d{{3,9}})", name) for name in names]
+        return max((int(match[1]) for match in found if match), default=0)
 
     def claim_attempt(self, number: int, driver: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run; of several at the same instant exactly one.
@@ -256,19 +256,18 @@ class RunFolder:
         except OSError as error:
             raise StorageError(f"cannot write {self.place}: {first_line(error)}") from error
 
-    def attempt(self, number: int) -> dict[str, Any]:
+    def attempt(self, number: int) -> bytes:
         """What the driver of an attempt has noted; nothing if it was killed before it could.
 
         Raises:
             StorageError: the storage does not answer.
         """
         try:
-            found = json.loads(Storage(self.place).read(_attempt(number)))
-        except (FileNotFoundError, IsADirectoryError, ValueError):
-            return {}
+            return Storage(self.place).read(_attempt(number))
+        except (FileNotFoundError, IsADirectoryError):
+            return b""
         except OSError as error:
             raise StorageError(f"cannot read {self.place}: {first_line(error)}") from error
-        return found if isinstance(found, dict) else {}
 
 
 def experiment_folder(start: Path | None = None) -> Path:

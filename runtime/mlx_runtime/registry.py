@@ -302,11 +302,12 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
     status = status_of(record)
     if status == "PENDING" and job:
         ours = Settings.read().job
-        if ours is not None and ours["id"] == job["id"]:
-            return record
-        raise UsageError(f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}")
-    newest = folder.attempts()
-    driver = record if status in LIVING else _resuming(folder, newest) if newest > record.get("attempt", newest) else {}
+        if ours is None or ours["id"] != job["id"]:
+            raise UsageError(
+                f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}"
+            )
+        status = "STALE"  # the launcher has written it, and ended
+    driver = record if status in LIVING else resuming(folder, record)
     if driver:
         raise UsageError(
             f"{name} is being trained by process {driver.get('pid')} on {driver.get('host')}, last heard of "
@@ -315,13 +316,23 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
     return record
 
 
-def _resuming(folder: RunFolder, attempt: int) -> dict[str, Any]:
-    """The driver that has claimed a run and has not changed its record yet, if it lives; else nothing."""
-    found = folder.attempt(attempt)
-    if not found:
+def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The driver that has claimed a run and has not changed its record yet, if it lives; else nothing.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    newest = folder.attempts()
+    if newest <= record.get("attempt", newest):
+        return {}
+    content = folder.attempt(newest)
+    if not content:
         time.sleep(CLAIM_S)  # it is about to say who it is, unless it died over that
-        found = folder.attempt(attempt)
-    return found if found.get("status") in LIVING and _lives(found) else {}
+        content = folder.attempt(newest)
+    with contextlib.suppress(ValueError):
+        found = parsed(content)
+        return found if found["status"] in LIVING and _lives(found) else {}
+    return {}
 
 
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -52,6 +52,8 @@ def _looked_at(folder: RunFolder) -> Doomed:
     title = f"{folder.experiment} {folder.name}"
     if row.status in registry.LIVING:
         raise UsageError(f"{title} is {row.status}; end it first: mlx xp stop {title}")
+    if driver := registry.resuming(folder, row.record):
+        raise UsageError(f"{title} is being resumed by process {driver.get('pid')} on {driver.get('host')}")
     found = contents.survey(place, 0, 0).top
     warning = f"{row.problem}; nobody can say whether it still runs" if row.problem else ""
     return Doomed(folder, found.files, found.size_bytes, warning)

@@ -14,6 +14,7 @@ import pytest
 from mlx_runtime import registry
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder, claim_run, run_folder
+from mlx_runtime.removal import doomed
 from mlx_runtime.storage import Storage
 
 pytestmark = pytest.mark.pure
@@ -115,7 +116,10 @@ class TestOneDriver:
             won = list(pool.map(follow, range(8)))
         assert [number for number in won if number == 2] == [2]
 
-    def test_one_that_restores_lives_although_the_record_is_still_the_old_one(self, run: RunFolder) -> None:
+    def test_one_that_restores_lives_although_the_record_is_still_the_old_one(
+        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MLX_STORAGE", run.root)
         registry.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
         before = run.record.read_bytes()
         number = registry.take_over(run)
@@ -123,6 +127,8 @@ class TestOneDriver:
         record.update(device="cpu")
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
             registry.take_over(run)
+        with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
+            doomed(str(run.path), "latest")
         assert run.record.read_bytes() == before
         record.withdraw()
         record.update(status="FAILED")
@@ -141,8 +147,11 @@ class TestOneDriver:
 
     def test_one_that_dies_over_its_claim_is_followed(self, run: RunFolder) -> None:
         registry.Record(run, status="STOPPED", attempt=1)
-        (run.path / ".attempt-002").touch()
-        assert registry.take_over(run) == 3
+        for number, content in enumerate([b"", b"[1]", b'{"status": "RUNNING"}', b"\xff"], start=2):
+            (run.path / f".attempt-{number:03d}").write_bytes(content)
+            (run.path / ".attempt-x").touch()
+            assert registry.take_over(run) == number + 1
+            (run.path / f".attempt-{number + 1:03d}").unlink()
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
         first = registry.Record(run, status="STOPPED", attempt=1)
@@ -170,7 +179,7 @@ class TestOneDriver:
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(lambda pid: folder.claim_attempt(2, {"pid": pid}), range(8)))
         assert sum(won) == 1
-        assert folder.attempt(2) == {"pid": won.index(True)}
+        assert json.loads(folder.attempt(2)) == {"pid": won.index(True)}
         assert folder.attempts() == 2
         monkeypatch.setattr(Storage, "_put_new", lambda *_: True)  # as of a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
