@@ -40,7 +40,7 @@ from mlx_runtime.loading import Config, build, build_cfg
 from mlx_runtime.logs import Log
 from mlx_runtime.prepared import PreparedSet, Store
 from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
-from mlx_runtime.redaction import redacted, secret_keys
+from mlx_runtime.redaction import redacted, redacted_override, secret_keys
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
 from mlx_runtime.storage import Storage, joined, to_json
@@ -690,7 +690,7 @@ class _Progress:
         for item in self.config.overrides:
             key = item.lstrip("+~").partition("=")[0]
             if not any(f"{changed}.".startswith(f"{key}.") for changed in keys):
-                self.display.print(f"unchanged {item}")
+                self.display.print(f"unchanged {redacted_override(item)}")
 
     def prepared_line(self, sets: Mapping[str, PreparedSet]) -> None:
         if sets:
