@@ -12,7 +12,10 @@ NATURAL = 8
 """The same where there is enough: `1234.568`, `1.23e-05`."""
 
 WAITING_PCT = 10
-"""Of an epoch's time spent waiting for data, from which on the table says so."""
+"""Of an epoch's time spent waiting for data, from which on the table says so, if the epoch takes a while."""
+
+WAITING_S = 1.0
+"""Such a while."""
 
 RATE, TIME = "samples/s", "time"
 
@@ -100,7 +103,8 @@ class EpochTable:
         rate = [f"{event['samples_per_s']:,.0f}" if "samples_per_s" in event else ""] if self._layout.rate else []
         row = self._layout.row([label, *cells, *rate, duration(event["seconds"])])
         waited = event.get("data_wait_pct", 0)
-        note = f"{waited:.0f} % waiting for data" if waited >= WAITING_PCT else ""
+        matters = waited >= WAITING_PCT and event["seconds"] >= WAITING_S
+        note = f"{waited:.0f} % waiting for data" if matters else ""
         if note and width is not None and len(row) + 2 + len(note) > width:
             yield row
             yield f"{'':<{self._layout.columns[0][0]}} {note}"

@@ -30,6 +30,7 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from mlx_runtime.epochs import EpochTable
 
@@ -320,7 +321,10 @@ class Display:
             self._line(f"{title} | {done:,}/{total:,}{unit}")
 
     def _line(self, text: str, style: str = "") -> None:
-        (self._bar.console if self._bar else self._console).print(text, style=style or None, markup=False)
+        # A style of `print` itself would also be that of the bar.
+        (self._bar.console if self._bar else self._console).print(
+            Text(text, style=style) if style else text, markup=False
+        )
 
     def close(self) -> None:
         """Take the bar away."""

@@ -50,13 +50,13 @@ def test_80_columns_break_titles_and_do_without_the_rate() -> None:
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
 def test_rows_fit_whatever_they_hold(width: int, epochs: int, count: int) -> None:
     names = [f"{stage}/a_rather_long_name_of_{number}" for stage in ("train", "val") for number in range(count)]
-    event = ended(0, *names, epochs=epochs, samples_per_s=123_456.0, data_wait_pct=60.0)
+    event = ended(0, *names, epochs=epochs, samples_per_s=123_456.0, data_wait_pct=60.0, seconds=2.0)
     event["values"] |= {names[0]: -1.23e-12, names[-1]: 123456.789}
     lines = drawn(EpochTable(), width, event)
     told = [line for line in lines if line.startswith("no room for ")]
     assert all(len(line) <= width for line in lines if line not in told)
     left_out = told[0].removeprefix("no room for ").partition(";")[0].split(", ") if told else []
-    row = next(line for line in lines if line.strip().startswith("1/")).partition("0.2 s")[0]
+    row = next(line for line in lines if line.strip().startswith("1/")).partition("2.0 s")[0]
     assert len(names) == len(left_out) + len([cell for cell in row.split()[1:] if cell != "123,456"])
     assert "60 % waiting for data" in "\n".join(lines)
 
@@ -92,10 +92,13 @@ def test_a_loop_that_records_by_turns_gets_one_table() -> None:
 
 def test_waiting_is_told_when_it_matters() -> None:
     rate = {"samples_per_s": 10.0}
-    assert drawn(EpochTable(), 100, ended(0, "train/loss", **rate, data_wait_pct=9.9))[-1].endswith("0.2 s")
-    assert drawn(EpochTable(), 100, ended(0, "train/loss", **rate, data_wait_pct=24.0))[-1].endswith(
-        "0.2 s  24 % waiting for data"
-    )
+    for waited, seconds, text in (
+        (9.9, 2.0, "2.0 s"),
+        (24.0, 0.2, "0.2 s"),
+        (24.0, 2.0, "2.0 s  24 % waiting for data"),
+    ):
+        event = ended(0, "train/loss", **rate, data_wait_pct=waited, seconds=seconds)
+        assert drawn(EpochTable(), 100, event)[-1].endswith(text)
 
 
 def test_names_of_no_stage_stand_before_those_of_stages() -> None:
