@@ -8,7 +8,7 @@ its sender:
     epoch       epoch, epochs, values, seconds, samples_per_s and data_wait_pct where a training set was read
     report      step, epoch, values, facts: sent only when a callback wants it
     checkpoint  epoch, finished, step, path, metrics
-    notice      text
+    notice      text, once: True when several workers may say the same
     output      text, to_stderr: lines that a worker of the local engine has printed
     hello       a worker is connected
     hang        no step for long: epoch, stage, step, at, waits_in, seconds
@@ -18,6 +18,7 @@ its sender:
 import contextlib
 import json
 import os
+import pdb
 import queue
 import secrets
 import socket
@@ -248,6 +249,26 @@ def _event(message: bytes) -> Event | None:
     return None
 
 
+@contextlib.contextmanager
+def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
+    """While the block runs, ask at each `breakpoint()` whether the debugger may start, unless it is switched off."""
+    before = sys.breakpointhook
+
+    def hook(*args: Any, **options: Any) -> Any:
+        debugger = os.environ.get("PYTHONBREAKPOINT", "")
+        if debugger == "0" or not allowed():
+            return None
+        if before is not sys.__breakpointhook__ or debugger not in ("", "pdb.set_trace"):
+            return before(*args, **options)
+        return pdb.Pdb().set_trace(sys._getframe().f_back)  # not in this function, as `before` would
+
+    sys.breakpointhook = hook
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
+
+
 class Display:
     """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, a table of epochs.
 
@@ -265,7 +286,9 @@ class Display:
         self._quiet = quiet
         self._time_left = TimeLeft(epochs)
         self._table = EpochTable()
+        self._said: set[str] = set()
         self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._draws_bars = self._console.is_terminal
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._stage: tuple[str, int] | None = None
@@ -281,7 +304,9 @@ class Display:
         elif event["kind"] == "epoch":
             self._time_left.epoch(event)
             self._epoch(event)
-        elif event["kind"] == "notice":
+        elif event["kind"] == "notice" and event["text"] not in self._said:
+            if event.get("once"):
+                self._said.add(event["text"])
             self._line(event["text"])
 
     def print(self, text: str = "", *, always: bool = False) -> None:
@@ -305,6 +330,12 @@ class Display:
         """Rows of a dataset that are prepared, of all."""
         self.counting(f"prepare {name}", done, rows, " rows")
 
+    def step_aside(self) -> bool:
+        """A debugger takes the terminal: draw no bars any more, only lines. Returns True."""
+        self.close()
+        self._draws_bars = False
+        return True
+
     def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
         """How many of something are done, of all: a bar, or in a pipe a line per tenth at the most."""
         if self._copy is not None:
@@ -312,7 +343,7 @@ class Display:
         if self._quiet:
             return
         tenth = 10 * done // total
-        if self._console.is_terminal:
+        if self._draws_bars:
             self._draw_bar(title, done, total, None)
             if done == total:
                 self.close()
@@ -337,7 +368,7 @@ class Display:
         if stage != self._stage:
             self._stage, self._last_line = stage, time.monotonic()
         left = self._time_left.text(event)
-        if self._console.is_terminal:
+        if self._draws_bars:
             title = f"epoch {event['epoch'] + 1} {event['stage']}"
             self._draw_bar(title, event["step"], event["steps"], " | ".join(_numbers(event, left)))
             return

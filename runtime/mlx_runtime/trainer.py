@@ -39,7 +39,7 @@ from mlx_runtime.layout import EVALUATIONS, RunFolder, claim_run, prepared_root,
 from mlx_runtime.loading import Config, build, build_cfg
 from mlx_runtime.logs import Log
 from mlx_runtime.prepared import PreparedSet, Store
-from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver
+from mlx_runtime.progress import STOP, WHERE, Display, Event, Receiver, at_breakpoint
 from mlx_runtime.redaction import redacted, redacted_override, secret_keys
 from mlx_runtime.settings import Settings
 from mlx_runtime.signatures import object_at, path_of
@@ -185,6 +185,8 @@ def _fit(
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
         if not record.held:
             progress.begin()
+        if cluster.engine == "in_process":
+            in_use.enter_context(at_breakpoint(display.step_aside))
         progress.start_lines(cluster, engine)
         info = RunInfo(folder.experiment, folder.name, folder.path, folder.place, config.shown, attempt)
         progress.callbacks.call("on_run_start", info)

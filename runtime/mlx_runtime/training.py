@@ -39,7 +39,7 @@ from mlx_runtime.logs import Log
 from mlx_runtime.parallel import Worker, lost_peer, seed_everything, seeded, shared
 from mlx_runtime.prepared import PreparedSet
 from mlx_runtime.profiling import Profile
-from mlx_runtime.progress import Event, Remote, Sink
+from mlx_runtime.progress import Event, Remote, Sink, at_breakpoint
 from mlx_runtime.ray_private import quiet_ray_train
 from mlx_runtime.signatures import object_at
 from mlx_runtime.streaming import Dealer, DealtReader, RemoteReaders, start_dealer
@@ -132,6 +132,8 @@ def work(job: Job, sink: Sink) -> Ending:
     with contextlib.ExitStack() as stack:
         if job.engine == "ray":  # the local engine has the pipes of its workers
             stack.enter_context(Log(job.folder, worker.rank))
+        if isinstance(sink, Remote):
+            stack.enter_context(at_breakpoint(_DebuggerRefused(sink)))
         with _user_errors(worker.rank, job.project):
             groups, experiment = _built(job, worker, stack)
         cfg: TrainConfig = groups["cfg"]
@@ -170,6 +172,23 @@ def work(job: Job, sink: Sink) -> Ending:
             if run.tracking is not None:
                 run.tracking.end("STOPPED" if stopped else "SUCCEEDED", ending.metrics)
             return ending
+
+
+class _DebuggerRefused:
+    """A worker has no terminal for pdb, and says so once; a debugger that the user has chosen may find another way."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._told = sink, False
+
+    def __call__(self) -> bool:
+        chosen = os.environ.get("PYTHONBREAKPOINT", "")
+        if chosen and not chosen.startswith("ray."):  # Ray sets its own, which would wait for somebody to attach
+            return chosen != "pdb.set_trace"
+        if not self._told:
+            text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
+            self._sink.send({"kind": "notice", "text": text, "once": True})
+            self._told = True
+        return False
 
 
 def _built(job: Job, worker: Worker, stack: contextlib.ExitStack) -> tuple[dict[str, Any], BaseModule]:
