@@ -38,7 +38,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime.errors import ConfigError, StorageError, first_line
 from mlx_runtime.parallel import unwrapped
 from mlx_runtime.saved import ABOUT, STATE, Checkpoint, described, found_in, saved_in
-from mlx_runtime.storage import Storage, joined, to_json
+from mlx_runtime.storage import Storage, joined, split_options, to_json
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -339,9 +339,9 @@ def read(path: str) -> State:
     Raises:
         ConfigError: there is none, or it is damaged.
     """
-    base, mark, options = path.partition("?")
+    base, options = split_options(path)
     parent, _, name = base.rstrip("/").rpartition("/")
-    checkpoints = Checkpoints((parent or ("/" if base.startswith("/") else ".")) + mark + options)
+    checkpoints = Checkpoints((parent or ("/" if base.startswith("/") else ".")) + options)
     try:
         about = described(checkpoints._storage, name)
         there = about is not None or checkpoints._storage.size_bytes(name, STATE) is not None

@@ -152,7 +152,9 @@ def place_in(root: str, path: str | None) -> Place:
 
 def _local_parts(storage: Storage, path: str) -> tuple[str, ...]:
     """Of a path without links, except that its last part may be one."""
-    if is_uri(path):
+    if is_uri(path) and is_uri(storage.root):
+        path = "/".join(_remote_parts(storage, storage.root, path))
+    elif is_uri(path):
         raise _outside(path, storage.path)
     root = Path(storage.path)
     asked = root / Path(path).expanduser()

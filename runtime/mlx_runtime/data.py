@@ -238,7 +238,9 @@ def prepared_store() -> "Store":
     Raises:
         UsageError: neither says where they are.
     """
-    storage, path = Settings.read().storage or xp.configured("cfg.storage_path"), xp.configured("cfg.prepared_path")
+    storage, path = Settings.read().storage, xp.configured("cfg.prepared_path")
+    if storage is None:
+        storage = xp.configured("cfg.storage_path")
     if storage is None and path is None:
         raise UsageError("which storage? Change into an experiment, or set MLX_STORAGE=FOLDER")
     from mlx_runtime.prepared import Store

@@ -27,7 +27,7 @@ from mlx_runtime.errors import (
     user_frames,
 )
 from mlx_runtime.filling import Filling, Output
-from mlx_runtime.layout import storage_root
+from mlx_runtime.layout import names_folder, storage_root
 from mlx_runtime.loading import Config, build
 from mlx_runtime.progress import Display
 from mlx_runtime.settings import Settings
@@ -172,10 +172,10 @@ def place_of(cfg: DataConfig) -> str:
         ConfigError: it is not a folder below the storage.
     """
     path = Path(cfg.path if cfg.path is not None else f"data/{cfg.name}")
-    if path.is_absolute() or not path.parts or any(part.startswith(".") for part in path.parts):
+    if path.is_absolute() or not path.parts or not all(map(names_folder, path.parts)):
         raise ConfigError(
             f"cfg.path is {str(path)!r}; it must be a folder below the storage, like data/{cfg.name}, with no part "
-            "that begins with a dot"
+            "that begins with a dot or holds ? or # or what does not print"
         )
     return joined(storage_root(cfg.storage_path), *path.parts)
 

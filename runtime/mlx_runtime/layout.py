@@ -29,7 +29,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, first_line, near
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import Storage, is_uri, joined, to_json
+from mlx_runtime.storage import Storage, is_uri, joined, split_options, to_json
 
 CONF = Path("src/conf.yaml")
 """The experiment's config, relative to the experiment folder."""
@@ -84,8 +84,8 @@ class RunFolder:
     @property
     def root(self) -> str:
         """Of the storage that the run is in."""
-        base, mark, options = self.place.partition("?")
-        return base.removesuffix(f"/{self.experiment}/{self.name}") + mark + options
+        base, options = split_options(self.place)
+        return base.removesuffix(f"/{self.experiment}/{self.name}") + options
 
     @property
     def title(self) -> str:
@@ -309,8 +309,10 @@ def storage_root(storage_path: str) -> str:
     """The absolute folder that `cfg.storage_path` names, or its URI.
 
     Raises:
-        UsageError: the URI holds a key, which every record and dashboard would show.
+        UsageError: it is empty, or the URI holds a key, which every record and dashboard would show.
     """
+    if not storage_path.strip():
+        raise UsageError("the storage has no name: MLX_STORAGE or cfg.storage_path is empty; name a folder or a URI")
     if is_uri(storage_path) and re.search(r"://[^/?]+@|(access_key|secret_key|session_token)=", storage_path):
         raise UsageError(
             "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "
@@ -345,6 +347,11 @@ def run_folder(root: str, experiment: str, run: str) -> RunFolder:
     return RunFolder(copies / experiment / run, joined(root, experiment, run))
 
 
+def names_folder(name: str) -> bool:
+    """True if a folder of a storage can have this name, which people type and read in lists."""
+    return bool(name) and name.isprintable() and name == name.strip() and name[0] != "." and not {*"/?#"} & {*name}
+
+
 def claim_run(root: str, experiment: str) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
 
@@ -356,8 +363,11 @@ def claim_run(root: str, experiment: str) -> RunFolder:
         UsageError: the experiment's name cannot be a folder.
         StorageError: the folder cannot be written, or the disk is full.
     """
-    if not experiment or "/" in experiment or experiment.startswith("."):
-        raise UsageError(f"cfg.name is {experiment!r}, which cannot name a folder; leave out / and a leading dot")
+    if not names_folder(experiment):
+        raise UsageError(
+            f"cfg.name is {experiment!r}, which cannot name a folder; leave out / ? #, line breaks and others that do "
+            "not print, a leading dot, and spaces around it"
+        )
     storage = Storage(root)
     try:
         if storage.local:
@@ -431,13 +441,13 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     Raises:
         UsageError: there is no such run.
     """
-    base, mark, options = text.rstrip("/").partition("?")
+    base, options = split_options(text.rstrip("/"))
     if is_uri(text) or Path(text, "run.json").is_file():
         parts = base if is_uri(text) else str(Path(base).resolve())
         if parts.count("/") < 2 + 2 * is_uri(text):
             raise UsageError(f"{text!r} is not the place of a run; it ends with name/run_003")
         above, name, run = parts.rsplit("/", 2)
-        return find_run(above + mark + options, name, run)
+        return find_run(above + options, name, run)
     name, _, run = text.rpartition("/")
     return find_run(root, name or experiment, run)
 

@@ -314,7 +314,7 @@ def storage_override(root: str) -> str:
 
 def _text(value: Any) -> str:
     """A string as an override wants it, whatever is in it."""
-    return "'" + str(value).replace("'", r"\'") + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 
 def parsed(text: str | bytes, *, environment: bool = True) -> Tree:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import probe
 from mlx_runtime.config import TrainConfig
-from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, first_line
+from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, first_line
 from mlx_runtime.jobs import Address, Jobs, Reached, reached
 from mlx_runtime.layout import CONF
 from mlx_runtime.logs import last_lines
@@ -272,15 +272,19 @@ def _experiment() -> Iterator[Check]:
         try:
             config = loading.load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)
             yield fits(config.unseen)
-            chosen = chosen or config.cfg.storage_path
+            chosen = config.cfg.storage_path if chosen is None else chosen
         except ConfigError as error:
             yield Check("config", str(error), "See it with: mlx train show")
         except MlxError as error:
             yield Check("config", str(error), "Mend it first")
     else:
         yield Check("config", "this folder is no experiment; nothing to look at")
-    root = storage_root(chosen) if chosen else None
-    if root is None:
+    if chosen is None:
+        return
+    try:
+        root = storage_root(chosen)
+    except UsageError as error:
+        yield Check("storage", str(error), "See cfg.storage_path and MLX_STORAGE")
         return
     try:
         storage = Storage(root)

@@ -21,7 +21,7 @@ from mlx_runtime.layout import RunFolder
 from mlx_runtime.listing import COLUMNS, Row, number, of, span
 from mlx_runtime.redaction import redacted
 from mlx_runtime.saved import saved_in
-from mlx_runtime.storage import Storage, joined, size_text, write_atomic
+from mlx_runtime.storage import Storage, joined, size_text, split_options, write_atomic
 from mlx_runtime.tracking import FACTS
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _checkpoints(row: Row) -> list[dict[str, str]]:
         found = saved_in(row.folder.checkpoints)
     except StorageError:
         return []
-    best = str((row.record.get("best") or {}).get("path") or "").partition("?")[0].rpartition("/")[2]
+    best = split_options(str((row.record.get("best") or {}).get("path") or ""))[0].rpartition("/")[2]
     return [
         {
             "checkpoint": item.name,

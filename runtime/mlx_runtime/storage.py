@@ -29,8 +29,16 @@ def joined(root: str, *parts: str) -> str:
     """A place below a root: parts go before the options of a URI."""
     if not is_uri(root):
         return os.path.join(root, *parts)  # noqa: PTH118 - for the same reason
+    base, options = split_options(root)
+    return "/".join([base.rstrip("/"), *parts]) + options
+
+
+def split_options(root: str) -> tuple[str, str]:
+    """A URI without its options, and these with their `?`. A folder has none, whatever is in its name."""
+    if not is_uri(root):
+        return root, ""
     base, mark, options = root.partition("?")
-    return "/".join([base.rstrip("/"), *parts]) + mark + options
+    return base, mark + options
 
 
 class Storage:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, named_run
+from mlx_runtime import DataConfig, checkpoints, data, loading, xp
+from mlx_runtime.contents import place_in
+from mlx_runtime.datajob import place_of
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.layout import claim_run, experiment_folder, find_run, list_runs, named_run, storage_root
+from mlx_runtime.saved import Checkpoint
 from mlx_runtime.storage import write_atomic
 
 pytestmark = pytest.mark.pure
@@ -133,3 +137,62 @@ def test_a_run_is_named_in_several_ways(tmp_path: Path, text: str) -> None:
     (runs[1].path / "run.json").write_text("{}")
     assert named_run(text, str(tmp_path), "digits") == runs[1]
     assert named_run(str(runs[1].path), "elsewhere", "other") == runs[1]
+
+
+ODD = [
+    *("a?b", "a?b=c&d", "a#b", "a b", "it's", 'say "x"', "50%", "%20", "a,b", "[x]", "{y}", "a=b", "back\\slash"),
+    *("end\\", "\\'", "~", "größe", "-x", "a:b", "a;b&c", "*", "null"),
+]
+"""Names of folders that mean something else to a URI, a shell, YAML, Hydra or OmegaConf."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """<tmp_path>/<name>/digits/run_001, and nothing beside it."""
+    root = str(tmp_path / name)
+    folder = claim_run(root, "digits")
+    assert folder.path == tmp_path / name / "digits" / "run_001"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (folder.root, folder.title) == (root, "digits/run_001")
+    folder.record.write_text("{}")
+    assert named_run(folder.place, "", "") == folder
+    assert [found.path for found in list_runs(root)] == [folder.path]
+    assert place_in(root, folder.place).path == str(folder.path)
+    checkpoints.Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 1, {}))
+    with pytest.raises(ConfigError, match="was not saved by this version"):
+        checkpoints.read(f"{folder.checkpoints}/epoch_0001")
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {storage_path: runs, name: x}\n")
+    for written in (root, name, f"{name}/{name}"):
+        monkeypatch.setenv("MLX_STORAGE", written)
+        assert loading.composed(conf, [])["cfg"]["storage_path"] == written
+        monkeypatch.delenv("MLX_STORAGE")
+        assert loading.composed(conf, [loading.storage_override(written)])["cfg"]["storage_path"] == written
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t"])
+def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be the working directory."""
+    monkeypatch.setenv("MLX_STORAGE", empty)
+    monkeypatch.chdir(tmp_path)
+    for look in (xp.storage, data.prepared_store, lambda: storage_root(empty)):
+        with pytest.raises(UsageError, match="MLX_STORAGE or cfg.storage_path is empty"):
+            look()
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {storage_path: runs, name: x}\n")
+    with pytest.raises(UsageError, match="MLX_STORAGE or cfg.storage_path is empty"):
+        loading._chosen_run(conf, [])
+    assert list(tmp_path.iterdir()) == [conf]
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\tb", "a\x1b[2J", "a\u202eb", " a", "a ", "", ".a", "a/b", "a?b", "a#b", "\ud800"]
+)
+def test_what_cannot_name_an_experiment_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cfg\.name is .*, which cannot name a folder") as error:
+        claim_run(str(tmp_path), name)
+    assert "\n" not in str(error.value)
+    if name and "/" not in name:
+        with pytest.raises(ConfigError, match=r"cfg\.path is .*; it must be a folder below the storage"):
+            place_of(DataConfig(name=name))
+    assert list(tmp_path.iterdir()) == []
