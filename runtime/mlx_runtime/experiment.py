@@ -1,6 +1,7 @@
 """`BaseModule`: what an experiment inherits, and everything that user code calls while it trains."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -958,6 +959,12 @@ class BaseModule:
         """Give numbers to the trackers, and to the driver if it wants them."""
         run = self._running()
         self._begin_record()
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad and "not finite" not in run.said:
+            run.said.add("not finite")  # from here on most numbers are not
+            what = f"{', '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
+            best = f"; no checkpoint is the best while {self.cfg.monitor} is nan" if self.cfg.monitor in bad else ""
+            run.send("warning", text=f"{what}{best}. cfg.stop_on_nan=true ends a run at the first such gradient")
         if run.tracking is not None:
             report = run.tracking.report(values, step=step, epoch=epoch)
             if run.forwarded:

@@ -173,6 +173,15 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     return replace(config, run=run, claimed=claimed, origin=origin, checkpoint=checkpoint)
 
 
+def check(experiment: type, overrides: Sequence[str] = (), path: Path = CONF) -> None:
+    """Refuse what a run with these overrides of Hydra would refuse, running no code that conf.yaml names.
+
+    Raises:
+        ConfigError: with one line per problem.
+    """
+    _load(experiment, overrides, path, look=True)
+
+
 def _load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool) -> Config:
     tree, kept, problems = _read(path, overrides)
     wanted = groups(experiment)

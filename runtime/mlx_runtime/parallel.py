@@ -1,7 +1,9 @@
 """What one worker knows of its group: rank, device, seeds, and models in and out of their DDP wrapper."""
 
 import contextlib
+import dis
 import random
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +28,10 @@ _RAY_LOST = (
     ray.exceptions.WorkerCrashedError,
     ray.exceptions.NodeDiedError,
 )
+
+
+_GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
+"""What errors of gloo's connections begin with: the position in its source."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +189,23 @@ def preempted() -> bool:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone."""
+    """Whether an error only means that another worker is gone.
+
+    Gloo raises plain RuntimeErrors from C++, which begin with a position in its source. Any other RuntimeError, about a
+    server that refuses connections for example, is an error of the user's code.
+    """
     if isinstance(error, (torch.distributed.DistError, *_RAY_LOST)):
         return True
-    gone = ("connection closed by peer", "connection reset by peer", "connection refused", "gloo/transport")
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in gone)
+    return type(error) is RuntimeError and _GLOO.match(str(error)) is not None and not _raised_in_python(error)
+
+
+def _raised_in_python(error: BaseException) -> bool:
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None:
+        return False  # it came from another process, which has kept its traceback
+    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def unwrapped(model: Any) -> Any:

@@ -9,6 +9,7 @@ its sender:
     report      step, epoch, values, facts: sent only when a callback wants it
     checkpoint  epoch, finished, step, path, metrics
     notice      text, once: True when several workers may say the same
+    warning     text, which a quiet display shows too
     output      text, to_stderr: lines that a worker of the local engine has printed
     hello       a worker is connected
     hang        no step for long: epoch, stage, step, at, waits_in, seconds
@@ -297,6 +298,8 @@ class Display:
     def handle(self, event: Event) -> None:
         if self._copy is not None:
             self._copy.handle(event)
+        if event["kind"] == "warning":
+            self._line(f"warning   {event['text']}")
         if self._quiet:
             return
         if event["kind"] == "step":

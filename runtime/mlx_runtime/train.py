@@ -45,7 +45,7 @@ def bind(*, check: bool = False, diff: bool = False) -> list[str]:
 
 
 def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
-    """The config that a run would have, each changed value with where it came from.
+    """The config that a run would have, checked as a run checks it, each changed value with where it came from.
 
     Args:
         arguments: Hydra overrides, before them perhaps a key to show only that part.
@@ -53,15 +53,17 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
 
     Raises:
         UsageError: this is no experiment, or the key does not exist.
-        ConfigError: conf.yaml or an override cannot be read.
+        ConfigError: with one line per problem.
     """
     folder = experiment_folder()
-    from mlx_runtime import origins
+    from mlx_runtime import loading, origins
     from mlx_runtime.nodes import Description
 
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
     overrides = arguments[len(keys) :]
-    defaults = Description(experiment_class(folder)).tree
+    experiment = experiment_class(folder)
+    loading.check(experiment, overrides)
+    defaults = Description(experiment).tree
     return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
 

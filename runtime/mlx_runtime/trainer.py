@@ -675,9 +675,10 @@ class _Progress:
         if (written := list(secret_keys(self.config.unresolved))) and not self.config.fast:
             self.display.print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
             self.display.print("          to keep a secret out of it: ${oc.env:NAME}, a variable of the environment")
-        if cfg.use_gpu is None and 0 < cluster.gpus < cfg.start_workers:
-            hint = f"cfg.start_workers={cluster.gpus:g} would use {'it' if cluster.gpus == 1 else 'them'}"
-            self.display.print(f"          on CPUs: {cluster.gpus:g} GPU for {cfg.start_workers} workers; {hint}")
+        if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
+            found = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)} for {cfg.start_workers} workers"
+            cure = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false chooses CPUs"
+            self.display.print(f"warning   training on CPUs, with {found}. {cure}", always=True)
         cores = os.cpu_count() or 1
         here = cluster.engine == "local" or cluster.embedded
         if here and cfg.start_workers * cfg.cpus_per_worker > cores:

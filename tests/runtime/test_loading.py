@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +15,7 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.binding import bind
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.loading import build, build_optimizers, load_config
+from mlx_runtime.loading import build, build_optimizers, check, load_config
 from mlx_runtime.nodes import Description
 
 pytestmark = pytest.mark.pure
@@ -368,3 +369,34 @@ class TestSettingsThatInheritNothing:
             load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
         lines = str(caught.value).splitlines()[1:]
         assert [line.split()[0].rstrip(":") for line in lines] == ["cfg.pace", "cfg.nope", "cfg.seed"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cfg.nope=1"],
+        ["models.net.width=wide"],
+        ["models.net.kind=c"],
+        ["+models.net.depth=3"],
+        ["cfg.num_epochs=-1"],
+        ["cfg.start_workers=2", "cfg.min_workers=3"],
+        ["cfg.gradient_clip=0"],
+        ["models.net._target_=torch.optim.Adamm"],
+        ["models.net._target_=nowhere.Net"],
+        ["models.net=???"],
+        ["cfg.trackers.tensorboard=${nowhere}"],
+        ["~models.net"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_show_says_what_a_run_says(conf: Path, overrides: list[str]) -> None:
+    def said(use: Callable[[type, Sequence[str], Path], object]) -> str:
+        try:
+            use(Experiment, overrides, conf)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert said(check) == said(load_config)
+    assert bool(said(check)) == bool(overrides)

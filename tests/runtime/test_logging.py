@@ -141,6 +141,23 @@ def test_a_gradient_that_is_not_finite_ends_the_run_by_layer_and_step(mlx: Mlx, 
     assert done.stderr.startswith("error: the gradient of net is not finite at step 4 (cfg.stop_on_nan)")
 
 
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["loud", "quiet"])
+def test_the_first_number_that_is_not_finite_is_a_warning_however_quiet(
+    mlx: Mlx, experiment: Make, quiet: tuple[str, ...]
+) -> None:
+    folder = experiment("logging")
+    monitored = ("cfg.monitor=train/mse", "cfg.log_every_steps=1")
+    done = mlx(folder, "train", "run", *quiet, "cfg.start_workers=0", "cfg.fault=explodes", *monitored)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
+    assert warning == (
+        "warning   train/mse is not finite at step 5 of epoch 1; no checkpoint is the best while train/mse is nan. "
+        "cfg.stop_on_nan=true ends a run at the first such gradient"
+    )
+    log = next((folder / "runs").glob("logging/run_001/logs/driver*"))
+    assert log.read_text().count("warning ") == 1
+
+
 def test_a_tracker_can_be_taken_out(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("logging")
     done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.num_epochs=1", "~cfg.trackers.tensorboard")

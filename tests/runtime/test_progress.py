@@ -8,12 +8,19 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from mlx_runtime import progress
+from mlx_runtime import progress, registry
+from mlx_runtime.callbacks import Listeners
+from mlx_runtime.cluster import Cluster
+from mlx_runtime.config import TrainConfig
+from mlx_runtime.layout import run_folder
+from mlx_runtime.loading import Config
 from mlx_runtime.progress import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
+from mlx_runtime.trainer import _Progress
 
 pytestmark = pytest.mark.pure
 
@@ -150,3 +157,38 @@ class TestTerminal:
         copy = io.StringIO()
         assert on_a_terminal(draw, copy=copy, epochs=5, quiet=True) == "folder    /runs/run_001\r\n"
         assert "4 s left" in copy.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "use_gpu", "asked", "warned"),
+    [
+        (1, False, None, True),
+        (3, False, None, True),
+        (4, True, None, False),
+        (0, False, None, False),
+        (1, False, False, False),
+    ],
+)
+def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
+    tmp_path: Path, gpus: int, use_gpu: bool, asked: bool | None, warned: bool
+) -> None:
+    cfg = TrainConfig(start_workers=4, use_gpu=asked)
+    screen, copy = io.StringIO(), io.StringIO()
+    folder = run_folder(str(tmp_path), "x", "run_001")
+    folder.path.mkdir(parents=True)
+    record = registry.Record(folder)
+    display = Display(screen, copy, quiet=True)
+    progress = _Progress(record, display, Config({}, cfg), Listeners({}, "callbacks", print))
+    progress.start_lines(Cluster("on 8 cores", False, "", 8, gpus, "local", use_gpu=use_gpu), cast(Any, Unremarkable))
+    for text in (screen.getvalue(), copy.getvalue()):
+        assert text.count("warning   training on CPUs, with ") == warned
+    if warned:
+        assert (
+            f"{gpus} GPU{'s' * (gpus > 1)} for 4 workers. cfg.start_workers={gpus} trains on GPUs" in screen.getvalue()
+        )
+
+
+class Unremarkable:
+    """An engine."""
+
+    notice = None
