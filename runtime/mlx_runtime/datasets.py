@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset
@@ -301,6 +301,13 @@ class Loader:
     def __len__(self) -> int:
         """Steps in a whole pass, the same on every worker."""
         return self._whole_pass().steps
+
+    def __getitem__(self, name: Any) -> NoReturn:
+        raise DatasetError(
+            f"this is the loader of datasets.{self.shard.name} and not a batch, so it has no {name!r}. "
+            "generate_loaders returns a list: write (loader,) = self.generate_loaders(dataset_shards), or "
+            f"loader = self.generate_loaders(dataset_shards.{self.shard.name})"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         plan, skip, epoch = self._begin()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from mlx_runtime import checkpoints, parallel, resuming
 from mlx_runtime.accumulation import Accumulation
 from mlx_runtime.checkpoints import Checkpoints, Saver, State
-from mlx_runtime.datasets import DatasetShards, Loader, trains
+from mlx_runtime.datasets import DatasetShard, DatasetShards, Loader, trains
 from mlx_runtime.errors import MlxError, near
 from mlx_runtime.gradients import Gradients
 from mlx_runtime.layout import RunFolder
@@ -243,14 +243,26 @@ class BaseModule:
 
     # -- what the user calls --
 
-    def generate_loaders(self, dataset_shards: DatasetShards) -> list[Loader]:
+    @overload
+    def generate_loaders(self, dataset_shards: DatasetShards) -> list[Loader]: ...
+
+    @overload
+    def generate_loaders(self, dataset_shards: DatasetShard) -> Loader: ...
+
+    def generate_loaders(self, dataset_shards: DatasetShards | DatasetShard) -> list[Loader] | Loader:
         """One loader per dataset, in the order of `Datasets`. Every worker must call this.
+
+        With a single dataset unpack the list, `(train,) = self.generate_loaders(dataset_shards)`, or ask for that one
+        loader, `train = self.generate_loaders(dataset_shards.train)`.
 
         A dataset is made when its loader is first read or asked for its length, so one that is not used costs nothing.
 
         Returns:
-            Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps.
+            Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps. What
+            is not a tensor, like a list of strings, stays on the host.
         """
+        if isinstance(dataset_shards, DatasetShard):
+            return dataset_shards.iter_torch_batches()
         return [shard.iter_torch_batches() for shard in dataset_shards]
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:

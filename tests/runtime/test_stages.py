@@ -9,6 +9,7 @@ from torchmetrics import CatMetric, MeanMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.datasets import DatasetShard, DatasetShards
+from mlx_runtime.errors import DatasetError
 from mlx_runtime.experiment import WorkerRun
 from mlx_runtime.layout import RunFolder
 from mlx_runtime.parallel import Worker
@@ -54,6 +55,17 @@ def loop(tmp_path):
         return module._run.stage.name, module.global_step
 
     return SimpleNamespace(**loaders, log=log, module=module, shards=shards)
+
+
+def test_a_single_loader_is_unpacked_or_asked_for(loop) -> None:
+    only = DatasetShards({"val": loop.shards.val})
+    (unpacked,) = loop.module.generate_loaders(only)
+    for loader in (unpacked, loop.module.generate_loaders(loop.shards.val)):
+        assert [loop.log() for batch in loader if batch["x"].shape] == [("val", 0)] * 2
+        assert len(loader) == 2
+    cure = r"or loader = self.generate_loaders\(dataset_shards.val\)"
+    with pytest.raises(DatasetError, match=rf"this is the loader of datasets.val and not a batch, .* {cure}"):
+        [batch["x"] for batch in loop.module.generate_loaders(only)]
 
 
 def test_one_after_the_other(loop) -> None:
