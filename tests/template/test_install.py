@@ -18,7 +18,9 @@ from test_generate import files
 from test_template import make
 
 sys.path.insert(0, str(ROOT / "docs"))
+sys.path.insert(0, str(ROOT / "tests" / "runtime"))
 import readme
+import zoo_libraries
 
 pytestmark = pytest.mark.install
 
@@ -141,3 +143,14 @@ def test_the_wheel_carries_the_templates_and_works_without_this_repository(
     assert done.returncode == 0, done.stderr
     assert files(tmp_path / "beta") == wanted
     assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
+
+
+@pytest.mark.timeout(600)
+def test_what_transformers_makes_can_be_a_default(tmp_path: Path) -> None:
+    """Kept out of the environment of the tests, because TorchMetrics imports transformers wherever it is installed."""
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers"], check=True)
+    code = "import sys; sys.path.append(sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    chosen = ["-q", "tests/runtime/test_zoo.py", "-k", "transformers or tokenizers"]
+    done = subprocess.run([sys.executable, "-c", code, tmp_path, *chosen], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(zoo_libraries.TRANSFORMERS)} passed" in done.stdout
