@@ -178,7 +178,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
     folder.path.mkdir(parents=True)
     record = registry.Record(folder)
     display = Display(screen, copy, quiet=True)
-    progress = _Progress(record, display, Config({}, cfg), Listeners({}, "callbacks", print))
+    progress = _Progress(record, display, Config({}, {}, cfg), Listeners({}, "callbacks", print))
     progress.start_lines(Cluster("on 8 cores", False, "", 8, gpus, "local", use_gpu=use_gpu), cast(Any, Unremarkable))
     for text in (screen.getvalue(), copy.getvalue()):
         assert text.count("warning   training on CPUs, with ") == warned
