@@ -195,6 +195,9 @@ def _built(job: Job, worker: Worker, stack: contextlib.ExitStack) -> tuple[dict[
     """All groups as live objects, and the experiment made of them."""
     cls = object_at(job.experiment)
     cfg = build_cfg(job.tree["cfg"])
+    if cfg.use_gpu and worker.device.type == "cpu":
+        cure = "mlx doctor shows what torch finds; cfg.use_gpu=null takes what there is"
+        raise ConfigError(f"cfg.use_gpu=true, but rank {worker.rank} has no GPU that torch can use; {cure}")
     if cfg.deterministic:
         stack.enter_context(_deterministic())
     groups = _build_groups(job.tree, cfg, worker)

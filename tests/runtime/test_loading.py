@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from mlx_runtime.binding import bind
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.loading import build, build_optimizers, check, load_config
 from mlx_runtime.nodes import Description
+from mlx_runtime.parallel import Worker
+from mlx_runtime.training import _built
 
 pytestmark = pytest.mark.pure
 
@@ -400,3 +403,12 @@ def test_show_says_what_a_run_says(conf: Path, overrides: list[str]) -> None:
 
     assert said(check) == said(load_config)
     assert bool(said(check)) == bool(overrides)
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, asked: bool | None) -> None:
+    tree = load_config(Experiment, path=conf).tree
+    job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree | {"cfg": tree["cfg"] | {"use_gpu": asked}})
+    refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
+    with contextlib.ExitStack() as stack, refused if asked else contextlib.nullcontext():
+        _built(cast(Any, job), Worker(0, 1, torch.device("cpu")), stack)
