@@ -453,10 +453,14 @@ class RemoteReaders:
     @staticmethod
     def _received(name: str, reference: Any) -> Batch:
         try:
-            arrays = ray.get(reference)
+            return batch_of(ray.get(reference))
         except ray.exceptions.RayError as error:
             raise told(error, f"datasets.{name} cannot be read") from error
-        return {
-            key: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)) if dtype else array
-            for key, (dtype, array) in arrays.items()
-        }
+
+
+def batch_of(arrays: Mapping[str, tuple[str | None, Any]]) -> Batch:
+    """The batch that a `SampleActor` has read."""
+    return {
+        key: torch.from_numpy(np.array(array)).view(getattr(torch, dtype)) if dtype else array
+        for key, (dtype, array) in arrays.items()
+    }

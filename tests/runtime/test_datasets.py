@@ -1,5 +1,7 @@
 """Loaders of every kind: what they give, where they stand, and what they refuse."""
 
+import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,11 +10,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from mlx_runtime import reading as reading_module
 from mlx_runtime.datasets import DatasetShard, Loader, Reading, check
 from mlx_runtime.errors import ConfigError, DatasetError
 from mlx_runtime.parallel import Worker
 from mlx_runtime.prepared import PreparedSet
 from mlx_runtime.reading import move_tensors
+from mlx_runtime.streaming import SampleActor, batch_of
 
 pytestmark = pytest.mark.pure
 
@@ -356,6 +360,16 @@ def test_what_is_no_number_is_passed_through(dataset: Dataset, reading: Reading)
         assert batch["tokens"] == [list(range(row)) for row in rows]
         assert batch["pairs"] == [[row, row] for row in rows]  # a list whatever the lengths are
         assert (batch["note"], batch["nothing"]) == ("as it is", None)
+
+
+def test_so_it_is_by_processes_elsewhere() -> None:
+    actor = SampleActor({"val": {"_target_": f"{__name__}.Mixed", "rows": 6}}, 0, Path("/nowhere"))
+    batch = batch_of(pickle.loads(pickle.dumps(actor.read("val", reading_module.Rows([2, 5])))))
+    assert (batch["x"].tolist(), batch["text"], batch["tokens"]) == (
+        [2, 5],
+        ("row 2", "row 5"),
+        [[0, 1], [0, 1, 2, 3, 4]],
+    )
 
 
 def test_only_tensors_go_to_the_device() -> None:
