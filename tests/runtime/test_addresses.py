@@ -133,8 +133,8 @@ def test_an_address_in_a_record_gets_no_token(
     monkeypatch.setattr(xp, "STOP_S", 0.1)
     printed: list[str] = []
     assert [row.status for row in listing.rows()] == ["RUNNING"]
-    xp.logs("digits", "latest", printed.append)
-    xp.logs("digits", "latest", printed.append, tail=1)
+    xp.logs("digits", "latest", printed.append, follow=False)
+    xp.logs("digits", "latest", printed.append, follow=False, tail=1)
     with pytest.raises(Exception, match="still RUNNING"):
         xp.stop("digits", "latest")
     assert server.sent
