@@ -270,6 +270,13 @@ def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
         sys.breakpointhook = before
 
 
+class _Screen(Console):
+    """A console that raises when nobody reads any more; rich would exit with nothing but `1` to record."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 class Display:
     """Draws events: one bar per stage on a terminal, a few lines per epoch in a pipe, a table of epochs.
 
@@ -288,7 +295,7 @@ class Display:
         self._time_left = TimeLeft(epochs)
         self._table = EpochTable()
         self._said: set[str] = set()
-        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._console = _Screen(file=stream, highlight=False, soft_wrap=True)
         self._draws_bars = self._console.is_terminal
         self._bar: Progress | None = None
         self._task: TaskID | None = None

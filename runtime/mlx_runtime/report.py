@@ -32,6 +32,9 @@ PAGES = Path(__file__).parent / "pages"
 REPORT = "report.html"
 """Name of the page of a run, in its folder."""
 
+REPEATED = 100
+"""Characters of a text that may well be said of many runs."""
+
 LOG_LINES = 100
 
 POINTS = 2_000
@@ -97,6 +100,16 @@ def write(page: str, file: Path) -> None:
         raise UsageError(f"cannot write {file}: {error.strerror or error}; choose another file") from error
 
 
+def _finalized(value: Any) -> Any:
+    """A text without its secrets. Pages of many runs say the same short texts again and again."""
+    if type(value) is not str:
+        return value
+    return _redacted_once(value) if len(value) <= REPEATED else redacted(value)
+
+
+_redacted_once = functools.lru_cache(maxsize=1 << 16)(redacted)
+
+
 @functools.cache
 def _environment() -> "jinja2.Environment":
     import jinja2
@@ -107,7 +120,7 @@ def _environment() -> "jinja2.Environment":
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: redacted(value) if type(value) is str else value,
+        finalize=_finalized,
     )
     environment.filters["number"] = number
     return environment

@@ -143,6 +143,14 @@ class TestPipe:
         table = ["      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
         assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", *table]
 
+    def test_one_that_nobody_reads_says_so(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering=1) as stream:
+            with pytest.raises(BrokenPipeError):
+                Display(stream).print("text")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for what is still in its buffer
+
 
 class TestTerminal:
     def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
