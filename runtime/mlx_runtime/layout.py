@@ -312,7 +312,7 @@ def storage_root(storage_path: str) -> str:
         UsageError: it is empty, or the URI holds a key, which every record and dashboard would show.
     """
     if not storage_path.strip():
-        raise UsageError("the storage has no name: MLX_STORAGE or cfg.storage_path is empty; name a folder or a URI")
+        raise UsageError("cfg.storage_path is empty; name a folder or a URI")
     if is_uri(storage_path) and re.search(r"://[^/?]+@|(access_key|secret_key|session_token)=", storage_path):
         raise UsageError(
             "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "

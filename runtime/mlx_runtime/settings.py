@@ -37,7 +37,7 @@ class Settings:
     """What the environment says.
 
     Attributes:
-        storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml; empty is refused where it is used.
+        storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml; empty counts as not set.
         verbose: `MLX_VERBOSE=1`, show what Ray prints.
         quiet: `MLX_QUIET=1`, print of a run only its folder and how it ended.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
@@ -58,7 +58,7 @@ class Settings:
     def read(cls) -> "Settings":
         job = os.environ.get("MLX_JOB")
         return cls(
-            storage=os.environ.get("MLX_STORAGE"),
+            storage=os.environ.get("MLX_STORAGE", "").strip() or None,  # Makefiles export variables that nobody has set
             verbose=_on("MLX_VERBOSE"),
             quiet=_on("MLX_QUIET"),
             debug=_on("MLX_DEBUG"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime import DataConfig, checkpoints, data, loading, xp
+from mlx_runtime import DataConfig, checkpoints, loading, xp
 from mlx_runtime.contents import place_in
 from mlx_runtime.datajob import place_of
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
@@ -172,16 +172,18 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
 def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be the working directory."""
-    monkeypatch.setenv("MLX_STORAGE", empty)
+    """It would be the working directory. An empty variable is one that is not set."""
     monkeypatch.chdir(tmp_path)
-    for look in (xp.storage, data.prepared_store, lambda: storage_root(empty)):
-        with pytest.raises(UsageError, match="MLX_STORAGE or cfg.storage_path is empty"):
-            look()
+    monkeypatch.setenv("MLX_STORAGE", empty)
+    with pytest.raises(UsageError, match="which storage"):
+        xp.storage()
     conf = tmp_path / "conf.yaml"
     conf.write_text("cfg: {storage_path: runs, name: x}\n")
-    with pytest.raises(UsageError, match="MLX_STORAGE or cfg.storage_path is empty"):
-        loading._chosen_run(conf, [])
+    assert loading.composed(conf, [])["cfg"]["storage_path"] == "runs"
+    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+        storage_root(empty)
+    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+        loading._chosen_run(conf, [loading.storage_override(empty)])
     assert list(tmp_path.iterdir()) == [conf]
 
 
