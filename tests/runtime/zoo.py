@@ -197,6 +197,13 @@ class Arrays:
         self.refs = [weakref.ref(self)]
 
 
+class Pointing:
+    """Holds nothing but a reference to something else."""
+
+    def __init__(self, width: int = 1):
+        self.target = weakref.ref(NARROW)
+
+
 class Drawn:
     """Differs by chance from any other."""
 
@@ -713,6 +720,10 @@ CHANGED_ARRAY.by_key[frozenset({"a"})][0] = 5
 CHANGED_DRAWN = Drawn(1)
 CHANGED_DRAWN.width = 2
 
+NARROW, WIDE = Base(1), Base(2)
+CHANGED_REFERENCE = Pointing()
+CHANGED_REFERENCE.target = weakref.ref(WIDE)
+
 USED = random.Random(3)
 USED.random()
 
@@ -743,6 +754,10 @@ class RefuseChangedArray:
 
 class RefuseChangedDrawn:
     def __init__(self, it: Drawn = CHANGED_DRAWN): ...
+
+
+class RefuseChangedReference:
+    def __init__(self, it: Pointing = CHANGED_REFERENCE): ...
 
 
 class RefuseUsedRandom:
