@@ -242,7 +242,7 @@ def _measure_folder(path: str, found: Survey, depth: int, limit: int) -> None:
                 shown += [Entry(name, kind, size, int(kind == "file")) for name, kind, size in largest]
                 rest = sum(size for _, _, size in files) - sum(size for _, _, size in largest)
                 above[-1].more = (len(files) - len(largest), rest)
-            _remember(found, relative, marks | {name for name in folders if name.startswith(ATTEMPT)})
+            _remember(found, relative, marks)
             for name in folders:
                 below = f"{relative}/{name}" if relative else name
                 chain = above
@@ -317,13 +317,11 @@ def _measure_objects(storage: Storage, place: Place, found: Survey, depth: int) 
             above[-1].children.append(Entry(parts[-1], "file", info.size or 0, 1))
         if _is_mark(parts[-1], (info.mtime_ns or 0) / 1e9):
             _remember(found, "/".join(parts[:-1]), {parts[-1]})
-        if len(parts) > 1 and parts[-2].startswith(ATTEMPT):
-            _remember(found, "/".join(parts[:-2]), {parts[-2]})
 
 
 def _is_mark(name: str, changed_s: float) -> bool:
     """Whether a file says what its folder is."""
-    return name in (RUN, RECORD) or is_read_mark(name, changed_s)
+    return name in (RUN, RECORD) or name.startswith(ATTEMPT) or is_read_mark(name, changed_s)
 
 
 def _remember(found: Survey, relative: str, marks: set[str]) -> None:

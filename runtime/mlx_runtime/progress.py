@@ -134,7 +134,7 @@ class Remote:
                 self._connection = None
 
     def _listen(self, connection: "Connection[Any, Any]") -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed while this thread waits
             while True:
                 question = connection.recv_bytes()
                 if question == STOP:
