@@ -132,7 +132,7 @@ def stop(name: str, run: str) -> str:
     title = f"{folder.experiment} {folder.name}"
     record = registry.recorded(folder)
     status = registry.status_of(record, _job_status(record))
-    if status not in registry.LIVING:
+    if status not in registry.LIVING and not registry.resuming(folder, record):
         raise UsageError(f"{title} is {status}; there is nothing to stop")
     if status == "PENDING" and (jobs := _jobs(record)) is not None:
         jobs.stop(record["job"]["id"])
@@ -141,7 +141,7 @@ def stop(name: str, run: str) -> str:
         return f"{title} is STOPPED, before it began"
     folder.ask_to_stop()
     until = time.monotonic() + STOP_S
-    while status in registry.LIVING:
+    while status in registry.LIVING or registry.resuming(folder, record):
         if time.monotonic() > until:
             if (jobs := _jobs(record)) is None:
                 raise MlxError(

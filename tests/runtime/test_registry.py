@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime import registry
+from mlx_runtime import registry, xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.layout import RunFolder, claim_run, run_folder
 from mlx_runtime.removal import doomed
@@ -134,6 +134,19 @@ class TestOneDriver:
         record.update(status="FAILED")
         assert run.record.read_bytes() == before
         assert registry.take_over(run) == 3
+
+    def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
+        registry.Record(run, status="SUCCEEDED", attempt=1)
+        number = registry.take_over(run)
+        record = registry.Record(run, registry.recorded(run), held=True, status="RUNNING", attempt=number)
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(xp.stop, str(run.path), "latest")
+            while not run.asked_to_stop() and not stopped.done():
+                time.sleep(0.01)
+            record.withdraw()
+            assert stopped.result() == "digits run_001 is SUCCEEDED"
+        with pytest.raises(UsageError, match="digits run_001 is SUCCEEDED; there is nothing to stop"):
+            xp.stop(str(run.path), "latest")
 
     def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
         registry.Record(run, status="SUCCEEDED", attempt=1)
