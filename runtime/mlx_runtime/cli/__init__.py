@@ -101,7 +101,7 @@ def main() -> None:
         # in a pipe, too, lines come when they are said; what a terminal cannot show is no reason to fail
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
-    with clean_exit():
+    with clean_exit(debug="--debug" in sys.argv):  # what a command with this option lets through
         if blind:
             raise UsageError("standard output is closed, and printing is all that this command does")
         try:
