@@ -99,8 +99,8 @@ def secrets(config: "Config") -> Check:
     sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # also what comes from the environment here
     written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
     for item in config.overrides:
-        name = item.partition("=")[0]
-        if redacted_override(item) != item and name not in written:
+        name = item.partition("=")[0].lstrip("+")
+        if redacted_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
             written.append(name)
     if written:
         cure = "Set it in the environment of the nodes, and name it: cfg.secrets=[NAME], and ${oc.env:NAME} as value"
