@@ -262,8 +262,8 @@ class BaseModule:
             is not a tensor, like a list of strings, stays on the host.
         """
         if isinstance(dataset_shards, DatasetShard):
-            return dataset_shards.iter_torch_batches()
-        return [shard.iter_torch_batches() for shard in dataset_shards]
+            return self._watched(dataset_shards.iter_torch_batches())
+        return [self._watched(shard.iter_torch_batches()) for shard in dataset_shards]
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """`loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` want it. Every worker must call this.

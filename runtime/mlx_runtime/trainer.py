@@ -22,6 +22,7 @@ from mlx_runtime.control import Control, Terminated
 from mlx_runtime.datasets import Reading
 from mlx_runtime.declarations import Declaration, declaring
 from mlx_runtime.engines import Engine, local
+from mlx_runtime.engines.processes import held_signals
 from mlx_runtime.errors import (
     ConfigError,
     HangError,
@@ -98,12 +99,13 @@ def fit(experiment: type[BaseModule], config: Config, cluster: Cluster) -> Resul
         reading = _reading(config, cluster)
         if not config.kept:
             config = stack.enter_context(_nowhere(config))
-        record, attempt = _claimed(config, cluster)
+        held = stack.enter_context(contextlib.ExitStack())
+        record, attempt = _claimed(config, cluster, held)
         log = stack.enter_context(Log(record.folder))
         if attempt > 1:
             log.write(f"\n--- {registry.now()}: attempt {attempt}\n")
         try:
-            return _fit(experiment, config, cluster, engine, reading, record, attempt, log)
+            return _fit(experiment, config, cluster, engine, reading, record, attempt, log, held)
         except BaseException as error:
             log.write(f"error: {message_of(error)}\n")
             raise
@@ -175,14 +177,16 @@ def _fit(
     record: registry.Record,
     attempt: int,
     log: Log,
+    held: contextlib.ExitStack,
 ) -> Result:
-    """Train the run that was claimed."""
+    """Train the run that was claimed; `held` has signals that wait until somebody records how it ends."""
     cfg, folder = config.cfg, record.folder
     display = _display(config, log)
     progress = _Progress(record, display, config, Listeners(cfg.callbacks, "callbacks", display.print))
     control = Control(folder, attempt)
     in_use = _InUse()
     with _recorded_end(progress, control), control, in_use, record.alive(in_use.refresh):
+        held.close()
         if not record.held:
             progress.begin()
         if cluster.engine == "in_process":
@@ -221,8 +225,13 @@ def _fit(
     return result
 
 
-def _claimed(config: Config, cluster: Cluster) -> tuple[registry.Record, int]:
+def _claimed(config: Config, cluster: Cluster, held: contextlib.ExitStack) -> tuple[registry.Record, int]:
     """The record of the run, new or taken over, and the number of this attempt at it.
+
+    Args:
+        config: of the run.
+        cluster: that it trains on.
+        held: gets to hold back Ctrl-C and SIGTERM from the moment when the record says that the run is alive.
 
     Raises:
         UsageError: another driver trains it.
@@ -255,6 +264,7 @@ def _claimed(config: Config, cluster: Cluster) -> tuple[registry.Record, int]:
             before = before.get(registry.REPLACED) or before
             facts |= {"attempts": registry.attempts(before), "job": None}
     before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    held.enter_context(held_signals())
     return registry.Record(folder, before, held=config.run is not None, **facts, attempt=attempt), attempt
 
 
