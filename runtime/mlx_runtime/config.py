@@ -28,7 +28,7 @@ class TrainConfig:
         min_workers: with so many workers the run still goes on when nodes are lost; None means `start_workers`.
         max_workers: up to so many workers join when the cluster has room; None means `start_workers`.
         keep_global_batch: with fewer workers than `start_workers`, gradients of several steps are accumulated, so that
-            each update sees as many rows as before.
+            each update sees as many rows as before; for loops that call `self.backward` and `self.optimizer_step`.
         max_failures: how often lost workers are replaced before the run fails; -1 means always.
         hang_timeout_s: seconds without a step after which workers that wait for each other are told about, and the run
             fails.

@@ -619,12 +619,8 @@ class BaseModule:
             run.stepping.settle()
             if loader.accumulate > 1:
                 run.accumulation.over(loader.given, loader.given + steps - number, loader.accumulate)
-                groups = (self.models, self.optimizers, self.tools, self._group("own"))
-                items = [item for group in groups for item in checkpoints.members(group).values()]
-                if self.cfg.accumulate_grad_batches > 1:
-                    share_gradients(items, now=run.accumulation.last)
-                else:
-                    run.accumulation.patch(items)
+                own = checkpoints.members(self._group("own"))
+                share_gradients([*checkpoints.members(self.models).values(), *own.values()], now=run.accumulation.last)
             run.global_step += run.accumulation.first
             run.counted = loader
             every = self.cfg.checkpoint_every_steps
@@ -640,7 +636,9 @@ class BaseModule:
         """An optimizer is about to make a step."""
         if self._run is None:
             return
-        self._run.stepping.refuse_plain_step(accumulates=self.cfg.accumulate_grad_batches > 1)
+        settings = {"cfg.accumulate_grad_batches": self.cfg.accumulate_grad_batches > 1}
+        settings["cfg.keep_global_batch"] = self.cfg.keep_global_batch
+        self._run.stepping.refuse_plain_step(next((name for name, is_on in settings.items() if is_on), None))
         if self.cfg.gradient_clip is not None and not self._run.stepping.inside:
             text = "cfg.gradient_clip is for self.optimizer_step(); optimizer.step() takes gradients as they are"
             self._run.send_once("notice", text=text)

@@ -91,21 +91,26 @@ class Stepping:
             self.scaler.update()
             self._unsettled = False
 
-    def refuse_plain_step(self, *, accumulates: bool) -> None:
+    def refuse_plain_step(self, accumulates: str | None) -> None:
         """An optimizer is about to step.
 
         Args:
-            accumulates: whether nothing but `step` keeps optimizers from stepping between two updates.
+            accumulates: the setting that lets several steps make an update, also if this run has not needed it yet.
 
         Raises:
             MlxError: the loop calls it by itself, with gradients that are not what it takes them for.
         """
         if self.inside:
             return
-        if not self.accumulation.last and (accumulates or self.accumulation.in_place):
+        if accumulates and not self.accumulation.in_place:
+            raise MlxError(
+                f"{accumulates} needs self.backward(loss) and self.optimizer_step(); call these instead of "
+                "loss.backward() and optimizer.step()"
+            )
+        if not self.accumulation.last:
             raise MlxError(
                 f"optimizer.step() came in the middle of an update of {self.accumulation.steps} steps, where each "
-                "worker has other gradients; call self.backward(loss) and self.optimizer_step() instead"
+                "worker has other gradients; call self.optimizer_step() instead"
             )
         if self.scaler is not None and self.accumulation.in_place:
             raise MlxError(

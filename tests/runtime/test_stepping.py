@@ -128,9 +128,9 @@ class TestUpdates:
             sgd.zero_grad()
         assert same(parts.models.net, net, atol=1e-6)
 
-    def test_a_small_group_that_keeps_its_global_batch_needs_no_other_loop(self, begin: Begin) -> None:
-        """Four workers were wanted, one is there: optimizers are patched then, and step as they are all the same."""
-        parts, whole = begin(gradient_clip=0.1), begin(gradient_clip=0.1)
+    def test_a_small_group_keeps_its_global_batch(self, begin: Begin) -> None:
+        """Four workers were wanted, and one is there."""
+        parts, whole = begin(gradient_clip=0.1, keep_global_batch=True), begin(gradient_clip=0.1)
         loader = loader_of(parts, batch_size=2, wanted_workers=4)
         assert (loader.batch_size, loader.accumulate) == (2, 4)
         done = [step(parts, batch) for batch in loader]
@@ -217,8 +217,17 @@ class TestErrors:
     def test_a_plain_step_between_two_updates(self, begin: Begin) -> None:
         module = begin(accumulate_grad_batches=4)
         batch = next(iter(loader_of(module, batch_size=2)))
+        module.backward(module.models.net(batch["x"]).sum())
+        with pytest.raises(MlxError, match=r"in the middle of an update of 4 steps.*call self.optimizer_step\(\)"):
+            module.optimizers.sgd.step()
+
+    @pytest.mark.parametrize("setting", [{"accumulate_grad_batches": 4}, {"keep_global_batch": True}])
+    def test_a_plain_loop_where_several_steps_may_make_an_update(self, begin: Begin, setting: dict[str, Any]) -> None:
+        """Also in a group that is whole: it would else fail when it has lost a worker."""
+        module = begin(**setting)
+        batch = next(iter(loader_of(module, batch_size=2)))
         module.models.net(batch["x"]).sum().backward()
-        with pytest.raises(MlxError, match=r"in the middle of an update of 4 steps.*call self.backward\(loss\) and"):
+        with pytest.raises(MlxError, match=rf"cfg.{next(iter(setting))} needs self.backward\(loss\) and"):
             module.optimizers.sgd.step()
 
     def test_a_plain_step_with_scaled_gradients(self, begin: Begin) -> None:
@@ -416,4 +425,4 @@ def test_a_plain_loop_is_told_what_to_call(mlx: Mlx, experiment: Callable[[str],
     folder = experiment("probe")
     done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.accumulate_grad_batches=4")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: optimizer.step() came in the middle of an update of 4 steps")
+    assert done.stderr.startswith("error: cfg.accumulate_grad_batches needs self.backward(loss) and")

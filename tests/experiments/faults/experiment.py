@@ -197,10 +197,15 @@ class Experiment(BaseModule):
         output = self.models.net(self.tools.noise(batch["x"]))
         target = batch["x"].sum(dim=1)
         loss = self.losses.mse(output, target)
-        loss.backward()
-        self.optimizers.adam.step()
-        self.optimizers.adam.zero_grad()
-        self.schedule.step()
+        if self.cfg.keep_global_batch:
+            self.backward(loss)
+            if self.optimizer_step():
+                self.schedule.step()
+        else:
+            loss.backward()
+            self.optimizers.adam.step()
+            self.optimizers.adam.zero_grad()
+            self.schedule.step()
         self.metrics.mean.update(output.detach())
         self.metrics.median.update(output.detach() - target)
         self.metrics.both.update(output.detach(), target)
