@@ -379,7 +379,7 @@ class BaseModule:
 
     def reset_all_metrics_and_losses(self) -> None:
         """Forget what metrics and losses have seen; call it before each pass."""
-        self._finish_own()
+        self._finish_passes()
         for group in (self.losses, self.metrics):
             for metric in checkpoints.members(group).values():
                 if isinstance(metric, Metric | MetricCollection):
@@ -400,7 +400,7 @@ class BaseModule:
         """
         run = self._running()
         run.beat()
-        self._finish_own()
+        self._finish_passes()
         self._log(metrics or {}, epoch)
         numbers = run.latest
         if self.cfg.monitor is not None and self.cfg.monitor not in numbers:
@@ -522,7 +522,8 @@ class BaseModule:
         run = self._running()
         self._begin_record()
         self._finish_own()
-        if not self._in_a_pass():
+        if not self._in_a_pass():  # else the run was stopped in the middle of one, which resumes
+            self._finish_passes()
             self._close_epoch()
         self._wait_for_checkpoint()
         return run.latest
@@ -573,7 +574,7 @@ class BaseModule:
         rates; resetting the metrics is right before a whole pass, and undone before the rest of one.
         """
         run = self._running()
-        self._finish_own()
+        self._finish_passes()
         if loader is run.counted or not self._in_a_pass():  # not beside or in the middle of a training pass
             run.stepping.forget(self._optimizers().values())
             run.accumulation.begin()
@@ -865,6 +866,13 @@ class BaseModule:
             after = run.stage is not None and run.stage.name == title
             run.own = Stage(title, training=not after and trains(title), steps=0)
         return run.own
+
+    def _finish_passes(self) -> None:
+        """Record what a pass that was left early has come to. Every worker must call this."""
+        self._finish_own()
+        stage = self._run.stage if self._run is not None else None
+        if stage is not None and stage.loader is not None and stage.said:
+            self._finish(stage)
 
     def _finish_own(self) -> None:
         """Record what a pass over a loader that the runtime does not know has come to. Every worker must call this."""

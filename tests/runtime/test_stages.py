@@ -171,6 +171,31 @@ class TestLoadersOfOnesOwn:
             loop.module.metrics.rows.update(value)
             loop.module.save_metrics_and_losses(number, 0, stage=stage)
 
+    @pytest.mark.parametrize("leave", ["break", "zip"])
+    @pytest.mark.parametrize("then", ["reset", "checkpoint", "pass", "end"])
+    def test_a_pass_that_is_left_early_is_recorded_by_what_comes_next(
+        self, loop, told, leave: str, then: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop.module.cfg.log_every_steps = 50
+        for number, _ in enumerate(zip(loop.extra, loop.val) if leave == "zip" else loop.extra):  # noqa: B905
+            loop.module.metrics.mean.update(1.0 + number)
+            loop.module.save_metrics_and_losses(number, 0)
+            if number == 1:
+                break
+        assert told == []
+        if then == "reset":
+            loop.module.reset_all_metrics_and_losses()
+        elif then == "checkpoint":
+            monkeypatch.setattr(loop.module, "_store", lambda *_, **__: None)
+            loop.module.save_checkpoint(epoch=0)
+        elif then == "pass":
+            next(iter(loop.train))
+        else:
+            loop.module._end()
+        assert [item for item in told if item[0]] == [({"extra/mean": 1.5}, 2)]
+        loop.module._finish_passes()
+        assert len([item for item in told if item[0]]) == 1
+
     def test_evaluation_after_training_is_recorded_once(self, loop, told) -> None:
         self.read(loop, [1.0, 2.0, 6.0], loader=loop.train)
         self.read(loop, [5.0, 7.0], stage="val")
