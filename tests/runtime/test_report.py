@@ -61,7 +61,7 @@ def run(tmp_path: Path) -> RunFolder:
     folder = claim_run(str(tmp_path / EVIL_NAME), f"digits{EVIL_NAME}")
     numbers = {f"train/{EVIL}": 0.5, f"{EVIL_NAME}/loss": 0.25}
     facts: dict[str, Any] = dict.fromkeys(("command", "device", "host", "python", "error", "monitor"), EVIL)
-    facts |= {"status": "FAILED", "overrides": [EVIL], "git": {"commit": EVIL, "diff": EVIL}, "seed": EVIL}
+    facts |= {"status": "FAILED", "overrides": [EVIL], "git": {"commit": EVIL, "diff": EVIL}}
     facts |= {
         "packages": {EVIL: EVIL},
         "job": {"id": EVIL, "address": EVIL},
