@@ -91,7 +91,7 @@ class Run:
             StorageError: they cannot be read.
         """
         try:
-            names = Storage(self._folder.place).names(EVALUATIONS)
+            names = sorted(Storage(self._folder.place).names(EVALUATIONS))
             return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot read {self._folder.place}/{EVALUATIONS}: {first_line(error)}") from error

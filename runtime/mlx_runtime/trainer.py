@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import datetime
 import math
 import os
 import shlex
@@ -146,10 +147,10 @@ def _record_evaluation(config: Config, metrics: Mapping[str, float]) -> str:
     """
     assert config.origin is not None
     assert config.checkpoint is not None
-    when = registry.now()
-    facts = {"time": when, "checkpoint": config.checkpoint, "metrics": dict(metrics)}
+    when = datetime.datetime.now(datetime.timezone.utc)
+    facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
     facts |= registry.provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
-    parts = (EVALUATIONS, f"{when[:19].replace(':', '')}-{uuid.uuid4().hex[:6]}.json")
+    parts = (EVALUATIONS, f"{when:%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}.json")  # in the order of time
     storage = Storage(config.origin.place)
     try:
         if storage.local:
