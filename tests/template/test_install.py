@@ -36,9 +36,8 @@ NOT_HERE = {"make test", "make test-all", "make bench", "make launch RAY_ADDRESS
 
 def outline(text: str) -> list[str]:
     """What a run prints, with numbers, seconds and paths of the machine left out."""
-    text = re.sub(r"(/\S+|~/\S+)", "PATH", text)
     lines = [line for line in text.splitlines() if not re.match(r" *\d+/\d+ ", line)]
-    return [re.sub(r"\d[\d,.]*(e-\d+)?", "N", line) for line in lines]
+    return [re.sub(r"\d[\d,.]*(e-\d+)?", "N", re.sub(r"~?/\S+", "PATH", line)) for line in lines]
 
 
 @pytest.fixture(scope="module")
