@@ -85,7 +85,9 @@ def marked(mark: Path) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
 
 
 def seen(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ def test_one_that_is_silent_is_told() -> None:
 
 def test_a_watch_tells_again_and_again_and_is_quiet_while_there_are_steps() -> None:
     told: list[dict] = []
+    before = set(threading.enumerate())
     watch = Watch(0.2, told.append, lambda: {"step": 3}, Path(__file__).parent)
     for _ in range(8):
         time.sleep(0.05)
@@ -56,7 +57,9 @@ def test_a_watch_tells_again_and_again_and_is_quiet_while_there_are_steps() -> N
     assert told[0]["at"].startswith("test_watching.py:")
     assert told[0]["at"].endswith(" in test_a_watch_tells_again_and_again_and_is_quiet_while_there_are_steps")
     assert told[0]["waits_in"] is None
-    assert threading.active_count() < 10
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 def test_one_that_took_a_step_just_now_is_at_work() -> None:
