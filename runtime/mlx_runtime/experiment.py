@@ -637,9 +637,10 @@ class BaseModule:
         """An optimizer is about to make a step."""
         if self._run is None:
             return
-        settings = {"cfg.accumulate_grad_batches": self.cfg.accumulate_grad_batches > 1}
-        settings["cfg.keep_global_batch"] = self.cfg.keep_global_batch
-        self._run.stepping.refuse_plain_step(next((name for name, is_on in settings.items() if is_on), None))
+        accumulates = "cfg.keep_global_batch" if self.cfg.keep_global_batch else None
+        if self.cfg.accumulate_grad_batches > 1:
+            accumulates = "cfg.accumulate_grad_batches"
+        self._run.stepping.refuse_plain_step(accumulates)
         if self.cfg.gradient_clip is not None and not self._run.stepping.inside:
             text = "cfg.gradient_clip is for self.optimizer_step(); optimizer.step() takes gradients as they are"
             self._run.send_once("notice", text=text)
@@ -715,8 +716,9 @@ class BaseModule:
             return
         state: State = {"epoch": epoch, "finished": finished, "global_step": run.global_step, "ranks": ranks}
         state |= {"seed": self.cfg.seed, "world_size": run.worker.world_size, "config": dict(run.shown)}
+        secrets = hidden_texts(run.tree, run.shown)
         for name in SAVED:
-            state[name], left_out = checkpoints.state_of(self._group(name), hidden_texts(run.tree, run.shown))
+            state[name], left_out = checkpoints.state_of(self._group(name), secrets)
             if left_out and name in ("models", "optimizers"):
                 raise MlxError(
                     f"{name}.{left_out[0]} cannot be part of a checkpoint: only numbers, text and tensors can"
@@ -868,21 +870,21 @@ class BaseModule:
         return run.own
 
     def _finish_passes(self) -> None:
-        """Record what a pass that was left early has come to. Every worker must call this."""
+        """Record the metrics of a pass that was left early. Every worker must call this."""
         self._finish_own()
         stage = self._run.stage if self._run is not None else None
         if stage is not None and stage.loader is not None and stage.said:
             self._finish(stage)
 
     def _finish_own(self) -> None:
-        """Record what a pass over a loader that the runtime does not know has come to. Every worker must call this."""
+        """Record the metrics of a pass over a loader that the runtime does not know. Every worker must call this."""
         run = self._run
         if run is not None and run.own is not None:
             stage, run.own = run.own, None
             self._finish(stage)
 
     def _finish(self, stage: Stage) -> None:
-        """Record what a pass that has ended has come to."""
+        """Record the metrics of a pass that has ended."""
         self._receive()
         self._send(stage, last=True)
         self._receive()

@@ -72,7 +72,7 @@ LEAST = {
 FAST_DEV_RUN = "--fast-dev-run"
 
 EVAL = "--eval="
-"""What the path of the checkpoint follows that shall be evaluated; `--from=` its run comes with it."""
+"""Prefix of the path of the checkpoint to evaluate. Its run is given with `--from=`."""
 
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """What it implies; overrides that are typed win."""
@@ -565,11 +565,15 @@ def _check(tree: Tree, wanted: dict[str, type], base: type = TrainConfig) -> lis
     return problems
 
 
+def _target_at(path: str) -> Any:
+    """What a `_target_` names; `MISSING` if a look would have to import it."""
+    return object_at(path) if _unseen.get() is None else loaded_at(path)
+
+
 def _importable(path: Any) -> bool:
     """True if a path leads to something callable; a look finds only what was imported before."""
-    look = _unseen.get() is not None
     with contextlib.suppress(ImportError, AttributeError):
-        found = loaded_at(path) if look else object_at(path)
+        found = _target_at(path)
         return found is not MISSING and callable(found)
     return False
 
@@ -672,7 +676,7 @@ def _check_value(value: Any, hint: Any, key: str, owner: str, problems: list[str
 def _check_node(node: Tree, hint: Any, key: str, owner: str, problems: list[str]) -> None:
     path, unseen = node["_target_"], _unseen.get()
     try:
-        target = object_at(path) if unseen is None else loaded_at(path)
+        target = _target_at(path)
     except (ImportError, AttributeError) as error:
         problems.append(f"{key}._target_ is {path!r}, which cannot be imported: {str(error).splitlines()[-1]}")
         return

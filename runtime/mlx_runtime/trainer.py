@@ -657,7 +657,8 @@ class _Progress:
         if not self.begun:
             self.begun = True
             self.record.begin(self.config.yaml())
-            snapshots.store(Path.cwd(), self.record.folder)
+            if self.config.kept:
+                snapshots.store(Path.cwd(), self.record.folder)
 
     def ended(self, status: str, error: BaseException) -> None:
         """The run has ended early."""

@@ -51,7 +51,7 @@ class TestVote:
 
 
 class TestLostPeer:
-    """A lost worker is told by type and origin of an error, whatever the words in it."""
+    """Lost workers are recognized by the type and origin of an error, not by its words."""
 
     GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45699."
 
