@@ -1,4 +1,4 @@
-# The front door. People and CI run the same targets.
+# The commands of this repository. Developers and CI run the same targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,11 @@ NAME ?=
 OUT ?= .
 ARGS ?=
 
-# The rings of tests (see pyproject.toml) that one waits for: they need neither Ray nor a server, a browser or an install.
+# The inner rings of tests (see pyproject.toml), which need neither Ray nor a server, a browser or an installation.
 INNER := pure or process or local
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has settings of its own
+export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has its own settings
 
 .PHONY: help demo test test-all test-rest check format bench chaos bake docs clean
 .DEFAULT_GOAL := help
@@ -19,42 +19,42 @@ export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, wh
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.demo $(DEMO)/main.py ## make an experiment in demo/digits and train it on real images, two DDP workers
+demo: $(VENV)/.demo $(DEMO)/main.py ## generate an experiment in demo/digits and train it on real images, with two DDP workers
 	@$(MAKE) --no-print-directory -C $(DEMO) bind run PYTHON=$(abspath $(BIN)/python) ARGS="$(ARGS)"
 
-test: $(VENV)/.dev ## run the tests that need only processes of this machine; ARGS="-k name" picks tests
+test: $(VENV)/.dev ## run the tests that need only processes on this machine; ARGS="-k name" selects tests
 	$(PYTEST) -m "$(INNER)" $(ARGS)
 
-test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and fresh installs
+test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and fresh installations
 	$(PYTEST) $(ARGS)
 
 test-rest: $(VENV)/.dev ## run the tests that `make test` skips
 	$(PYTEST) -m "not ($(INNER))" $(ARGS)
 
-check: $(VENV)/.dev ## lint, formatting and types
+check: $(VENV)/.dev ## check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.dev ## rewrite the code as `make check` wants it
+format: $(VENV)/.dev ## fix style and formatting for `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## measure against torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
+bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
 
-bake: $(VENV)/.complete ## make an experiment: make bake NAME=my-experiment OUT=..
-	@test -n "$(NAME)" || { echo "error: which name? make bake NAME=my-experiment OUT=.." >&2; exit 2; }
+bake: $(VENV)/.complete ## generate an experiment: make bake NAME=my-experiment OUT=..
+	@test -n "$(NAME)" || { echo "error: NAME is missing; type make bake NAME=my-experiment OUT=.." >&2; exit 2; }
 	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
 
-docs: $(VENV)/.dev ## write what commands print into README.md, and the picture of TensorBoard
+docs: $(VENV)/.dev ## update the command output in README.md and the screenshot of TensorBoard
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/screenshot.py
 
-clean: ## remove the demo, the environment and caches
+clean: ## delete the demo, the environment and caches
 	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
 
 $(DEMO)/main.py: | $(VENV)/.complete
@@ -76,16 +76,16 @@ $(VENV)/.bench: $(VENV)/.complete benchmarks/requirements.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.complete
-	@echo "installing the tools of development into $(VENV)"
+	@echo "installing the development tools into $(VENV)"
 	@$(call install,-e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
-# Install $(1) with uv, or with pip where uv fails. uv does not read pip's settings, so it is given pip's sources.
+# Install $(1) with uv, or with pip if uv fails. uv does not read pip's settings, so pass it pip's package sources.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := s/^.*\.index-url=/UV_DEFAULT_INDEX=/p; /\.find-links=/y/ /,/; s/^.*\.find-links=/UV_FIND_LINKS=/p; \
 	s/^.*\.extra-index-url=/UV_INDEX_STRATEGY=unsafe-best-match UV_INDEX=/p; \
 	s/^.*\.no-index=/UV_NO_INDEX=/p; s/^.*\.constraint=/UV_CONSTRAINT=/p; s/^.*\.cert=/SSL_CERT_FILE=/p
-export UV_COMPILE_BYTECODE ?= $(if $(PYTHONDONTWRITEBYTECODE),1,0)# unless runs write bytecode themselves
+export UV_COMPILE_BYTECODE ?= $(if $(PYTHONDONTWRITEBYTECODE),1,0)# unless runs write the bytecode
 define install
 ( $(PIP) install -q --retries 1 --only-binary uv uv && \
 	set -a && eval "$$($(PIP) config list | sort -r | sed -n '$(SOURCES)')" && \

@@ -1,4 +1,4 @@
-"""The whole flow of a run. You rarely edit this file."""
+"""The entry point of a run. You rarely need to edit it."""
 
 import sys
 
@@ -8,11 +8,11 @@ from src.experiment import Experiment
 
 
 def main(overrides: list[str]) -> None:
-    config = load_config(Experiment, overrides)  # src/conf.yaml, then the overrides, all checked
-    with connect(config.cfg) as cluster:  # Ray: started here, or the cluster that this job runs on
-        fit(Experiment, config, cluster)  # worker_loop on every worker, into a new run folder
+    config = load_config(Experiment, overrides)  # src/conf.yaml and the overrides, all checked
+    with connect(config.cfg) as cluster:  # this machine, or the cluster that this job runs on
+        fit(Experiment, config, cluster)  # calls worker_loop on every worker
 
 
 if __name__ == "__main__":
-    with clean_exit():  # errors become one line and an exit code
+    with clean_exit():  # prints errors in one line and sets the exit code
         main(sys.argv[1:])

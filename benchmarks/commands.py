@@ -1,4 +1,4 @@
-"""Experiments of this folder as places to run commands in."""
+"""Working copies of the benchmark experiments, and commands to run in them."""
 
 import json
 import os
@@ -16,14 +16,14 @@ Command = Sequence[str | Path]
 
 
 class RunError(Exception):
-    """A command has failed."""
+    """A command failed."""
 
     def __init__(self, command: Command, printed: str) -> None:
         super().__init__(f"{' '.join(map(str, command))} failed:\n{printed[-6000:]}")
 
 
 def workplace(parent: Path, name: str) -> Path:
-    """Copy an experiment of this folder and bind it."""
+    """Copy a benchmark experiment and bind it. Returns the copy."""
     folder = Path(shutil.copytree(ROOT / "benchmarks" / name, parent / name))
     shutil.copy(ROOT / "<<cookiecutter.experiment_name>>" / "main.py", folder)
     subprocess.run([BIN / "mlx", "train", "bind"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -45,10 +45,10 @@ def torchrun(processes: int, *arguments: str | Path) -> Command:
 
 
 def found_by(command: Command, folder: Path, out: Path, variables: Mapping[str, str]) -> Any:
-    """Return what a contender measures itself and writes to `out`, as JSON.
+    """Run a contender and return its own measurements, which it writes to `out` as JSON.
 
     Raises:
-        RunError: it failed, or wrote nothing.
+        RunError: the command failed, or wrote nothing.
     """
     out.unlink(missing_ok=True)
     done = subprocess.run(list(map(str, command)), cwd=folder, env=variables, capture_output=True, text=True)

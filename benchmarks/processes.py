@@ -1,4 +1,4 @@
-"""What a command costs from outside: seconds, and CPU seconds of every process that it started."""
+"""Measures the cost of a command: wall seconds, and CPU seconds of every process that it started."""
 
 import contextlib
 import os
@@ -17,17 +17,17 @@ from commands import Command, RunError
 MARK = "MLX_BENCH_RUN"
 INTERVAL_S = 0.1
 LEAVING_S = 30
-"""Seconds that processes which outlive their command may take; those that stay longer are killed."""
+"""Seconds that processes may outlive their command before they are killed."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took.
+    """Cost of a run.
 
     Attributes:
-        pid: of the command's own process.
-        started: `time.time()` just before it.
-        wall_s: until that process ended.
+        pid: process id of the command itself.
+        started: `time.time()` just before the start.
+        wall_s: seconds until that process ended.
         cpu_s: user and system seconds of all processes.
     """
 
@@ -38,10 +38,10 @@ class Cost:
 
 
 def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
-    """Run a command, and wait until everything it started has ended.
+    """Run a command and wait until all processes that it started have ended.
 
     Raises:
-        RunError: its exit code is not 0.
+        RunError: the exit code is not 0.
     """
     mark = uuid.uuid4().hex
     with tempfile.TemporaryFile("w+") as printed:
@@ -61,25 +61,25 @@ def cost(command: Command, folder: Path, variables: Mapping[str, str]) -> Cost:
         if process.returncode:
             printed.seek(0)
             raise RunError(command, printed.read())
-    # Neither counts anything twice, and both may miss something: the kernel's sum has children only if their parents
-    # waited for them, which Ray's do not, and the last look at a process is up to 0.1 s older than its end.
+    # Neither sum counts anything twice, but both may miss something: the kernel includes children only if their parents
+    # waited for them, which Ray's do not, and the last sample of a process is up to 0.1 s older than its end.
     return Cost(process.pid, started, wall_s, max(usage.ru_utime + usage.ru_stime, processes.cpu_s))
 
 
 class _Processes:
-    """All processes of a command, looked at ten times a second for the CPU seconds they have used.
+    """All processes of a command, sampled ten times a second for the CPU seconds that they have used.
 
-    A process belongs to it if the process that started it does, or if it has inherited the mark in its environment:
-    daemons have lost their parents, and some programs write their title over their environment. This needs no right to
-    make control groups, and found what a control group counted, less 3 % for Ray and less 1 % for others. Looking takes
-    1.5 % of a core.
+    A process belongs to the command if its parent does, or if it has inherited a mark in its environment: daemons have
+    lost their parents, and some programs overwrite their environment with their title. Unlike a control group, this
+    needs no permissions; the results are 3 % lower than those of a control group for Ray, and 1 % for others. Sampling
+    takes 1.5 % of a core.
     """
 
     def __init__(self, pid: int, mark: bytes) -> None:
         self._mark = mark
         self._alive = {pid}
         self._strangers: set[int] = set()
-        self._ticks: dict[tuple[int, bytes], int] = {}  # by pid and time of start: pids come again
+        self._ticks: dict[tuple[int, bytes], int] = {}  # by pid and start time, because pids are reused
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look_on, daemon=True)
 
@@ -110,7 +110,7 @@ class _Processes:
         self._strangers &= present
         alive = set()
         for pid in present - self._strangers:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
                 found = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # man 5 proc, from field 3
                 state, parent, ticks, started = found[0], int(found[1]), int(found[11]) + int(found[12]), found[19]
                 if (pid, started) in self._ticks or pid in self._alive or parent in self._alive or self._marked(pid):
@@ -124,5 +124,5 @@ class _Processes:
     def _marked(self, pid: int) -> bool:
         try:
             return self._mark in Path(f"/proc/{pid}/environ").read_bytes()
-        except PermissionError:  # somebody else's
+        except PermissionError:  # a process of another user
             return False

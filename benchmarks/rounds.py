@@ -1,4 +1,4 @@
-"""Contenders that take turns, so that what else the machine does meets all of them."""
+"""Alternating measurements, so that other load on the machine affects all contenders alike."""
 
 import statistics
 import time
@@ -11,22 +11,22 @@ from commands import RunError
 Found = TypeVar("Found")
 
 ATTEMPTS = 3
-"""Of a measurement: processes under torchrun now and then abort as they end, after their work is done."""
+"""Attempts per measurement: processes under torchrun occasionally abort on exit, after their work is done."""
 
 failures: Counter[str] = Counter()
-"""Runs that failed and were repeated, by contender: the page names them."""
+"""Number of failed and repeated runs per contender, for the page."""
 
 
 def alternating(
     contenders: Sequence[str], only: Collection[str], rounds: int, measure: Callable[[str], Found]
 ) -> dict[str, list[Found]]:
-    """Measure A B C, A B C, … and return what was found by contender.
+    """Measure A B C, A B C, … and return the measurements of each contender.
 
     Args:
-        contenders: names; the first is the base of the ratios.
-        only: those to measure beside the first; all when empty.
-        rounds: how often.
-        measure: called with a name.
+        contenders: names; the first is the baseline of the ratios.
+        only: contenders to measure besides the first; all if empty.
+        rounds: measurements per contender.
+        measure: called with the name of a contender.
     """
     chosen = [name for name in contenders if not only or name in only or name == contenders[0]]
     found: dict[str, list[Found]] = {name: [] for name in chosen}

@@ -1,6 +1,6 @@
-"""Ratios against peers in one run, medians of alternating rounds: `make bench`.
+"""Compares mlx with other frameworks in one run, by medians of alternating rounds: `make bench`.
 
-Writes docs/benchmarks.md. Nothing here passes or fails: the figures are for people.
+Writes docs/benchmarks.md. Nothing here passes or fails; the figures are for the reader.
 """
 
 import argparse
@@ -22,8 +22,10 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--part", choices=PARTS, help="measure, and write, only this section")
-    parser.add_argument("--only", nargs="*", metavar="CONTENDER", help="of these, and the first; write nothing")
+    parser.add_argument("--part", choices=PARTS, help="measure and write only this section")
+    parser.add_argument(
+        "--only", nargs="*", metavar="CONTENDER", help="measure only these and the first; write nothing"
+    )
     options = parser.parse_args()
     for name in [options.part] if options.part else PARTS:
         rounds.failures.clear()

@@ -1,4 +1,4 @@
-"""Write what the commands of README.md really print into README.md, between the comments that name each section."""
+"""Updates the blocks of README.md that show the output of commands, between comments that name them."""
 
 import re
 import shutil
@@ -13,10 +13,10 @@ SECTION = "<!-- {name} -->\n```text\n{text}```\n<!-- end of {name} -->"
 
 
 def section(name: str) -> str:
-    """What README.md says between the comments of a section.
+    """Return the text between the comments of a section of README.md.
 
     Raises:
-        ValueError: there is no such section.
+        ValueError: README.md has no such section.
     """
     found = re.search(SECTION.format(name=re.escape(name), text="(.*?)"), README.read_text(), re.DOTALL)
     if found is None:
@@ -25,19 +25,19 @@ def section(name: str) -> str:
 
 
 def replace(name: str, text: str) -> None:
-    """Put a text between the comments of a section."""
+    """Replace the text between the comments of a section."""
     old, new = (SECTION.format(name=name, text=part) for part in (section(name), text))
     README.write_text(README.read_text().replace(old, new))
 
 
 def experiment_help(experiment: Path) -> str:
-    """What `make help` prints in a generated experiment."""
+    """Return the output of `make help` in a generated experiment."""
     done = subprocess.run(["make", "-s", "help"], cwd=experiment, capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def experiment_tree(experiment: Path) -> str:
-    """The files of a generated experiment, each with the first line of what it says of itself."""
+    """Return the files of a generated experiment, each Python file with the first line of its docstring."""
     files = sorted(path for path in experiment.rglob("*") if path.is_file())
     lines = []
     for path in sorted(files, key=lambda path: (len(path.relative_to(experiment).parts) > 1, path)):
@@ -48,7 +48,7 @@ def experiment_tree(experiment: Path) -> str:
 
 
 def demo_output() -> str:
-    """What a second `make demo` prints, without the machine's paths and with the middle epochs left out."""
+    """Return the output of a second `make demo`, without paths of this machine and without most epochs."""
     done = subprocess.run(["make", "-s", "demo"], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = done.stdout.replace(str(ROOT), "~/mlx").splitlines()
     epochs = [index for index, line in enumerate(lines) if re.match(r" *\d+/\d+ ", line)]

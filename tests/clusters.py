@@ -1,4 +1,4 @@
-"""Real Ray clusters on loopback: a head and raylets of their own, with ports, folders and a token of their own."""
+"""Real Ray clusters on loopback: a head and raylets, with separate ports, folders and tokens."""
 
 import contextlib
 import json
@@ -32,11 +32,11 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass
 class RayCluster:
-    """A head without CPUs of its own, to which raylets are added.
+    """A head without CPUs, and the raylets that are added to it.
 
     Args:
-        environment: of all its processes, and so of the jobs.
-        token: that clients must show; None leaves the cluster open.
+        environment: environment variables of all processes, including jobs.
+        token: required from clients; None means that none is required.
     """
 
     environment: Mapping[str, str]
@@ -44,13 +44,13 @@ class RayCluster:
     raylets: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def __enter__(self) -> "RayCluster":
-        self.folder = Path(tempfile.mkdtemp(prefix="mlxr-", dir="/tmp"))  # short: sockets have paths, too
+        self.folder = Path(tempfile.mkdtemp(prefix="mlxr-", dir="/tmp"))  # short, because socket paths are limited
         self.port, self.dashboard, self.client = free_ports(3)
         self.url = f"http://127.0.0.1:{self.dashboard}"
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token} if self.token else {"RAY_AUTH_MODE": "disabled"}
         unused = ("RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH")
         self._env = {name: value for name, value in self.environment.items() if name not in unused} | auth
-        self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # the machine may be busy
+        self._env |= {"RAY_raylet_start_wait_time_s": str(START_S)}  # for a busy machine
         self.head = self._start(
             *("--head", f"--port={self.port}", f"--ray-client-server-port={self.client}", "--num-cpus=0"),
             *("--dashboard-host=127.0.0.1", f"--dashboard-port={self.dashboard}", f"--temp-dir={self.folder}"),
@@ -73,7 +73,7 @@ class RayCluster:
         self.raylets.append(
             self._start(
                 *(f"--address=127.0.0.1:{self.port}", f"--num-cpus={cpus}", f"--resources={given}"),
-                f"--temp-dir={self.folder}/{len(self.raylets)}",  # or each of them would pass on all logs
+                f"--temp-dir={self.folder}/{len(self.raylets)}",  # otherwise each of them would forward all logs
                 environment=environment or {},
             )
         )
@@ -84,11 +84,11 @@ class RayCluster:
         self.wait(len(self.raylets))
 
     def kill_head(self) -> None:
-        """As if its machine were gone: all that belongs to the head ends at once."""
+        """Kill all processes of the head at once, as if its machine were lost."""
         self._end(self.head)
 
     def wait(self, nodes: int) -> None:
-        """Until so many raylets beside the head are there, and jobs are taken."""
+        """Wait until that many raylets have joined the head, and it accepts jobs."""
         until = time.monotonic() + START_S
         while True:
             with contextlib.suppress(OSError, KeyError, ValueError):
@@ -122,7 +122,7 @@ class RayCluster:
 
     @staticmethod
     def _end(process: "subprocess.Popen[bytes]") -> None:
-        """SIGKILL for the whole session that a `ray start` began."""
+        """Send SIGKILL to all processes of the session of a `ray start`."""
         members = _session(process.pid)
         for pid in [process.pid, *members]:
             with contextlib.suppress(OSError):
@@ -131,7 +131,7 @@ class RayCluster:
 
 
 def _session(leader: int) -> list[int]:
-    """The processes of a session, and those that they have started in sessions of their own."""
+    """Return the processes of a session, and those that they started in other sessions."""
     parents: dict[int, int] = {}
     sessions: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -147,7 +147,7 @@ def _session(leader: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(environment: Mapping[str, str], token: str | None = None, raylets: int = 2) -> Iterator[RayCluster]:
-    """A cluster with a head and some raylets of two CPUs, each with a resource of its own."""
+    """Yield a cluster of a head and raylets with two CPUs each, and one custom resource per raylet."""
     with RayCluster(environment, token) as made:
         for number in range(raylets):
             made.add(cpus=2, **{f"node{number}": 1.0})

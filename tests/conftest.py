@@ -1,4 +1,4 @@
-"""What tests share: the command `mlx` as a user types it, and experiments to run it in."""
+"""Shared fixtures: the command `mlx` as a user types it, and experiments to run it in."""
 
 import os
 import shutil
@@ -18,20 +18,20 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 TIMEOUT_S = 560
-"""For one command."""
+"""Timeout of one command."""
 
 RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install")
-"""From the innermost to the outermost; pyproject.toml says what each is."""
+"""From inner to outer; pyproject.toml describes each of them."""
 
 OUTSIDE = {"s3", "browser", "ray_cluster"}
-"""Fixtures that no test of the inner three rings may have."""
+"""Fixtures that tests of the inner three rings may not use."""
 
 LONGEST = (
     *("test_install.py", "test_faults.py", "test_engines.py", "test_kinds.py", "test_cluster.py"),
     *("test_template.py", "test_runs.py"),
-    *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_stepping.py", "test_listing.py"),
+    *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_optimization.py", "test_listing.py"),
 )
-"""Files that take longest, the longest first; a process that runs tests gets one file after the other."""
+"""The slowest files, slowest first. Each process runs one file after another."""
 
 Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -41,14 +41,14 @@ Start = Callable[..., Started]
 
 
 def ring_of(item: pytest.Item) -> str | None:
-    """The ring that is marked nearest to a test: with its parameters, on itself, on its class or on its module."""
+    """Return the ring marked closest to a test: on its parameters, itself, its class or its module."""
     marks = [mark.name for node in item.listchain() for mark in node.own_markers]
     return next((name for name in reversed(marks) if name in RINGS), None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Fail the collection of tests without a ring, and of those in inner rings that use what only outer ones start."""
+    """Fail the collection of tests without a ring, and of tests in inner rings that use fixtures of outer ones."""
     report = yield
     problems = []
     for item in [node for node in report.result if isinstance(node, pytest.Item)]:
@@ -64,7 +64,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave each test one ring, and begin with the files that take longest."""
+    """Give each test exactly one ring, and run the slowest files first."""
     rings = [ring_of(item) for item in items]
     for node in {node for item in items for node in item.listchain()}:
         node.own_markers[:] = [mark for mark in node.own_markers if mark.name not in RINGS]
@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A user's environment: this Python first on the PATH, no settings of ours, a home of its own, keys for S3."""
+    """The environment of a user: this Python first on the PATH, an empty home, S3 keys, no settings of mlx or Ray."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MLX_", "RAY_", "MAKE"))}
-    for name in ("MFLAGS", "ARGS"):  # of the `make test` that runs this
+    for name in ("MFLAGS", "ARGS"):  # set by the `make test` that runs this
         kept.pop(name, None)
     home = tmp_path_factory.mktemp("home")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -87,14 +87,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def commands(environment: dict[str, str]) -> Iterator[Commands]:
-    """The server of commands, which has their libraries loaded."""
+    """The server that runs commands with preloaded libraries."""
     with Commands(environment) as commands:
         yield commands
 
 
 @pytest.fixture(scope="session")
 def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
-    """`mlx(folder, "train", "run", ...)`: runs the command there and returns how it ended."""
+    """`mlx(folder, "train", "run", ...)` runs the command in a folder and returns the completed process."""
 
     def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
         changed = environment | settings
@@ -108,7 +108,7 @@ def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
 
 @pytest.fixture
 def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
-    """`start(folder, "train", "run", ...)`: the same in the background, until the test ends at the latest."""
+    """`start(folder, "train", "run", ...)` does the same in the background, until the end of the test at the latest."""
     started: list[Started] = []
 
     def start(folder: Path, *arguments: str, **settings: str) -> Started:
@@ -127,13 +127,13 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
 
 
 def forks(settings: Mapping[str, str]) -> bool:
-    """True if a command can have these in its environment although its libraries were imported before."""
+    """True if these variables take effect in a command whose libraries were imported before."""
     return all(name.startswith("MLX_") for name in settings)
 
 
 @pytest.fixture(scope="session")
 def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The template, generated once; tests that write copy it."""
+    """A generated experiment, shared by all tests; tests that write to it use a copy."""
     done = mlx(tmp_path_factory.mktemp("baked"), "train", "new", "digits")
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.split()[1].rstrip(";"))
@@ -141,13 +141,13 @@ def baked(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def bound(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The generated experiment with its conf.yaml; tests that write copy it."""
+    """A generated experiment with its conf.yaml, shared by all tests; tests that write to it use a copy."""
     return bind(mlx, Path(shutil.copytree(baked, tmp_path_factory.mktemp("bound") / "digits")))
 
 
 @pytest.fixture(scope="session")
 def baked_job(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The template of data jobs, generated once; tests that write copy it."""
+    """A generated data job, shared by all tests; tests that write to it use a copy."""
     done = mlx(tmp_path_factory.mktemp("baked_job"), "data", "new", "shards")
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.split()[1].rstrip(";"))
@@ -155,28 +155,28 @@ def baked_job(mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def digits(bound: Path, tmp_path: Path) -> Path:
-    """A generated experiment of the test's own, bound."""
+    """A generated experiment for a single test, bound."""
     return Path(shutil.copytree(bound, tmp_path / "digits"))
 
 
 @pytest.fixture(scope="session")
 def make_in(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Path]:
-    """`make_in("spec", place)`: an experiment folder around one of tests/experiments, bound."""
+    """`make_in("spec", parent)` creates an experiment folder from one of tests/experiments, and binds it."""
     made: dict[str, Path] = {}
 
-    def make(name: str, place: Path) -> Path:
+    def make(name: str, parent: Path) -> Path:
         if name not in made:
             made[name] = bind(mlx, unbound(name, baked, tmp_path_factory.mktemp("made")))
-        return Path(shutil.copytree(made[name], place / name))
+        return Path(shutil.copytree(made[name], parent / name))
 
     return make
 
 
-def unbound(name: str, baked: Path, place: Path) -> Path:
-    """An experiment folder around one of tests/experiments, as one that was just written."""
-    shutil.copytree(EXPERIMENTS / name, place / name / "src")
-    shutil.copy(baked / "main.py", place / name)
-    return place / name
+def unbound(name: str, baked: Path, parent: Path) -> Path:
+    """Create an experiment folder from one of tests/experiments, without a conf.yaml."""
+    shutil.copytree(EXPERIMENTS / name, parent / name / "src")
+    shutil.copy(baked / "main.py", parent / name)
+    return parent / name
 
 
 def bind(mlx: Mlx, folder: Path) -> Path:
@@ -187,13 +187,13 @@ def bind(mlx: Mlx, folder: Path) -> Path:
 
 @pytest.fixture
 def experiment(make_in: Callable[[str, Path], Path], tmp_path: Path) -> Callable[[str], Path]:
-    """`experiment("spec")`: the same, in the test's own folder."""
+    """`experiment("spec")` does the same, in the folder of the test."""
     return lambda name: make_in(name, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """A bucket on an S3 server of this machine, as a URI to put a path into: `s3.format("prepared")`."""
+    """A bucket on a local S3 server, as a URI with a placeholder for the path: `s3.format("prepared")`."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -210,7 +210,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A storage with some data in it, see storages.py."""
+    """A storage with some data in it, in a folder and on S3; see storages.py."""
     if request.param == "folder":
         return filled(str(tmp_path / "storage"))
     return filled(request.getfixturevalue("s3").format(tmp_path.name))
@@ -218,12 +218,12 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The same, in a folder."""
+    """A storage with some data in it, in a folder."""
     return Path(filled(str(tmp_path / "storage")))
 
 
 def edit(file: Path, old: str, new: str) -> None:
-    """Change a file as a user would; the text must be there."""
+    """Replace a text in a file, as a user would. The text must occur in it."""
     text = file.read_text()
     assert old in text, f"{old!r} is not in {file}"
     file.write_text(text.replace(old, new))

@@ -1,6 +1,6 @@
-"""A run of `tests/experiments/faults` that is killed again and again, on one machine or a cluster of several raylets.
+"""Kills a run of `tests/experiments/faults` repeatedly, on one machine or on a cluster of several raylets.
 
-`make chaos` runs `main` here; `tests/runtime/test_faults.py` uses the parts.
+`make chaos` calls `main`; `tests/runtime/training/test_faults.py` uses the other functions.
 """
 
 import argparse
@@ -27,17 +27,17 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 MAIN = ROOT / "<<cookiecutter.experiment_name>>" / "main.py"
 
 KINDS = {"local": ("worker", "server", "driver", "save"), "ray": ("worker", "raylet", "driver", "save")}
-"""What is killed, by engine: `server` is the fork server of the local engine, `save` a worker that saves."""
+"""What to kill, by engine: `server` is the fork server of the local engine, `save` a worker that is saving."""
 
 MOST_S = 240
-"""How long a run may stand still before the campaign gives up."""
+"""Maximum time without progress before the campaign fails."""
 
 LAST_S = 1800
-"""How long it may take once nobody disturbs it any more."""
+"""Maximum time of a run after the last kill."""
 
 
 def make(folder: Path) -> Path:
-    """The experiment in a folder of its own, bound."""
+    """Create a bound copy of the experiment. Returns its folder."""
     shutil.copytree(EXPERIMENTS / "faults", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(MAIN, folder)
     subprocess.run([sys.executable, "-m", "mlx_runtime", "train", "bind"], cwd=folder, check=True, capture_output=True)
@@ -49,14 +49,14 @@ def run_of(folder: Path, run: str = "run_001") -> Path:
 
 
 def final_state(run: Path) -> dict[str, Any]:
-    """Of the last checkpoint, without what says where and when it was made."""
+    """Return the state of the last checkpoint, without paths and times."""
     last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
     state: dict[str, Any] = torch.load(last / "state.pt", weights_only=True)
     return {name: value for name, value in state.items() if name not in ("config", "tracking")}
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two states are not the same, bit by bit."""
+    """Return the keys at which two states are not bit-identical."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return [] if one.dtype == other.dtype and torch.equal(one, other) else [at]
     if isinstance(one, dict) and isinstance(other, dict):
@@ -72,17 +72,17 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
 
 
 CLOCKS = ("time", "date", "hostname", "node_ip", "pid", "samples_per_s")
-"""How the names begin of what differs between two runs that do the same."""
+"""Prefixes of metrics that differ between two runs with the same results."""
 
 
 def reports(run: Path) -> list[dict[str, Any]]:
-    """`metrics.jsonl` without clocks."""
+    """Return the content of `metrics.jsonl` without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith(CLOCKS)} for line in lines]
 
 
 def points(run: Path, name: str) -> list[tuple[int, float]]:
-    """What TensorBoard shows."""
+    """Return the steps and values of a scalar, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
@@ -91,22 +91,22 @@ def points(run: Path, name: str) -> list[tuple[int, float]]:
 
 
 def diary(folder: Path) -> list[dict[str, Any]]:
-    """What all workers have noted, in order of time."""
+    """Return the notes of all workers, in order of time."""
     notes = []
     for file in folder.glob("diary/rank_*.jsonl"):
         for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):  # cut by a kill
+            with contextlib.suppress(ValueError):  # truncated by a kill
                 notes.append(json.loads(line) | {"rank": int(file.stem.removeprefix("rank_"))})
     return sorted(notes, key=lambda note: note["at"])
 
 
 def rows_per_epoch(folder: Path) -> dict[int, list[int]]:
-    """Rows that count: those of steps that no later start took back."""
+    """Return the rows that count: those of steps that no later start repeated."""
     counted: dict[tuple[int, int], tuple[int, list[int]]] = {}
     for note in diary(folder):
         if "start" in note:
             counted = {key: item for key, item in counted.items() if key[0] <= note["start"]}
-        elif "rows" in note:  # of one update there may be several notes
+        elif "rows" in note:  # there may be several notes per update
             counted.setdefault((note["step"], note["rank"]), (note["epoch"], []))[1].extend(note["rows"])
     epochs: dict[int, list[int]] = {}
     for epoch, rows in counted.values():
@@ -115,7 +115,7 @@ def rows_per_epoch(folder: Path) -> dict[int, list[int]]:
 
 
 def wait_for(what: Callable[[], Any], seconds: float = MOST_S, every_s: float = 0.02) -> Any:
-    """The first result that is true."""
+    """Call a function until its result is true, and return the result."""
     until = time.monotonic() + seconds
     while not (found := what()):
         if time.monotonic() > until:
@@ -126,11 +126,11 @@ def wait_for(what: Callable[[], Any], seconds: float = MOST_S, every_s: float = 
 
 @contextlib.contextmanager
 def cluster(nodes: int, environment: Mapping[str, str]) -> Iterator[Any]:
-    """A Ray cluster of raylets on this machine, with one CPU each beside the head, which has none.
+    """A Ray cluster on this machine: a head without CPUs, and raylets with one CPU each.
 
     Args:
-        nodes: raylets.
-        environment: of all its processes, and so of the workers.
+        nodes: number of raylets.
+        environment: environment variables of all processes, including workers.
     """
     before = dict(os.environ)
     os.environ.clear()
@@ -150,14 +150,14 @@ def cluster(nodes: int, environment: Mapping[str, str]) -> Iterator[Any]:
 
 @dataclass
 class Campaign:
-    """One run, started again after each kill of its driver, until it is done.
+    """A run that is restarted after each kill of its driver, until it succeeds.
 
     Args:
-        folder: of the experiment.
-        seed: of the moments.
+        folder: folder of the experiment.
+        seed: seed of the moments of the kills.
         raylets: the cluster, or None for the local engine.
-        overrides: of the run.
-        environment: of its driver.
+        overrides: overrides of the run.
+        environment: environment variables of its driver.
     """
 
     folder: Path
@@ -173,7 +173,7 @@ class Campaign:
         self.log = self.folder / "output.txt"
 
     def carry_out(self, kinds: Sequence[str]) -> int:
-        """Kill so often and so, then let the run end. Returns its exit status."""
+        """Kill the run once per kind, then let it end. Returns its exit status."""
         driver = self._start()
         try:
             for kind in kinds:
@@ -204,7 +204,7 @@ class Campaign:
         environment = dict(self.environment)
         if self.raylets is not None:
             environment |= {"MLX_IN_JOB": "1", "RAY_ADDRESS": self.raylets.address}
-        overrides = [*self.overrides, f"cfg.out={self.folder / 'diary'}"]  # workers have another working directory
+        overrides = [*self.overrides, f"cfg.out={self.folder / 'diary'}"]  # workers have a different working directory
         command = [sys.executable, "-W", "ignore", "-m", "mlx_runtime", "train", "run", *overrides, *options]
         with self.log.open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -213,7 +213,7 @@ class Campaign:
         return [note for note in diary(self.folder) if note["at"] > since]
 
     def _steps(self, count: int, driver: "subprocess.Popen[bytes]") -> None:
-        """Wait until rank 0 has gone on by so many steps."""
+        """Wait until rank 0 has taken that many more steps."""
         at = time.time()
 
         def gone_on() -> bool:
@@ -224,12 +224,12 @@ class Campaign:
         wait_for(gone_on)
 
     def _worker(self, rank: int | None = None) -> dict[str, Any]:
-        """Where a rank was last seen."""
+        """Return the last note of a rank, by default a random one."""
         rank = self.random.randint(0, 1) if rank is None else rank
         return [note for note in diary(self.folder) if "start" in note and note["rank"] == rank][-1]
 
     def _server(self) -> int:
-        """The process that has started the workers."""
+        """Return the pid of the process that started the workers."""
         status = Path(f"/proc/{self._worker()['pid']}/status").read_text()
         return int(status.partition("PPid:")[2].split()[0])
 
@@ -242,12 +242,12 @@ class Campaign:
     def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
         checkpoints = run_of(self.folder) / "checkpoints"
         pid = self._worker(rank=0)["pid"]
-        wait_for(lambda: any(checkpoints.glob(".saving-*/state.pt")), every_s=0.001)
+        wait_for(lambda: any(checkpoints.glob(".*.part-*/state.pt")), every_s=0.001)
         os.kill(pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """`python tests/faults.py --kills 50 --engine local`: campaigns against the undisturbed run."""
+    """`python tests/faults.py --kills 50 --engine local`: compare killed runs with an undisturbed one."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=50, help="of each engine")
     parser.add_argument("--engine", choices=[*KINDS, "both"], default="both")
@@ -258,7 +258,7 @@ def main() -> None:
 
 
 def campaign_on(engine: str, kills: int, seed: int) -> None:
-    """Kill a run so often, and exit if it ended in another way than the undisturbed one."""
+    """Kill a run that many times, and exit if its result differs from that of the undisturbed run."""
     kinds = [KINDS[engine][number % len(KINDS[engine])] for number in range(kills)]
     random.Random(seed).shuffle(kinds)
     epochs = kills * 3 // 4 + 4
@@ -289,7 +289,7 @@ def campaign_on(engine: str, kills: int, seed: int) -> None:
 
 
 def verdict(disturbed: Path, undisturbed: Path, epochs: int) -> list[str]:
-    """What tells a run that was killed from one that was not."""
+    """Return the differences between a killed run and an undisturbed one."""
     problems = [
         f"state differs at {item}"
         for item in differences(final_state(run_of(undisturbed)), final_state(run_of(disturbed)))

@@ -1,8 +1,8 @@
-"""Commands without the seven seconds of a core that importing their libraries takes.
+"""Runs commands without the seven CPU seconds for importing their libraries.
 
-A server imports torch, TorchMetrics, Ray and what they bring once, and forks itself for each command. The fork has the
-arguments, folder, environment and streams of the command, imports mlx_runtime and the experiment itself, and ends as
-any interpreter does. What libraries read from the environment while they are imported is that of the server.
+A server imports torch, TorchMetrics, Ray and their dependencies once, and forks itself for each command. The fork gets
+the arguments, working directory, environment and streams of the command, imports mlx_runtime and the experiment, and
+exits like any interpreter. Libraries that read the environment during their import see that of the server.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ LIBRARIES = (
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""With these, libraries make no pools of threads when they are imported: a process with threads cannot fork safely."""
+"""Keep libraries from starting thread pools on import, because a process with threads cannot fork safely."""
 
 LOOK_S = 0.01
-"""How often the server looks whether a command has ended."""
+"""Interval at which the server checks whether commands have ended."""
 
 
 class Command:
-    """A command that was started, with what tests need of `subprocess.Popen`.
+    """A command that was started, with the part of the interface of `subprocess.Popen` that tests use.
 
     Attributes:
-        pid: of its process.
-        returncode: None until it is known to have ended.
+        pid: process id.
+        returncode: exit code, or None until the command is known to have ended.
     """
 
     def __init__(self, commands: "Commands", arguments: list[str], pid: int, place: str) -> None:
@@ -55,7 +55,7 @@ class Command:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended.
+        """Wait for the end and return the exit code.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time.
@@ -68,7 +68,7 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """All that it printed until its end, to stdout and to stderr."""
+        """Wait for the end and return the output to stdout and to stderr."""
         self.wait(timeout)
         out, err = (path.read_text() for path in self._streams)
         return out, err
@@ -82,13 +82,13 @@ class Command:
 
 
 class Commands:
-    """The server, for the time of a `with` block.
+    """The server, for the duration of a `with` block.
 
     Args:
-        environment: of the server, so that libraries read it as those of a command would.
+        environment: environment of the server, which libraries read on import.
 
     Attributes:
-        threads: names of those that the server has beside its main one; None before the first command.
+        threads: names of the server's threads other than the main one; None before the first command.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -109,11 +109,11 @@ class Commands:
         self._places.cleanup()
 
     def start(self, folder: Path, arguments: list[str], environment: Mapping[str, str]) -> Command:
-        """`python -m mlx_runtime` with arguments, in the background."""
+        """Start `python -m mlx_runtime` with arguments, in the background."""
         place = tempfile.mkdtemp(dir=self._places.name)
         streams = [Path(place, name) for name in STREAMS]
         for stream in streams:
-            stream.touch()  # so that they can be read before the command has begun
+            stream.touch()  # so that they can be read before the command starts
         order = [str(folder), arguments, dict(environment), [str(stream) for stream in streams]]
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -127,7 +127,7 @@ class Commands:
     def run(
         self, folder: Path, arguments: list[str], environment: Mapping[str, str], timeout_s: float
     ) -> "subprocess.CompletedProcess[str]":
-        """The same to its end.
+        """Run `python -m mlx_runtime` with arguments to its end.
 
         Raises:
             subprocess.TimeoutExpired: it did not end in time, and was killed.
@@ -142,7 +142,7 @@ class Commands:
         return subprocess.CompletedProcess(arguments, code, *command.communicate())
 
     def end_of(self, pid: int, timeout_s: float | None) -> int | None:
-        """How a command ended, or None if it has not in that time."""
+        """Return the exit code of a command, or None if it has not ended in that time."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._ends:
             left = None if until is None else max(0.0, until - time.monotonic())
@@ -152,7 +152,7 @@ class Commands:
         return self._ends[pid]
 
     def _hear(self) -> int | None:
-        """Wait for what the server says next: the number of a command that has begun, or how one has ended."""
+        """Wait for the next message of the server: the pid of a started command, or the exit code of an ended one."""
         assert self._server.stdout is not None
         pid, *code = map(int, self._server.stdout.readline().split())
         if not code:
@@ -162,15 +162,15 @@ class Commands:
 
 
 def serve() -> None:
-    """Name the threads of this process, answer each order by the number of a child, and say how each has ended.
+    """Send the names of this process's threads, then the pid of a child for each command, and its exit code at its end.
 
-    Returns in the children alone.
+    Returns only in the children.
     """
     for name in LIBRARIES:
         importlib.import_module(name)
     tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
     print(json.dumps([(task / "comm").read_text().strip() for task in tasks]), flush=True)
-    orders = sys.stdin.buffer.raw  # not of its buffer, which would keep orders from `select`
+    orders = sys.stdin.buffer.raw  # unbuffered: a buffer would hide commands from `select`
     running: set[int] = set()
     while True:
         if select.select([orders], [], [], LOOK_S if running else None)[0]:
@@ -191,7 +191,7 @@ def serve() -> None:
 
 
 def become(folder: str, arguments: list[str], environment: dict[str, str], streams: list[str]) -> None:
-    """Make this process what `python -m mlx_runtime` starts as."""
+    """Turn this process into one started by `python -m mlx_runtime`."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -6,7 +6,7 @@
 
 from pathlib import Path
 
-from mlx_runtime.storage import Storage
+from mlx_runtime.storage.files import Storage
 
 SIZES = {"data/digits/a.bin": 3000, "data/digits/b.bin": 1000, "data/digits/deep/er/c.bin": 500}
 SIZES |= {"data/digits/deep/er/d.bin": 500}
@@ -21,7 +21,7 @@ def put(root: str, files: dict[str, bytes]) -> None:
 
 
 def filled(root: str) -> str:
-    """The storage, with its data in it."""
+    """Fill a storage with the data, and return it."""
     put(root, {name: b"x" * size for name, size in SIZES.items()})
     return root
 

@@ -1,4 +1,4 @@
-"""The server of commands."""
+"""Tests of the server that runs commands."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.process
 
 
 def test_it_can_be_forked_safely(commands: Commands, environment: dict[str, str], tmp_path: Path) -> None:
-    """It has one thread, beside one of the memory allocator of Arrow, which knows of forks."""
+    """It has a single thread, besides one of Arrow's memory allocator, which handles forks."""
     assert commands.run(tmp_path, ["--version"], environment, 60).returncode == 0
     assert commands.threads is not None
     assert set(commands.threads) <= {"jemalloc_bg_thd"}

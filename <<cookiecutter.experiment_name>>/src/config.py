@@ -1,4 +1,4 @@
-"""Global settings of the experiment. Edit: add fields of your own; worker_loop finds them in self.cfg."""
+"""Global settings. Edit: add your own fields; they are available as self.cfg."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ import mlx_runtime
 
 @dataclass
 class TrainConfig(mlx_runtime.TrainConfig):
-    """What mlx_runtime.TrainConfig has (workers, seed, checkpoints, …), with this experiment's defaults."""
+    """The fields of mlx_runtime.TrainConfig (workers, seed, checkpoints, …), with the defaults of this experiment."""
 
     name: str = "<<cookiecutter.experiment_name>>"
     num_epochs: int = 30

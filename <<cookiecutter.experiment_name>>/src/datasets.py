@@ -1,4 +1,4 @@
-"""Datasets. Edit: write native torch Datasets, and ray_map_batches to stack their samples into a batch."""
+"""Datasets. Edit: write plain torch Datasets, with a ray_map_batches that stacks samples into a batch."""
 
 from typing import Literal
 
@@ -10,14 +10,14 @@ Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 class Digits(Dataset[Sample]):
-    """Handwritten digits: 1,797 grey images of 8x8 pixels, bundled with scikit-learn (UCI Optical Recognition).
+    """Handwritten digits: 1,797 grayscale images of 8x8 pixels, bundled with scikit-learn (UCI Optical Recognition).
 
-    A sample is (image (1, 8, 8) float32 in 0 … 1, label () int64 in 0 … 9).
+    A sample is (image (1, 8, 8) float32 in [0, 1], label () int64 in [0, 9]).
 
     Args:
-        split: 70 % of the images train, 15 % validate, 15 % test.
+        split: 70 % of the images are for training, 15 % for validation, 15 % for testing.
         batch_size: rows per worker and step.
-        split_seed: which images go where.
+        split_seed: seed for assigning the images to splits.
     """
 
     def __init__(self, split: Literal["train", "val", "test"] = "train", batch_size: int = 32, split_seed: int = 0):
@@ -37,6 +37,6 @@ class Digits(Dataset[Sample]):
 
     @staticmethod
     def ray_map_batches(batch: dict[str, list[Sample]]) -> dict[str, torch.Tensor]:
-        """{"item": [sample, …]} → tensors with one row per sample: image (n, 1, 8, 8), label (n,)."""
+        """Stack {"item": [sample, …]} into tensors with one row per sample: image (n, 1, 8, 8), label (n,)."""
         images, labels = zip(*batch["item"], strict=True)
         return {"image": torch.stack(images), "label": torch.stack(labels)}

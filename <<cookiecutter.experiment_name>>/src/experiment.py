@@ -1,6 +1,6 @@
-"""The experiment. Edit: name what it consists of in the groups, and train it in worker_loop.
+"""The experiment. Edit: list its parts in the groups below, and train them in worker_loop.
 
-Every default below becomes a line of src/conf.yaml (`make bind`), and is built from there for each run.
+`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,12 @@ class Datasets:
 class Models:
     net: nn.Module = DigitsNet()
 
-    map_params_to_optimizers = {"net": "adam"}  # which optimizer trains which model
+    map_params_to_optimizers = {"net": "adam"}  # the optimizer of each model
 
 
 @dataclass
 class Optimizers:
-    adam: Optimizer = Adam(DUMMY_PARAMS, lr=3e-3)  # a wide type, so that conf.yaml may name another class
+    adam: Optimizer = Adam(DUMMY_PARAMS, lr=3e-3)  # a wide type, so that conf.yaml can name another class
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Experiment(BaseModule):
     tools: Tools
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
-        """What every worker runs."""
+        """Train; every worker calls this."""
         self.models.net = prepare_model(self.models.net)  # DDP
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
         total_steps = len(train) * self.cfg.num_epochs
@@ -82,7 +82,7 @@ class Experiment(BaseModule):
         while epoch < self.cfg.num_epochs and not self.tools.early_stopping.stopped:
             self.train(train, epoch)
             self.evaluate(val, epoch)
-            self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # over all rows and workers
+            self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # over all workers
             self.tools.best.update(self.metrics.accuracy.compute().item(), epoch, self.models.net)
             self.save_checkpoint(epoch=epoch)
             epoch += 1
@@ -90,7 +90,7 @@ class Experiment(BaseModule):
         self.evaluate(test, epoch - 1)
 
     def eval_loop(self, dataset_shards: DatasetShards) -> None:
-        """What every worker runs for `mlx train eval`, on the models of a checkpoint."""
+        """Evaluate the models of a checkpoint; every worker calls this for `mlx train eval`."""
         self.models.net = prepare_model(self.models.net)
         _, val, test = self.generate_loaders(dataset_shards=dataset_shards)
         for loader in (val, test):

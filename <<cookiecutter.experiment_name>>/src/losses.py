@@ -1,4 +1,4 @@
-"""Losses. Edit: a loss is a TorchMetrics Metric, so its epoch value is the mean over all rows of all workers."""
+"""Losses. Edit: write TorchMetrics Metrics, so that epoch values are means over all rows of all workers."""
 
 import torch
 from torch.nn import functional as F
@@ -8,7 +8,7 @@ from torchmetrics import Metric
 class CrossEntropy(Metric):
     """Mean cross-entropy of logits (n, classes) against labels (n,).
 
-    Calling it returns the batch's loss, to call `.backward()` on, and adds the batch to the epoch's mean.
+    Calling it returns the loss of the batch, for `.backward()`, and adds the batch to the mean of the epoch.
     """
 
     is_differentiable = True

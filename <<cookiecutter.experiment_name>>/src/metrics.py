@@ -1,11 +1,11 @@
-"""Metrics. Edit: any TorchMetrics Metric; add_state(..., dist_reduce_fx) says how workers' values combine."""
+"""Metrics. Edit: write TorchMetrics Metrics; dist_reduce_fx in add_state combines the values of all workers."""
 
 import torch
 from torchmetrics import Metric
 
 
 class MeanConfidence(Metric):
-    """Mean probability that logits (n, classes) give to their most likely class."""
+    """Mean probability of the most likely class, from logits (n, classes)."""
 
     higher_is_better = True
     full_state_update = False

@@ -1,4 +1,4 @@
-"""Models. Edit: write native torch modules. Give every argument a type and a default: they become conf.yaml."""
+"""Models. Edit: write plain torch modules. Give every argument a type and a default, which bind writes to conf.yaml."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class ConvBlock(nn.Module):
 class DigitsNet(nn.Module):
     """(n, 1, 8, 8) float32 → logits (n, 10).
 
-    Defaults may be modules. They are written to conf.yaml argument by argument and built anew for each run.
+    Defaults may be modules. Bind writes them to conf.yaml argument by argument, and each run builds new ones.
     """
 
     def __init__(

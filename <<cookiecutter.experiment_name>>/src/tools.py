@@ -1,4 +1,4 @@
-"""Tools. Edit: plain classes, nothing to inherit. Their attributes are part of every checkpoint."""
+"""Tools. Edit: write plain classes, without a base class. Checkpoints include their attributes."""
 
 import math
 from typing import Literal
@@ -13,20 +13,20 @@ Mode = Literal["min", "max"]
 
 
 class EarlyStopping:
-    """Counts epochs without a better value, until they are `patience` in a row.
+    """Requests a stop after `patience` consecutive epochs without a better value.
 
     Args:
-        patience: epochs to wait for a better value, at least 1.
-        min_delta: how much better than the best a value must be to count.
-        mode: whether the lower (`min`) or the higher (`max`) value is better; NaN never is.
+        patience: number of epochs to wait for a better value, at least 1.
+        min_delta: minimum improvement over the best value.
+        mode: `min` if lower values are better, `max` if higher ones are. NaN is never better.
 
     Raises:
-        ValueError: the patience is less than 1.
+        ValueError: `patience` is less than 1.
     """
 
     def __init__(self, patience: int = 5, min_delta: float = 0.0, mode: Mode = "min"):
         if patience < 1:
-            raise ValueError(f"patience is {patience}; the least is 1")
+            raise ValueError(f"patience is {patience}; the minimum is 1")
         self.patience = patience
         self.min_delta = min_delta
         self.mode = mode
@@ -34,7 +34,7 @@ class EarlyStopping:
         self.waited = 0
 
     def update(self, value: float) -> None:
-        """Take note of an epoch's value."""
+        """Record the value of an epoch."""
         gain = self.best - value if self.mode == "min" else value - self.best
         if gain > self.min_delta:
             self.best, self.waited = value, 0
@@ -43,15 +43,15 @@ class EarlyStopping:
 
     @property
     def stopped(self) -> bool:
-        """Whether to train no further, also after a restart."""
+        """True if training should stop. Survives a restart."""
         return self.waited >= self.patience
 
 
 class BestWeights:
-    """Keeps a copy of the weights of the best epoch, on the CPU; checkpoints grow by as much.
+    """Keeps a copy of the weights of the best epoch, on the CPU. Checkpoints grow by the size of that copy.
 
     Args:
-        mode: whether the lower (`min`) or the higher (`max`) value is better; NaN never is. Of equals the later is.
+        mode: `min` if lower values are better, `max` if higher ones are. NaN is never better. A tie counts as better.
     """
 
     def __init__(self, mode: Mode = "max"):
@@ -61,30 +61,30 @@ class BestWeights:
         self.weights: dict[str, torch.Tensor] = {}
 
     def update(self, value: float, epoch: int, model: nn.Module) -> None:
-        """Take note of an epoch's value, and of the weights if it is the best so far."""
+        """Record the value of an epoch, and copy the weights if it is the best so far."""
         if value <= self.best if self.mode == "min" else value >= self.best:
             self.best, self.epoch = value, epoch
             self.weights = {name: item.to("cpu", copy=True) for name, item in unwrapped(model).state_dict().items()}
 
     def restore(self, model: nn.Module) -> None:
-        """Give a model the best weights; without any epoch so far it stays as it is."""
+        """Load the best weights into a model. Does nothing before the first epoch."""
         if self.weights:
             unwrapped(model).load_state_dict(self.weights)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DDP around it, so that names of weights are the same for any number of workers."""
+    """Return the model without its DDP wrapper, so that weight names do not depend on the number of workers."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def warmup_cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 20) -> LambdaLR:
-    """Learning rate: up in a line to the optimizer's own, then down a cosine to zero.
+    """Warm up linearly to the learning rate of the optimizer, then decay to zero along a cosine.
 
-    Unlike torch's OneCycleLR it peaks at what the optimizer says, and goes on when a run is given more epochs.
+    Unlike torch's OneCycleLR, it peaks at the optimizer's own rate, and can be extended to more epochs on resume.
 
     Args:
-        total_steps: of all epochs.
-        warmup_steps: steps until the optimizer's own rate is reached.
+        total_steps: number of steps in all epochs.
+        warmup_steps: number of steps until the peak.
     """
 
     def factor(step: int) -> float:

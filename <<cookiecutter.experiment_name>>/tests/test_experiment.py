@@ -1,4 +1,4 @@
-"""Does the experiment bind, train and restore? Edit: add what your experiment promises."""
+"""Tests that the experiment binds, trains and restores. Edit: add tests for what it promises."""
 
 import json
 import math
@@ -22,21 +22,21 @@ def mlx(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One epoch, trained inside one process and stored apart from real runs."""
+    """Train one epoch in a single process, stored separately from real runs."""
     folder = tmp_path_factory.mktemp("runs")
     mlx("train", "run", "cfg.start_workers=0", "cfg.num_epochs=1", f"cfg.storage_path={folder}", "cfg.name=test")
     return folder / "test"
 
 
 def weights(checkpoint: Path) -> list[torch.Tensor]:
-    """All parameters; not the statistics of norm layers, which change without an optimizer."""
+    """Return all parameters, without the statistics of norm layers, which change without an optimizer."""
     models = torch.load(checkpoint / "state.pt", weights_only=True)["models"].values()
     return [
         item for model in models for name, item in model.items() if "running_" not in name and item.is_floating_point()
     ]
 
 
-def test_conf_yaml_fits_the_code(storage: Path) -> None:
+def test_conf_yaml_matches_the_code(storage: Path) -> None:
     mlx("train", "bind", "--check")
 
 
@@ -46,7 +46,7 @@ def test_one_epoch_trains(storage: Path) -> None:
     assert any(name.startswith("train/") and math.isfinite(value) for name, value in record["metrics"].items())
 
 
-def test_training_goes_on_from_a_checkpoint(storage: Path) -> None:
+def test_training_continues_from_a_checkpoint(storage: Path) -> None:
     checkpoint = storage / "run_001" / "checkpoints" / "epoch_0001"
     options = [f"cfg.restore_checkpoint_path={checkpoint}", f"cfg.storage_path={storage.parent}", "cfg.name=test"]
     mlx("train", "run", "cfg.start_workers=0", "cfg.num_epochs=2", *options)

@@ -1,7 +1,7 @@
 """Times the imports of every Python process that has this folder in its PYTHONPATH.
 
-Each process adds lines `library seconds` to the file of its pid in the folder `MLX_BENCH_IMPORTS`. Python's own
-`-X importtime` writes to stderr, which launchers and Ray lead to many places, and cannot tell a fork from its parent.
+Each process appends lines `library seconds` to a file named by its pid in the folder `MLX_BENCH_IMPORTS`. Python's own
+`-X importtime` writes to stderr, which launchers and Ray redirect, and cannot distinguish a fork from its parent.
 """
 
 import importlib._bootstrap as bootstrap
@@ -12,14 +12,14 @@ from collections import defaultdict
 
 FOLDER = os.environ["MLX_BENCH_IMPORTS"]
 LIBRARIES = os.environ["MLX_BENCH_LIBRARIES"].split()
-"""Longer names first. What they import that is not named here is theirs."""
+"""Libraries to report, longest name first. Imports by a library that are not listed count as its own."""
 
-find_and_load = bootstrap._find_and_load  # what every import of a module that is not there yet calls
+find_and_load = bootstrap._find_and_load  # called by every import of a module that is not loaded yet
 under_way = threading.local()
 
 
 def timed(name, import_):
-    """Import a module; its own seconds, without those of the imports in it, are those of its library."""
+    """Import a module, and add its own seconds, without those of nested imports, to its library."""
     stack = under_way.__dict__.setdefault("stack", [])
     seconds = under_way.__dict__.setdefault("seconds", defaultdict(float))
     inherited = stack[-1]["library"] if stack else "other"
@@ -35,7 +35,7 @@ def timed(name, import_):
         seconds[library] += took - frame["inner"]
         if stack:
             stack[-1]["inner"] += took
-        else:  # now, as many processes are killed in the end
+        else:  # immediately, because many processes are killed in the end
             lines = "".join(f"{library} {seconds.pop(library)}\n" for library in list(seconds))
             with open(f"{FOLDER}/{os.getpid()}", "a") as file:  # noqa: PTH123 - imports nothing
                 file.write(lines)

@@ -1,4 +1,4 @@
-"""The other contenders, under torchrun: torchrun --nproc-per-node 2 peers.py CONTENDER OUT"""
+"""The other contenders, run under torchrun: torchrun --nproc-per-node 2 peers.py CONTENDER OUT"""
 
 import sys
 import time
@@ -60,7 +60,7 @@ def accelerate() -> dict[str, float]:
 
 
 def lightning() -> dict[str, float]:
-    """Only with a model: without one there is nothing of Lightning in the loop."""
+    """Only with a model: without one, Lightning has no part in the loop."""
     import warnings
 
     import lightning.pytorch as pl
@@ -81,7 +81,7 @@ def lightning() -> dict[str, float]:
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
         def on_train_epoch_start(self):
-            if self.current_epoch == 1:  # the first warmed up
+            if self.current_epoch == 1:  # the first pass is a warm-up
                 dist.barrier()
                 self.rows, self.started = 0, time.perf_counter()
 

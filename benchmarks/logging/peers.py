@@ -1,4 +1,4 @@
-"""The other contenders, under torchrun: torchrun --nproc-per-node 2 peers.py CONTENDER OUT"""
+"""The other contenders, run under torchrun: torchrun --nproc-per-node 2 peers.py CONTENDER OUT"""
 
 import sys
 import tempfile
@@ -14,7 +14,7 @@ from src.workload import BATCH, EPOCHS, EVERY, Clock, Net, Rows, forward, logs, 
 
 
 def writer(clock: Clock) -> None:
-    """What one writes by hand: values over all workers by TorchMetrics, into torch's SummaryWriter."""
+    """A loop written by hand: values over all workers by TorchMetrics, written by torch's SummaryWriter."""
     from torch.utils.tensorboard import SummaryWriter
 
     dist.init_process_group("gloo")
@@ -43,7 +43,7 @@ def writer(clock: Clock) -> None:
 
 
 def lightning(clock: Clock) -> None:
-    """`self.log` of metrics: values of steps by its TensorBoard logger, those of epochs over all workers."""
+    """`self.log` of metrics: values per step with its TensorBoard logger, values per epoch over all workers."""
     import lightning.pytorch as pl
 
     warnings.simplefilter("ignore")

@@ -1,1 +1,1 @@
-"""The sections of docs/benchmarks.md, a module each: `TITLE`, and `section(rounds, only)` that measures and tells."""
+"""The sections of docs/benchmarks.md, one module each: `TITLE`, and `section(rounds, only)`, which returns a text."""

@@ -1,4 +1,4 @@
-"""What each process of a command imports, and how long that takes."""
+"""The seconds that each process of a command spends importing, by library."""
 
 import tempfile
 from collections import defaultdict
@@ -39,7 +39,7 @@ Seconds = dict[str, float]
 
 
 def section(rounds: int, only: Collection[str]) -> str:
-    """One run of each command: seconds of imports differ little from run to run."""
+    """Ignores `rounds`: import times differ little between runs."""
     found: dict[str, Seconds] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as parent:
         folder = workplace(Path(parent), "starting")
@@ -53,18 +53,18 @@ def section(rounds: int, only: Collection[str]) -> str:
         [title, *(cell(seconds.get(name, 0)) for name in (*LIBRARIES, "other")), cell(sum(seconds.values()))]
         for title, seconds in found.items()
     ]
-    return f"""Seconds that processes spend importing, by library; what a library imports that is not named here is its
-own. The worker is that of rank 0; the other one is among the other processes. One run each.
+    return f"""Seconds that processes spend importing, by library. Imports by a library that are not listed here count
+as its own. The worker is rank 0; rank 1 is one of the other processes. One run each.
 
 {table(head, rows)}
 """
 
 
 def by_process(contender: str, title: str, folder: Path) -> Iterator[tuple[str, Seconds]]:
-    """The driver of a run, its worker of rank 0, and what else it starts beside the other worker."""
-    with tempfile.TemporaryDirectory() as place:
-        taken, _, worker = stepped(contender, folder, **hooked(folder, place))
-        found = read(Path(place))
+    """Yield the seconds of the driver, of rank 0, and of all other processes, including rank 1."""
+    with tempfile.TemporaryDirectory() as output:
+        taken, _, worker = stepped(contender, folder, **hooked(folder, output))
+        found = read(Path(output))
     yield f"{title}: driver" if worker != taken.pid else title, found.pop(taken.pid)
     ours = found.pop(worker, {})
     if worker != taken.pid:
@@ -73,22 +73,22 @@ def by_process(contender: str, title: str, folder: Path) -> Iterator[tuple[str, 
         yield f"{title}: {len(found)} other process{'es' if len(found) > 1 else ''}", sum_of(found.values())
 
 
-def hooked(folder: Path, place: str) -> dict[str, str]:
-    """Return the variables that let Python time its imports, into a folder."""
+def hooked(folder: Path, output: str) -> dict[str, str]:
+    """Return environment variables that make Python time its imports and write the results to a folder."""
     path = f"{ROOT / 'benchmarks' / 'importing'}:{folder}"
-    return {"PYTHONPATH": path, "MLX_BENCH_IMPORTS": place, "MLX_BENCH_LIBRARIES": " ".join(LIBRARIES)}
+    return {"PYTHONPATH": path, "MLX_BENCH_IMPORTS": output, "MLX_BENCH_LIBRARIES": " ".join(LIBRARIES)}
 
 
 def processes_of(arguments: list[str], folder: Path) -> dict[int, Seconds]:
-    with tempfile.TemporaryDirectory() as place:
-        cost([BIN / "mlx", *arguments], folder, environment(folder) | hooked(folder, place))
-        return read(Path(place))
+    with tempfile.TemporaryDirectory() as output:
+        cost([BIN / "mlx", *arguments], folder, environment(folder) | hooked(folder, output))
+        return read(Path(output))
 
 
-def read(place: Path) -> dict[int, Seconds]:
-    """Seconds by library, by process."""
+def read(output: Path) -> dict[int, Seconds]:
+    """Return the seconds by library for each process."""
     found: dict[int, Seconds] = {}
-    for file in place.iterdir():
+    for file in output.iterdir():
         lines = [line.split() for line in file.read_text().splitlines()]
         found[int(file.name)] = sum_of({library: float(seconds)} for library, seconds in lines)
     return found

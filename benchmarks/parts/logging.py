@@ -1,4 +1,4 @@
-"""What recording metrics costs: epochs with and without it, in turns in the same run."""
+"""The cost of recording metrics: epochs with and without it, alternating within one run."""
 
 import tempfile
 from collections.abc import Collection
@@ -30,14 +30,14 @@ def section(rounds: int, only: Collection[str]) -> str:
         inside = median(item["inside"] for item in measured)
         own = f"{1e6 * inside:.0f} µs" if contender.startswith("mlx") else ""
         rows.append([CONTENDERS[contender], f"{1000 * without:.2f}", f"{ratio:.3f}x", f"{1e6 * more:.0f} µs", own])
-    return f"""Four metrics and two losses of TorchMetrics see every batch, in all epochs. In every other one they are
-also recorded: with mlx by `save_metrics_and_losses` at each step, and so by Lightning; by hand every 50th step. All
-write to TensorBoard every 50th step; the values of mlx and of the loop by hand are over both workers, those of
-Lightning over one, until the epoch's end. Medians over epochs of 200 steps, in {rounds} alternating rounds; two workers
-and what else runs beside them share two cores, so that the difference of two epochs has the noise of both, and the time
-in mlx's own calls, of rank 0 with its waiting for others, has not.
+    return f"""Four metrics and two losses of TorchMetrics are updated with every batch, in all epochs. In every other
+epoch they are also recorded: at each step by mlx (`save_metrics_and_losses`) and by Lightning, every 50th step by the
+loop written by hand. All write to TensorBoard every 50th step. The values of mlx and of the loop by hand cover both
+workers; those of Lightning cover one worker until the end of the epoch. Medians over epochs of 200 steps, in {rounds}
+alternating rounds. Two workers and other processes share two cores, so the difference of two epochs contains the noise
+of both. The time in mlx's own calls, measured on rank 0 and including its waiting for others, does not.
 
-{table(["", "a step without, ms", "with", "more per step", "in the calls that record"], rows)}
+{table(["", "step without, ms", "with", "added per step", "in the calls that record"], rows)}
 """
 
 

@@ -1,4 +1,4 @@
-"""How fast datasets are read, with a model and without."""
+"""The speed of reading datasets, with and without a model."""
 
 import subprocess
 import tempfile
@@ -28,7 +28,7 @@ def section(rounds: int, only: Collection[str]) -> str:
         found = alternating(list(CONTENDERS), only, rounds, lambda contender: _measured(contender, folder))
     return f"""Samples per second of both workers, per batch size. 50,000 rows of 32 float32, and 20,000 images of
 3 x 32 x 32 bytes, from memory; the model is an MLP with one hidden layer of 64. All read the same datasets, in a new
-order each epoch; mlx on its local engine. Medians of {rounds} alternating rounds; differences under 1.3x with a model
+order each epoch, mlx with its local engine. Medians of {rounds} alternating rounds; differences under 1.3x with a model
 are noise.
 
 {_table(found)}
@@ -44,7 +44,7 @@ def _measured(contender: str, folder: Path) -> dict:
 
 
 def _table(found: dict[str, list[dict]]) -> str:
-    """Samples per second of the first contender, and everybody's ratio to it."""
+    """Return a table with the samples per second of the first contender, and the ratios of the others to it."""
     medians = {
         contender: {
             case: median(item["samples_per_s"][case] for item in measured) for case in measured[0]["samples_per_s"]
@@ -67,4 +67,4 @@ def _table(found: dict[str, list[dict]]) -> str:
         cells.append(" / ".join(f"{median(item[key] for item in memory):,.0f}" for key in memory[0]))
         rows.append([CONTENDERS[contender], *cells])
     heads = [f"{title}<br>{' / '.join(sizes)}" for title in titles]
-    return table(["", *heads, "memory of a worker, MB<br>own / resident"], rows)
+    return table(["", *heads, "memory per worker, MB<br>private / resident"], rows)

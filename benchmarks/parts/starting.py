@@ -1,4 +1,4 @@
-"""How soon a run trains, and what starting it costs."""
+"""The time until a run trains, and the cost of starting it."""
 
 import sys
 import tempfile
@@ -24,7 +24,7 @@ LAUNCH = [
     "--dynamo_backend",
     "no",
 ]
-"""Options of Accelerate for several processes on this machine; the script chooses the CPU."""
+"""Options of Accelerate for several processes on this machine; the script selects the CPU."""
 
 TWO_WORKERS = {
     "torchrun": "torchrun script, DDP",
@@ -44,17 +44,17 @@ IMPORTING = {"import": "`import src.experiment`", "mlx-bind": "**mlx** `train bi
 HELPING = {"click": "`import click`", "mlx-help": "**mlx** `--help`"}
 
 SHORT = 5
-"""Runs of a command that takes a fraction of a second, for each of one that takes seconds."""
+"""Number of runs of a command that takes a fraction of a second, for each run of one that takes seconds."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one run showed.
+    """Measurements of one run.
 
     Attributes:
-        first_step_s: from the start of its process to the end of the first step.
-        wall_s: of the whole run.
-        cpu_s: of all its processes.
+        first_step_s: seconds from the start of its process to the end of the first step.
+        wall_s: seconds of the whole run.
+        cpu_s: CPU seconds of all its processes.
     """
 
     first_step_s: float
@@ -63,7 +63,7 @@ class Start:
 
 
 def command(contender: str, out: Path) -> Command:
-    """Return how a contender is started, to write to `out` when its first step is finished."""
+    """Return the command of a contender, which writes the time of its first step to `out`."""
     python = [sys.executable, "peers.py"]
     own = f"cfg.out={out}"
     return {
@@ -83,7 +83,7 @@ def command(contender: str, out: Path) -> Command:
 
 
 def stepped(contender: str, folder: Path, **variables: str) -> tuple[Cost, float, int]:
-    """Run a contender: what it costs, when its first step was finished, and the process of rank 0."""
+    """Run a contender. Returns its cost, the time at the end of its first step, and the pid of rank 0."""
     out = folder / "stepped"
     out.unlink(missing_ok=True)
     taken = cost(command(contender, out), folder, environment(folder) | variables)
@@ -106,19 +106,19 @@ def section(rounds: int, only: Collection[str]) -> str:
         one = alternating(list(ONE_PROCESS), only, rounds, start)
         importing = alternating(list(IMPORTING), only, rounds, wall)
         helping = alternating(list(HELPING), only, rounds * SHORT, wall)
-    head = ["", "to the first step", "the whole run", "CPU seconds of all its processes"]
-    return f"""The same small experiment from the start of the process: 2,048 images, a small network, Adam, a loss and
-a metric of TorchMetrics, one epoch, its metrics and a checkpoint at the end; one thread per process. mlx also writes
-TensorBoard and the record of the run. Medians of {rounds} alternating rounds.
+    head = ["", "to the first step", "whole run", "CPU seconds of all processes"]
+    return f"""The same small experiment, measured from the start of the process: 2,048 images, a small network, Adam, a
+loss and a metric of TorchMetrics, one epoch, with metrics and a checkpoint at the end; one thread per process. mlx also
+writes TensorBoard events and the record of the run. Medians of {rounds} alternating rounds.
 
 {table(["two workers", *head[1:]], _rows(two, TWO_WORKERS))}
 
 {table(["one process", *head[1:]], _rows(one, ONE_PROCESS))}
 
-{table(["a command", "seconds"], [*_walls(importing, IMPORTING), *_walls(helping, HELPING)])}
+{table(["command", "seconds"], [*_walls(importing, IMPORTING), *_walls(helping, HELPING)])}
 
-Aims: to the first step on the local engine <= 1.1x torchrun, on embedded Ray <= 2.5x, in process <= 1.1x the plain
-script; CPU seconds on the local engine <= 1.3x torchrun's; `bind` <= 1.2x the import, `--help` <= 1.5x that of click.
+Goals: to the first step with the local engine <= 1.1x torchrun, with embedded Ray <= 2.5x, in process <= 1.1x the plain
+script; CPU seconds with the local engine <= 1.3x torchrun; `bind` <= 1.2x the import, `--help` <= 1.5x importing click.
 """
 
 
@@ -135,7 +135,7 @@ def _walls(found: dict[str, list[float]], titles: dict[str, str]) -> list[list[s
 
 
 def _compared(seconds: dict[str, list[float]]) -> dict[str, str]:
-    """The median of the first contender in seconds, those of the others as ratios to it."""
+    """Return the median of the first contender in seconds, and the medians of the others as ratios to it."""
     medians = {name: median(values) for name, values in seconds.items()}
     base, *others = medians
     return {base: f"{medians[base]:.2f} s"} | {name: f"{medians[name] / medians[base]:.2f}x" for name in others}

@@ -1,4 +1,4 @@
-"""Steps of a model that keeps all cores busy."""
+"""The speed of training steps with a model that keeps all cores busy."""
 
 import sys
 import tempfile
@@ -19,7 +19,7 @@ CONTENDERS = {
 }
 
 SETTINGS = {"one worker, two threads": (1, 2), "two workers, one thread each": (2, 1)}
-"""Workers, and threads of each."""
+"""Number of workers, and of threads per worker."""
 
 Rates = dict[str, float]
 
@@ -36,12 +36,12 @@ def section(rounds: int, only: Collection[str]) -> str:
     rows = [[CONTENDERS[name], *(_cell(found[setting], name) for setting in SETTINGS)] for name in names]
     heads = [f"{setting}<br>median step / all steps" for setting in SETTINGS]
     return f"""Samples per second of a transformer with 1 M parameters: five layers of width 128, 64 characters of a
-generated text, 12 samples per worker and step, Adam. From the time of the median step, and of all of them: that has
-whatever interrupts the steps, too. Medians of {rounds} alternating rounds.
+generated text, 12 samples per worker and step, Adam. Computed from the median step, and from the time of all
+steps, which includes everything that interrupts them. Medians of {rounds} alternating rounds.
 
 {table(["", *heads], rows)}
 
-Aim: local engine >= 0.99x.
+Goal: local engine >= 0.99x.
 """
 
 

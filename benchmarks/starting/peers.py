@@ -1,4 +1,4 @@
-"""The other contenders: peers.py CONTENDER OUT, started by python, torchrun or `accelerate launch`."""
+"""The other contenders: peers.py CONTENDER OUT, run with python, torchrun or `accelerate launch`."""
 
 import sys
 import tempfile
@@ -40,7 +40,7 @@ def accelerate(out: Path) -> None:
 
 
 def train(network, optimizer, loader, backward, out: Path) -> None:
-    """One epoch; its metrics over all workers are printed, and rank 0 saves the weights."""
+    """Train one epoch, print its metrics over all workers, and save the weights on rank 0."""
     cross_entropy, accuracy = CrossEntropy(), MulticlassAccuracy(CLASSES)
     for images, labels in loader:
         logits = network(images)
@@ -56,7 +56,7 @@ def train(network, optimizer, loader, backward, out: Path) -> None:
 
 
 def lightning(out: Path) -> None:
-    """As it comes, with its logger and its checkpoint, and without what it draws."""
+    """Lightning with its defaults, including its logger and checkpoint, but without its progress bar."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):

@@ -1,4 +1,4 @@
-"""The same loop in plain torch: peers.py THREADS OUT, started by python or torchrun."""
+"""The same loop in plain torch: peers.py THREADS OUT, run with python or torchrun."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The whole flow of the job. You rarely edit this file."""
+"""The entry point of the job. You rarely need to edit it."""
 
 import sys
 
@@ -8,11 +8,11 @@ from src.job import Job
 
 
 def main(overrides: list[str]) -> None:
-    config = load_config(Job, overrides)  # src/conf.yaml, then the overrides, all checked
-    with connect(config.cfg) as cluster:  # Ray: started here, or the cluster that this job runs on
-        run_job(Job, config, cluster)  # Job.run fills a folder of the storage, whole or not at all
+    config = load_config(Job, overrides)  # src/conf.yaml and the overrides, all checked
+    with connect(config.cfg) as cluster:  # a Ray started here, or the cluster that this job runs on
+        run_job(Job, config, cluster)  # Job.run fills a folder of the storage, completely or not at all
 
 
 if __name__ == "__main__":
-    with clean_exit():  # errors become one line and an exit code
+    with clean_exit():  # prints errors in one line and sets the exit code
         main(sys.argv[1:])

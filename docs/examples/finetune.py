@@ -1,7 +1,7 @@
-"""Fine-tuning: a backbone from a file of weights, a new head, two learning phases, and an average of the weights.
+"""Fine-tuning: a pretrained backbone, a new head, epochs with a frozen backbone, and an average of the weights.
 
-Copy this file over `src/experiment.py`. The weights come from `torch.save(net.state_dict(), path)` in another project,
-whose layers have other names. Train with
+Copy this file over `src/experiment.py`. The weights come from `torch.save(net.state_dict(), path)` in another project
+that uses other names for the layers. Train with
 
     mlx train run models.net.pretrained=weights.pt
 """
@@ -27,10 +27,10 @@ from src.datasets import Digits
 
 @dataclass
 class TrainConfig(mlx_runtime.TrainConfig):
-    """With fields of this experiment.
+    """The settings of a run, and those of this experiment.
 
     Attributes:
-        frozen_epochs: that train the head only.
+        frozen_epochs: number of epochs that train only the head.
     """
 
     name: str = "finetune"
@@ -53,13 +53,13 @@ class Classifier(nn.Module):
     """Images (n, 1, 8, 8) to logits (n, classes).
 
     Args:
-        classes: of the new head.
-        width: of the backbone.
-        pretrained: file with a state_dict, in which the backbone is called `encoder`; other weights in it are not used.
-            It is read when the model is built. A run that resumes then loads its own checkpoint over it.
+        classes: number of outputs of the new head.
+        width: number of features of the backbone.
+        pretrained: file with a state_dict that contains the backbone as `encoder`; its other weights are ignored. The
+            file is read when the model is constructed. A resumed run then loads its own checkpoint over the weights.
 
     Raises:
-        RuntimeError: the file lacks weights of the backbone, or theirs have other shapes.
+        RuntimeError: weights of the backbone are missing from the file, or have other shapes.
     """
 
     def __init__(self, classes: int = 10, width: int = 32, pretrained: Path | None = None):
@@ -108,12 +108,12 @@ class Experiment(BaseModule):
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         net = self.models.net
-        self.ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # on self: part of each checkpoint
+        self.ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.95))  # on self: checkpointed
         train, val = self.generate_loaders(dataset_shards=dataset_shards)
         for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
-            if epoch in (self.cfg.start_epoch, self.cfg.frozen_epochs):  # also where a run resumes
+            if epoch in (self.cfg.start_epoch, self.cfg.frozen_epochs):  # also when resuming
                 net.backbone.requires_grad_(epoch >= self.cfg.frozen_epochs)
-                self.models.net = prepare_model(net)  # DDP looks only once at what is frozen
+                self.models.net = prepare_model(net)  # DDP checks only once which parameters are frozen
             self.train(train, epoch)
             self.evaluate(net, val, epoch, "val")
             self.evaluate(self.ema, val, epoch, "val_ema")

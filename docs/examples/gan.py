@@ -1,6 +1,6 @@
-"""A GAN: two models, two optimizers, and a loop that trains them in turn.
+"""A GAN: two models, two optimizers, and a loop that trains them alternately.
 
-The generator learns to draw points from a ring of eight Gaussians. Copy this file over `src/experiment.py`.
+The generator learns to sample points from a ring of eight Gaussians. Copy this file over `src/experiment.py`.
 """
 
 import math
@@ -27,7 +27,7 @@ class TrainConfig(mlx_runtime.TrainConfig):
 
 
 class Ring(Dataset[torch.Tensor]):
-    """Points (2,) float32 from eight Gaussians, whose centers lie on the unit circle."""
+    """Points (2,) float32 from eight Gaussians with centers on the unit circle."""
 
     def __init__(self, rows: int = 8192, batch_size: int = 128, deviation: float = 0.02):
         self.batch_size = batch_size
@@ -109,15 +109,15 @@ class Experiment(BaseModule):
             self.save_checkpoint(epoch=epoch)
 
     def noise(self, rows: int, device: torch.device) -> torch.Tensor:
-        return torch.randn(rows, self.latent, device=device)  # each rank draws its own numbers
+        return torch.randn(rows, self.latent, device=device)  # different on each rank
 
     def train_discriminator(self, real: torch.Tensor) -> None:
         with torch.no_grad():
             fake = self.models.generator(self.noise(len(real), real.device))
-        logits = self.models.discriminator(torch.cat([real, fake]))  # DDP wants one forward per backward
+        logits = self.models.discriminator(torch.cat([real, fake]))  # DDP requires one forward per backward
         wanted = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         loss = F.binary_cross_entropy_with_logits(logits, wanted)
-        self.optimizers.discriminator.zero_grad()  # also what the generator's step has left there
+        self.optimizers.discriminator.zero_grad()  # also clears the gradients from the generator's step
         loss.backward()
         self.optimizers.discriminator.step()
         self.metrics.discriminator_loss.update(loss.detach())
@@ -132,7 +132,7 @@ class Experiment(BaseModule):
 
     @torch.no_grad()
     def modes(self, device: torch.device) -> int:
-        """How many of the eight Gaussians the generator reaches with at least one of 1,000 points."""
+        """Return the number of Gaussians that contain at least one of 1,000 generated points."""
         points = self.models.generator(self.noise(1000, device))
         near = (points.norm(dim=1) - 1).abs() < 0.1
         directions = torch.atan2(points[near, 1], points[near, 0]) / (math.pi / 4)

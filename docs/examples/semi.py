@@ -1,6 +1,7 @@
-"""Two training sets side by side: a few rows with labels, and many without.
+"""Two training sets side by side: a few labeled rows, and many unlabeled ones.
 
-The loss of unlabelled images asks for the same answer with and without noise. Copy this file over `src/experiment.py`.
+The loss of unlabeled images is the difference between predictions with and without noise. Copy this file over
+`src/experiment.py`.
 """
 
 from dataclasses import dataclass
@@ -20,16 +21,16 @@ from mlx_runtime.datasets import DatasetShards, Loader
 from src.datasets import Digits
 
 LABELLED = 240
-"""Of the 1,257 images that train."""
+"""Number of labeled images, of 1,257 training images."""
 
 
 @dataclass
 class TrainConfig(mlx_runtime.TrainConfig):
-    """With fields of this experiment.
+    """The settings of a run, and those of this experiment.
 
     Attributes:
-        unlabelled_weight: of the loss of unlabelled images.
-        noise: standard deviation that is added to their pixels.
+        unlabelled_weight: weight of the loss of unlabeled images.
+        noise: standard deviation of the noise added to their pixels.
     """
 
     name: str = "semi"
@@ -42,7 +43,7 @@ class TrainConfig(mlx_runtime.TrainConfig):
 
 
 class Labelled(Digits):
-    """The first rows of the training split."""
+    """The labeled rows: the first ones of the training split."""
 
     def __init__(self, batch_size: int = 8):
         super().__init__("train", batch_size)
@@ -50,7 +51,7 @@ class Labelled(Digits):
 
 
 class Unlabelled(Digits):
-    """The other rows. Their batches are larger, so that a pass has as many steps: `zip` ends with the shorter one."""
+    """The unlabeled rows: all others. Larger batches give as many steps per pass; `zip` ends with the shorter one."""
 
     def __init__(self, batch_size: int = 34):
         super().__init__("train", batch_size)
@@ -108,7 +109,7 @@ class Experiment(BaseModule):
         self.reset_all_metrics_and_losses()
         for batch_idx, (known, unknown) in enumerate(zip(train, unlabelled, strict=True)):
             noisy = unknown["image"] + self.cfg.noise * torch.randn_like(unknown["image"])
-            images = torch.cat([known["image"], unknown["image"], noisy])  # DDP wants one forward per backward
+            images = torch.cat([known["image"], unknown["image"], noisy])  # DDP requires one forward per backward
             rows = len(known["image"]), len(noisy), len(noisy)
             logits, clean, perturbed = self.models.net(images).split(rows)
             loss = F.cross_entropy(logits, known["label"])

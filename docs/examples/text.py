@@ -1,6 +1,6 @@
-"""Text of any length: a tokenizer that conf.yaml describes, and batches padded to their longest text.
+"""Text of variable length: a tokenizer configured in conf.yaml, and batches padded to their longest text.
 
-The classifier learns whether a sentence praises or complains. Copy this file over `src/experiment.py`.
+The classifier learns to distinguish praise from complaints. Copy this file over `src/experiment.py`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule
 from mlx_runtime.datasets import DatasetShards, Loader
 
 PADDING = 0
-"""The token that fills up a batch."""
+"""The token that pads batches."""
 
 SUBJECTS = ("the film", "this book", "her new song", "the long first chapter", "that restaurant by the river")
 PRAISE = ("wonderful", "moving", "a delight", "worth every minute")
@@ -38,10 +38,10 @@ class TrainConfig(mlx_runtime.TrainConfig):
 
 
 class Tokenizer:
-    """Bytes of a text as tokens 1 to 256.
+    """Maps the bytes of a text to tokens 1 to 256.
 
     Args:
-        longest: tokens of a text that are kept.
+        longest: maximum number of tokens; longer texts are truncated.
     """
 
     size = 257
@@ -50,12 +50,12 @@ class Tokenizer:
         self.longest = longest
 
     def __call__(self, text: str) -> torch.Tensor:
-        """(tokens,) int64, at most `longest` of them."""
+        """Return the tokens of a text, (length,) int64."""
         return torch.tensor([1 + byte for byte in text.encode()][: self.longest])
 
 
 class Reviews(Dataset[tuple[torch.Tensor, int]]):
-    """Made-up reviews: tokens (length,) int64, and 1 for praise or 0 for blame."""
+    """Generated reviews: tokens (length,) int64, and 1 for praise or 0 for complaints."""
 
     def __init__(
         self, split: Literal["train", "val"] = "train", tokenizer: Tokenizer = Tokenizer(), batch_size: int = 32
@@ -78,7 +78,7 @@ class Reviews(Dataset[tuple[torch.Tensor, int]]):
 
     @staticmethod
     def ray_map_batches(batch: dict[str, list[tuple[torch.Tensor, int]]]) -> dict[str, torch.Tensor]:
-        """Tokens (n, longest text of the batch) int64, padded, and labels (n,) int64."""
+        """Stack samples into padded tokens (n, longest text of the batch) int64 and labels (n,) int64."""
         tokens, labels = zip(*batch["item"], strict=True)
         return {
             "tokens": pad_sequence(list(tokens), batch_first=True, padding_value=PADDING),
@@ -87,7 +87,7 @@ class Reviews(Dataset[tuple[torch.Tensor, int]]):
 
 
 class Classifier(nn.Module):
-    """Tokens (n, length) to logits (n,): embeddings, a GRU, and the mean of its states where there is text."""
+    """Tokens (n, length) to logits (n,): embeddings, a GRU, and the mean of its states over the tokens of the text."""
 
     def __init__(self, width: int = 48):
         super().__init__()

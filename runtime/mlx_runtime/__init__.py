@@ -1,24 +1,27 @@
-"""Everything between a PyTorch experiment and the Ray cluster that trains it.
+"""A thin runtime between PyTorch experiments and the Ray clusters that train them.
 
 The names below are imported when first used, so that `import mlx_runtime` and `mlx --help` stay instant.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.config.declarations import SourceFinder
 from mlx_runtime.importing import many_imports
-from mlx_runtime.settings import prepare_fork, prepare_ray
+from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
-    from mlx_runtime.cluster import connect
-    from mlx_runtime.config import DataConfig, TrainConfig
-    from mlx_runtime.datajob import DataJob, run_job
-    from mlx_runtime.errors import MlxError, clean_exit
-    from mlx_runtime.experiment import BaseModule
-    from mlx_runtime.loading import load_config
-    from mlx_runtime.nodes import DUMMY_PARAMS
-    from mlx_runtime.runs import open_run
-    from mlx_runtime.trainer import fit
+    from mlx_runtime.cli.exits import clean_exit
+    from mlx_runtime.cluster.datajob import DataJob, run_job
+    from mlx_runtime.config.nodes import DUMMY_PARAMS
+    from mlx_runtime.errors import MlxError
+    from mlx_runtime.runs.reader import open_run
+    from mlx_runtime.training.engines.placement import connect
+    from mlx_runtime.training.experiment import BaseModule
+    from mlx_runtime.training.options import DataConfig, TrainConfig
+    from mlx_runtime.training.request import load_config
+    from mlx_runtime.training.terminal import fit
 
 __version__ = "0.1.0"
 
@@ -37,21 +40,21 @@ __all__ = [
     "run_job",
 ]
 
-prepare_ray()  # before anyone's `import ray`
+sys.meta_path.insert(0, SourceFinder("src"))  # importing src must not load data
 
 _HOMES = {
-    "BaseModule": "experiment",
-    "DUMMY_PARAMS": "nodes",
-    "DataConfig": "config",
-    "DataJob": "datajob",
+    "BaseModule": "training.experiment",
+    "DUMMY_PARAMS": "config.nodes",
+    "DataConfig": "training.options",
+    "DataJob": "cluster.datajob",
     "MlxError": "errors",
-    "TrainConfig": "config",
-    "clean_exit": "errors",
-    "connect": "cluster",
-    "fit": "trainer",
-    "load_config": "loading",
-    "open_run": "runs",
-    "run_job": "datajob",
+    "TrainConfig": "training.options",
+    "clean_exit": "cli.exits",
+    "connect": "training.engines.placement",
+    "fit": "training.terminal",
+    "load_config": "training.request",
+    "open_run": "runs.reader",
+    "run_job": "cluster.datajob",
 }
 
 

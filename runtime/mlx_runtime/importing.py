@@ -1,4 +1,4 @@
-"""Importing large libraries without the work that Python's garbage collector makes of it."""
+"""Imports of large libraries without repeated garbage collection."""
 
 import atexit
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def many_imports() -> Iterator[None]:
-    """Turn garbage collection off while the block imports.
+    """Turn garbage collection off within the block.
 
     Imported objects stay, and scanning them repeatedly makes importing torch, Ray and TorchMetrics a third slower.
     """
@@ -22,5 +22,5 @@ def many_imports() -> Iterator[None]:
 
 
 def exit_quickly() -> None:
-    """Skip the final collection when this process exits, which takes a second or two."""
+    """Skip the final garbage collection when this process exits, which takes a second or two."""
     atexit.register(gc.freeze)

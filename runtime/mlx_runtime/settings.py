@@ -1,48 +1,54 @@
-"""The environment, read once: what a person or a cluster says outside conf.yaml."""
+"""Environment variables: those that users and clusters set, and those that Ray and forked workers need."""
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+STEADY_RAY = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so that relative data paths work
+    "RAY_worker_niceness": "0",  # with Ray's 15, any other process of the machine slows training down
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # reports wait for the controller's next poll, by default 2 s
+}
+"""Ray's settings that make training predictable."""
 
 QUIET_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_DISABLE_WORKER_LOG_PREFIX": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # it prints every line of a worker twice
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints every line of a worker twice
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_DATA_LOG_LEVEL": "CRITICAL",  # what goes wrong comes as an exception
-    "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
+    "RAY_DATA_LOG_LEVEL": "CRITICAL",  # errors arrive as exceptions
 }
+"""Ray's settings that keep its own output off the terminal."""
+
+QUIET_WORKERS = {"PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning"}
+"""For the processes that an embedded Ray starts: users who train do not need warnings from libraries."""
 
 FORKABLE = {
-    "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads as it is imported, and a process with threads cannot fork
-    "OMP_NUM_THREADS": "1",  # as torchrun sets it; torch's own threads are those of cfg.cpus_per_worker
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counting GPUs does not initialize CUDA, which does not survive a fork
+    "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when imported, and a process with threads cannot fork
+    "OMP_NUM_THREADS": "1",  # as torchrun sets it; cfg.cpus_per_worker decides about torch's own threads
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counts GPUs without initializing CUDA, which does not survive a fork
 }
-"""What keeps a driver that imports torch and the experiment able to fork its workers."""
+"""Keeps a driver that imports torch and the experiment able to fork its workers."""
 
 _set_here: set[str] = set()
-
-STEADY_RAY = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so relative data paths work
-    "RAY_worker_niceness": "0",  # Ray's 15 lets anything else on the machine hold up training
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # a report waits for the controller's next poll; Ray's default is 2 s
-}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says.
+    """Settings that are not part of conf.yaml.
 
     Attributes:
-        storage: `MLX_STORAGE`, a storage path that wins over the one in conf.yaml; empty counts as not set.
-        verbose: `MLX_VERBOSE=1`, show what Ray prints.
-        quiet: `MLX_QUIET=1`, print of a run only its folder and how it ended.
+        storage: `MLX_STORAGE`, a storage path that overrides the one in conf.yaml; empty counts as not set.
+        verbose: `MLX_VERBOSE=1`, show Ray's output.
+        quiet: `MLX_QUIET=1`, print only the folder of a run and its outcome.
         debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
-        cache: `MLX_CACHE`, a folder of this machine for copies of prepared sets from object stores.
-        spawn: `MLX_START_METHOD=spawn`, start workers on this machine as fresh interpreters instead of forks.
+        cache: `MLX_CACHE`, a local folder for copies of prepared datasets in object stores.
+        spawn: `MLX_START_METHOD=spawn`, start local workers as fresh interpreters instead of forks.
         job: `MLX_JOB` and `MLX_JOB_ADDRESS`, id and cluster of the job that this process belongs to, or None.
     """
 
@@ -58,7 +64,7 @@ class Settings:
     def read(cls) -> "Settings":
         job = os.environ.get("MLX_JOB")
         return cls(
-            storage=os.environ.get("MLX_STORAGE", "").strip() or None,  # Makefiles export variables that nobody has set
+            storage=os.environ.get("MLX_STORAGE", "").strip() or None,  # Makefiles export unset variables as empty
             verbose=_on("MLX_VERBOSE"),
             quiet=_on("MLX_QUIET"),
             debug=_on("MLX_DEBUG"),
@@ -69,13 +75,13 @@ class Settings:
 
 
 def prepare_ray() -> None:
-    """Set the environment that Ray reads when it is imported; what the user has set stays."""
+    """Set what Ray reads when it is imported. Variables that the user has set keep their values."""
     for name, value in (STEADY_RAY if Settings.read().verbose else STEADY_RAY | QUIET_RAY).items():
         os.environ.setdefault(name, value)
 
 
 def prepare_fork() -> None:
-    """Set the environment that keeps this process able to fork workers; what the user has set stays."""
+    """Set what keeps this process able to fork workers. Variables that the user has set keep their values."""
     for name, value in FORKABLE.items():
         if name not in os.environ:
             os.environ[name] = value
@@ -83,14 +89,34 @@ def prepare_fork() -> None:
 
 
 def release_threads() -> None:
-    """Take back the limits of threads that `prepare_fork` has set: this process has read them, others need not."""
+    """Undo the thread limits of `prepare_fork`: this process has read them, and its children do not need them."""
     for name in _set_here & {"OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"}:
         os.environ.pop(name, None)
     _set_here.clear()
 
 
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str], *, replace: bool = False) -> Iterator[None]:
+    """Set environment variables within the block, for this process and those that it starts.
+
+    Args:
+        variables: environment variables by name.
+        replace: also set those that are already set.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if replace or before[name] is None})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def be_verbose() -> None:
-    """`--verbose`: let Ray print what it likes, here and in every process started from here."""
+    """Show Ray's output, here and in all processes started from here; for `--verbose`."""
     os.environ["MLX_VERBOSE"] = "1"
     for name, value in QUIET_RAY.items():
         if os.environ.get(name) == value:
@@ -98,7 +124,7 @@ def be_verbose() -> None:
 
 
 def be_quiet() -> None:
-    """`--quiet`: print little, here and in every process started from here."""
+    """Print little, here and in all processes started from here; for `--quiet`."""
     os.environ["MLX_QUIET"] = "1"
 
 

@@ -1,4 +1,4 @@
-"""The examples of the docs train, and reach what their first lines say."""
+"""The examples of the docs train, and reach the results that their docstrings promise."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ Make = Callable[[str], Path]
 
 @pytest.fixture
 def example(mlx: Mlx, baked: Path, tmp_path: Path) -> Make:
-    """`example("gan")`: a new experiment with that file as its src/experiment.py, bound."""
+    """`example("gan")` creates an experiment with that file as its src/experiment.py, and binds it."""
 
     def make(name: str) -> Path:
         folder = Path(shutil.copytree(baked, tmp_path / name))
@@ -29,7 +29,7 @@ def example(mlx: Mlx, baked: Path, tmp_path: Path) -> Make:
 
 
 def lines(run: Path) -> list[dict[str, float]]:
-    """What was recorded at which step, without times and rates."""
+    """Return the metrics by step, without times and rates."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     named = [{key: value for key, value in line.items() if "/" in key or key == "step"} for line in found]
     return [{key: value for key, value in line.items() if not key.startswith("time/")} for line in named]

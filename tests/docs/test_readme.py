@@ -1,4 +1,4 @@
-"""README.md: what it shows is there, and is what commands print. Its commands run in test_install.py."""
+"""README.md: its links work, and its output is that of the commands. Its commands run in test_install.py."""
 
 import re
 import subprocess

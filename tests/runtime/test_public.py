@@ -1,4 +1,4 @@
-"""What `import mlx_runtime` offers."""
+"""The public names of `mlx_runtime`."""
 
 import pytest
 
@@ -18,6 +18,6 @@ def test_every_lazy_name_is_public() -> None:
 
 
 def test_the_class_is_the_one_from_its_module() -> None:
-    from mlx_runtime.experiment import BaseModule
+    from mlx_runtime.training.experiment import BaseModule
 
     assert mlx_runtime.BaseModule is BaseModule

@@ -1,8 +1,8 @@
-"""The template of data jobs: generated in every way, then linted, typed, bound, run by make, its own tests run.
+"""The template of data jobs: generated in every way, then linted, type-checked, bound, run by make, and tested.
 
 shards/
-    main.py  src/job.py         a dozen lines, and what the user writes
-    storage/data/shards/        what `make run` makes: job.json, index.json, shard_0000_images.npy, …
+    main.py  src/job.py         a dozen lines, and the user's code
+    storage/data/shards/        output of `make run`: job.json, index.json, shard_0000_images.npy, …
 """
 
 import json
@@ -37,7 +37,7 @@ FILES = [
 
 @pytest.fixture
 def shards(baked_job: Path, tmp_path: Path) -> Path:
-    """A generated data job of the test's own."""
+    """A generated data job for a single test."""
     return Path(shutil.copytree(baked_job, tmp_path / "shards"))
 
 
@@ -73,12 +73,12 @@ def test_no_template_syntax_is_left(baked_job: Path) -> None:
 
 @pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "../a", "naïve"])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
-    message = f"error: {name!r} cannot name a data job; use letters, digits, - and _, starting with a letter\n"
+    message = f"error: {name!r} is not a valid data job name; use letters, digits, - and _, starting with a letter\n"
     done = mlx(tmp_path, "data", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
     assert list(tmp_path.iterdir()) == []
     if "/" in name:
-        return  # cookiecutter makes folders before our hook is asked
+        return  # cookiecutter creates folders before it runs our hook
     options = ("--no-input", "--directory", "data_job", f"job_name={name}")
     done = cookiecutter(str(ROOT), tmp_path / "out", *options)
     assert done.returncode != 0
@@ -90,7 +90,7 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     done = mlx(tmp_path, "data", "new", "mine")
     assert (done.returncode, list((tmp_path / "mine").iterdir())) == (2, [])
-    assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
+    assert done.stderr == "error: mine already exists; choose another name, or another folder with -o\n"
 
 
 @pytest.mark.cluster

@@ -1,4 +1,4 @@
-"""Generating an experiment: by cookiecutter from a folder and a git URL, by `mlx`."""
+"""Generating an experiment: with cookiecutter from a folder and from a git URL, and with `mlx`."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def cookiecutter(source: str, folder: Path, *options: str, answers: str = "") ->
 
 @pytest.fixture
 def repository(tmp_path: Path) -> str:
-    """This repository's working tree, as a git repository of its own."""
+    """The working tree of this repository, as a separate git repository."""
     folder = tmp_path / "origin.git"
     tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in tracked.stdout.splitlines():
@@ -92,12 +92,12 @@ def test_the_version_of_the_template_is_recorded_and_is_the_runtimes(baked: Path
 
 @pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "a/b", "", "-a", "naïve", "a.b"])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
-    message = f"error: {name!r} cannot name an experiment; use letters, digits, - and _, starting with a letter\n"
+    message = f"error: {name!r} is not a valid experiment name; use letters, digits, - and _, starting with a letter\n"
     done = mlx(tmp_path, "train", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
     assert list(tmp_path.iterdir()) == []
     if "/" in name or not name:
-        return  # cookiecutter makes folders, or takes its default, before our hook is asked
+        return  # cookiecutter creates folders, or uses its default, before it runs our hook
     done = cookiecutter(str(ROOT), tmp_path / "out", "--no-input", f"experiment_name={name}")
     assert done.returncode != 0
     assert message in done.stderr
@@ -110,5 +110,5 @@ def test_an_existing_folder_is_kept(mlx: Mlx, tmp_path: Path) -> None:
     (tmp_path / "mine" / "precious").write_text("x")
     done = mlx(tmp_path, "train", "new", "mine")
     assert done.returncode == 2
-    assert done.stderr == "error: mine exists already; choose another name, or another place with -o\n"
+    assert done.stderr == "error: mine already exists; choose another name, or another folder with -o\n"
     assert files(tmp_path / "mine") == ["precious"]

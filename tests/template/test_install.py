@@ -1,6 +1,6 @@
-"""What takes an installation: the commands of README.md in a fresh clone, `make setup`, a wheel.
+"""Installations: the commands of README.md in a fresh clone, `make setup`, a wheel.
 
-The fresh clone comes first, since it takes longest.
+The fresh clone comes first, because it takes longest.
 """
 
 import os
@@ -18,7 +18,6 @@ from test_generate import files
 from test_template import make
 
 sys.path.insert(0, str(ROOT / "docs"))
-sys.path.insert(0, str(ROOT / "tests" / "runtime"))
 import readme
 import zoo_libraries
 
@@ -31,20 +30,20 @@ COMMANDS = [
 ]
 
 NOT_HERE = {"make test", "make test-all", "make bench", "make launch RAY_ADDRESS=http://head:8265"}
-"""What is not run here: the commands that run this test would never end, one takes too long, one needs a cluster."""
+"""Commands that do not run here: those that run this test, one that takes too long, and one that needs a cluster."""
 
 
 def outline(text: str) -> list[str]:
-    """What a run prints, with numbers, seconds and paths of the machine left out."""
+    """Return the output of a run without numbers and paths."""
     lines = [line for line in text.splitlines() if not re.match(r" *\d+/\d+ ", line)]
     return [re.sub(r"\d[\d,.]*(e-\d+)?", "N", re.sub(r"~?/\S+", "PATH", line)) for line in lines]
 
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment without anything of this one, but for how pip reaches its index.
+    """An environment that inherits nothing from this one, except how pip reaches its index.
 
-    What one test has downloaded, the next one need not; modules are compiled when they are imported.
+    Tests share their downloads; modules are compiled when they are imported.
     """
     kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     kept |= {f"{tool}_CACHE_DIR": str(tmp_path_factory.mktemp(tool)) for tool in ("PIP", "UV")}
@@ -53,7 +52,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.timeout(1800)
 def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, str], tmp_path: Path) -> None:
-    """Clone, then every command of README.md in order, as typed; a new environment, an empty HOME."""
+    """Clone, then run every command of README.md in order, in a new environment with an empty HOME."""
     home = tmp_path / "home"
     home.mkdir()
     environment = bare | {"HOME": str(home)}
@@ -76,7 +75,7 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, s
         if command in NOT_HERE:
             continue
         typed = command.replace("<this repository>", str(origin))
-        inside = command.startswith(("make run", "make prepare"))  # of the experiment that the demo made
+        inside = command.startswith(("make run", "make prepare"))  # of the experiment that the demo generated
         where = folder / "demo" / "digits" if inside else folder
         options = "PYTHON=../../.venv/bin/python" if inside else ""
         done = subprocess.run(
@@ -100,7 +99,7 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, s
 def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
     digits: Path, bare: dict[str, str], tmp_path: Path
 ) -> None:
-    """`make setup` with a Python that has nothing installed, then `make bind` with what it made."""
+    """Run `make setup` with a Python that has nothing installed, then `make bind` in the new environment."""
     (digits / "src" / "conf.yaml").unlink()
     environment = bare | {"HOME": str(tmp_path)}
     python = f"PYTHON={Path(sys.base_prefix) / 'bin' / 'python3'}"
@@ -115,7 +114,7 @@ def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the wheel holds, built as a release would be, in a folder for `sys.path`."""
+    """The content of the wheel, built as for a release, in a folder for `sys.path`."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT / "runtime")]
     subprocess.run(command, check=True, timeout=200)
@@ -134,7 +133,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_carries_the_templates_and_works_without_this_repository(
     kind: str, template: str, wanted: list[str], wheel: Path, tmp_path: Path
 ) -> None:
-    """Used by an interpreter that sees no checkout."""
+    """The wheel is used by an interpreter that cannot see the checkout."""
     assert files(wheel / "mlx_runtime" / "template" / template) == wanted
     script = f"import sys; sys.path.insert(0, {str(wheel)!r}); from mlx_runtime.cli import mlx; mlx()"
     command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(tmp_path)]
@@ -146,10 +145,10 @@ def test_the_wheel_carries_the_templates_and_works_without_this_repository(
 
 @pytest.mark.timeout(600)
 def test_what_transformers_makes_can_be_a_default(tmp_path: Path) -> None:
-    """Kept out of the environment of the tests, because TorchMetrics imports transformers wherever it is installed."""
+    """Runs in a separate environment, because TorchMetrics imports transformers if it is installed."""
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers"], check=True)
     code = "import sys; sys.path.append(sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    chosen = ["-q", "tests/runtime/test_zoo.py", "-k", "transformers or tokenizers"]
+    chosen = ["-q", "tests/runtime/config/test_zoo.py", "-k", "transformers or tokenizers"]
     done = subprocess.run([sys.executable, "-c", code, tmp_path, *chosen], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert f"{len(zoo_libraries.TRANSFORMERS)} passed" in done.stdout

@@ -1,6 +1,6 @@
-"""`make setup` where the runtime is not installed: with uv, with pip where uv fails, and one line where nothing works.
+"""`make setup` if the runtime is not installed: with uv, with pip if uv fails, and a one-line error if both fail.
 
-What it installs are two empty wheels, in folders that only pip's settings name:
+It installs two empty wheels, from folders that only pip's settings name:
 
 links/
     mlx_runtime-0.1.0-py3-none-any.whl
@@ -51,7 +51,7 @@ def links(tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A generated experiment of the test's own, or what its parameter names, with one requirement."""
+    """A generated experiment, or the template named by the parameter, with one requirement."""
     made = Path(shutil.copytree(request.getfixturevalue(getattr(request, "param", "baked")), tmp_path / "made"))
     (made / "requirements.txt").write_text("requirement\n")
     return made

@@ -1,4 +1,4 @@
-"""The generated experiment, as its owner uses it: linted, typed, bound, trained by make, its own tests run."""
+"""The generated experiment, as its owner uses it: linted, type-checked, bound, trained by make, and tested."""
 
 import json
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 MYPY_CACHE = str(ROOT / ".mypy_cache" / "templates")
-"""What mypy has found out about torch and others, which both templates import; that takes it most of its time."""
+"""The cache of mypy for torch and other libraries, which both templates import; filling it takes most of the time."""
 
 
 def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -31,7 +31,7 @@ def make(folder: Path, environment: dict[str, str], *arguments: str) -> "subproc
 
 @pytest.fixture(scope="module")
 def trained(baked: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The experiment after `make bind` and `make run`, with what the latter printed."""
+    """The experiment after `make bind` and `make run`, with the output of the latter."""
     folder = Path(shutil.copytree(baked, tmp_path_factory.mktemp("trained") / "digits"))
     done = make(folder, environment, "bind")
     assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
@@ -58,7 +58,7 @@ def test_it_ends_with_where_to_look(trained: tuple[Path, str]) -> None:
 def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str]) -> None:
     lines = [json.loads(line) for line in (trained[0] / "runs/digits/run_001/metrics.jsonl").read_text().splitlines()]
     losses = [line["val/cross_entropy"] for line in lines if "val/cross_entropy" in line]
-    assert min(losses[-5:]) >= min(losses[:-5])  # it stopped, after five epochs without a better one
+    assert min(losses[-5:]) >= min(losses[:-5])  # it stopped after five epochs without an improvement
     assert len(losses) < 30
     rates = [line["lr/adam"] for line in lines if "lr/adam" in line]
     assert max(rates) <= 3e-3
@@ -68,7 +68,7 @@ def test_early_stopping_and_the_schedule_did_their_work(trained: tuple[Path, str
 @pytest.mark.local
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path, str], split: str) -> None:
-    """The best checkpoint, evaluated here in one process, gives the value that two workers reported."""
+    """Evaluating the best checkpoint in this process gives the value that two workers reported."""
     run = trained[0] / "runs" / "digits" / "run_001"
     record = json.loads((run / "run.json").read_text())
     best = record["best"]
@@ -90,7 +90,7 @@ def test_a_metric_over_two_workers_is_the_one_over_all_rows(trained: tuple[Path,
 def test_an_interrupted_run_ends_like_one_that_was_not(
     trained: tuple[Path, str], mlx: Mlx, start: Start, tmp_path: Path
 ) -> None:
-    """Stopped in the middle of the fourth epoch, then broken off between the last epoch and the test."""
+    """Stop in the middle of the fourth epoch, then abort between the last epoch and the test."""
     whole = trained[0] / "runs" / "digits" / "run_001"
     folder = Path(shutil.copytree(trained[0], tmp_path / "digits", ignore=shutil.ignore_patterns("runs")))
     run, code = folder / "runs" / "digits" / "run_001", folder / "src" / "experiment.py"
@@ -125,7 +125,7 @@ def test_an_interrupted_run_ends_like_one_that_was_not(
 
 @pytest.mark.local
 def test_tensorboard_shows_the_run(trained: tuple[Path, str], environment: dict[str, str]) -> None:
-    """A real TensorBoard, by the command that the run ended with, asked over HTTP for what it read."""
+    """Start a real TensorBoard with the command that the run printed, and read its data over HTTP."""
     port = 16006
     command = [sys.executable, "-m", "mlx_runtime", "xp", "board", "digits", "run_001", "--port", str(port)]
     server = subprocess.Popen(command, cwd=trained[0], env=environment, stderr=subprocess.DEVNULL)
@@ -156,7 +156,7 @@ def test_overrides_reach_the_run_through_make(trained: tuple[Path, str], environ
 
 
 def test_conf_yaml_may_name_one_of_torchs_schedules(digits: Path, mlx: Mlx) -> None:
-    """What the experiment's README shows, bound again and overridden."""
+    """Use the example from the experiment's README, bind again and override it."""
     conf = digits / "src" / "conf.yaml"
     shown = re.search(r"```yaml\n(  schedule:\n.*?)```", (digits / "README.md").read_text(), re.DOTALL)
     assert shown is not None
@@ -184,7 +184,7 @@ def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environm
     edit(digits / "src" / "experiment.py", "            self.optimizers.adam.step()\n", "")
     done = make(digits, environment | {"PYTEST_ADDOPTS": "-k a_checkpoint"}, "test")
     assert done.returncode != 0
-    assert "FAILED tests/test_experiment.py::test_training_goes_on_from_a_checkpoint" in done.stdout
+    assert "FAILED tests/test_experiment.py::test_training_continues_from_a_checkpoint" in done.stdout
 
 
 def test_it_is_linted_formatted_and_typed(digits: Path) -> None:
@@ -246,7 +246,7 @@ def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
     }
     done = mlx(digits, "train", "show", "cfg.num_epochs=-1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: src/conf.yaml: cfg.num_epochs is -1; the least is 0\n"
+    assert done.stderr == "error: src/conf.yaml: cfg.num_epochs is -1; the minimum is 0\n"
     done = mlx(digits, "train", "show", "tols")
     assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")
 

@@ -1,4 +1,4 @@
-"""The template's tools by themselves: what counts as better, what is kept, and what a checkpoint holds of it."""
+"""The template's tools in isolation: what counts as better, what is kept, and what a checkpoint contains."""
 
 import importlib.util
 import io
@@ -11,7 +11,7 @@ from conftest import ROOT
 from torch import nn
 from torch.optim import SGD
 
-from mlx_runtime import checkpoints
+from mlx_runtime.runs import checkpoints
 
 pytestmark = pytest.mark.pure
 
@@ -28,7 +28,7 @@ def tools() -> ModuleType:
 
 
 def restarted(saved: object, made: object) -> None:
-    """Restore a tool from what another one has put into a checkpoint, by way of a file."""
+    """Restore a tool from the checkpointed state of another one, through a file."""
     state, left_out = checkpoints.state_of(SimpleNamespace(tool=saved))
     assert left_out == []
     file = io.BytesIO()
@@ -66,7 +66,7 @@ def test_early_stopping_after_so_many_epochs(
 
 
 def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> None:
-    with pytest.raises(ValueError, match="patience is 0; the least is 1"):
+    with pytest.raises(ValueError, match="patience is 0; the minimum is 1"):
         tools.EarlyStopping(patience=0)
 
 
@@ -75,7 +75,7 @@ def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> No
     [
         ("max", [1, 3, 2], 1),
         ("min", [2, 1, 3], 1),
-        ("max", [1, 3, 3, 2], 2),  # the later of equals, as with checkpoints
+        ("max", [1, 3, 3, 2], 2),  # the later of two equal values, as for checkpoints
         ("min", [2, 1, 1, 3], 2),
         ("max", [math.nan, 1, math.nan], 1),
         ("min", [math.nan, 1, math.nan], 1),
@@ -85,7 +85,7 @@ def test_a_patience_that_would_train_nothing_is_refused(tools: ModuleType) -> No
 def test_the_best_weights_are_kept_and_restored(
     tools: ModuleType, mode: str, values: list[float], best: int | None
 ) -> None:
-    """Also by a tool that was restored from a checkpoint."""
+    """Also with a tool that was restored from a checkpoint."""
     model = nn.BatchNorm1d(2)
     kept, again = tools.BestWeights(mode), tools.BestWeights(mode)
     for epoch, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""Epochs with a checkpoint before them, and epochs without, in turns."""
+"""Epochs that begin with a checkpoint, alternating with epochs that do not."""
 
 import json
 import time
@@ -77,7 +77,7 @@ class Experiment(BaseModule):
         self.models.net = prepare_model(self.models.net)
         (train,) = self.generate_loaders(dataset_shards=dataset_shards)
         seconds, blocked = {True: [], False: []}, []
-        self.pass_over(train)  # warm
+        self.pass_over(train)  # warm-up
         for epoch in range(self.cfg.num_epochs):
             saved = epoch % 2 == 0
             started = time.perf_counter()

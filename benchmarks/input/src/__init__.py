@@ -1,1 +1,1 @@
-"""An experiment that only measures how fast its datasets are read."""
+"""An experiment that only measures the speed of reading its datasets."""

@@ -1,4 +1,4 @@
-"""The contender `mlx`: the same passes inside `worker_loop`."""
+"""The contender `mlx`: the same passes, inside `worker_loop`."""
 
 from dataclasses import dataclass
 from pathlib import Path

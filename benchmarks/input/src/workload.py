@@ -1,4 +1,4 @@
-"""What every contender reads and trains, and how it is timed."""
+"""The datasets and the model of all contenders, and their timing."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def make_dataset(data: str) -> Tensors:
 
 
 class Mlp(nn.Module):
-    """A network so small that reading the data matters."""
+    """A network that is so small that reading the data matters."""
 
     def __init__(self, data: str):
         super().__init__()
@@ -82,13 +82,13 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch
 
 
 def measured(batches: Callable[[int], Iterable[Any]], step: Callable[[Any], None]) -> float:
-    """Rows per second of all workers together, the slowest deciding, over as many passes as take a second or so.
+    """Return the rows per second of all workers, by the time of the slowest, over passes of about a second in total.
 
     Args:
-        batches: called with the number of the pass.
+        batches: called with the number of each pass.
         step: called with each batch.
     """
-    seconds, _ = timed(batches, step, range(1))  # warms up, and tells how long a pass takes
+    seconds, _ = timed(batches, step, range(1))  # warm-up, and the time of one pass
     passes = max(1, min(100, math.ceil(1 / seconds)))
     seconds, rows = timed(batches, step, range(1, 1 + passes))
     return rows / seconds
@@ -106,7 +106,7 @@ def timed(batches: Callable[[int], Iterable[Any]], step: Callable[[Any], None], 
 
 
 def over_all_workers(seconds: float, rows: int) -> tuple[float, int]:
-    """The seconds of the slowest, and everybody's rows."""
+    """Return the maximum of the seconds, and the sum of the rows."""
     slowest, total = torch.tensor([seconds]), torch.tensor([rows])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(total)
@@ -114,13 +114,13 @@ def over_all_workers(seconds: float, rows: int) -> tuple[float, int]:
 
 
 def memory_mb() -> dict[str, float]:
-    """Of this process: what is its own, and all that is resident, shared and mapped pages included."""
+    """Return the memory of this process: private, and resident including shared and mapped pages."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
     return {"anonymous": sizes["Anonymous"], "resident": sizes["Rss"]}
 
 
 def write(path: Path, rates: dict[str, float]) -> None:
-    """Rank 0 stores what was measured."""
+    """Store the measurements; only rank 0 writes."""
     if dist.get_rank() == 0:
         path.write_text(json.dumps({"samples_per_s": rates, "memory_mb": memory_mb()}))

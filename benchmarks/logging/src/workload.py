@@ -1,4 +1,4 @@
-"""What all contenders do in a step of about 2 ms: a small network, four metrics and two losses that see each batch."""
+"""The step of all contenders, about 2 ms: a small network, with four metrics and two losses updated by each batch."""
 
 import json
 import statistics
@@ -18,10 +18,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, M
 
 STEPS, BATCH, FEATURES, CLASSES = 200, 32, 64, 10
 EPOCHS = 17
-"""The first warms up; after it, epochs with logging and without take turns."""
+"""Number of epochs: a warm-up, then epochs with and without logging, alternating."""
 
 EVERY = 50
-"""Steps between two records; the default of mlx and of Lightning."""
+"""Steps between two records; the default of both mlx and Lightning."""
 
 
 class Rows(Dataset):
@@ -66,7 +66,7 @@ def make_metrics() -> dict[str, torchmetrics.Metric]:
 
 
 def forward(network: nn.Module, metrics: dict[str, torchmetrics.Metric], inputs, labels) -> torch.Tensor:
-    """The loss of a batch, after all metrics have seen it."""
+    """Update all metrics with a batch, and return its loss."""
     logits = network(inputs)
     loss = F.cross_entropy(logits, labels)
     seen = logits.detach()
@@ -80,11 +80,11 @@ def forward(network: nn.Module, metrics: dict[str, torchmetrics.Metric], inputs,
 
 
 class Clock:
-    """Seconds per step of epochs with logging and without.
+    """Seconds per step in epochs with and without logging.
 
     Attributes:
-        seconds: by whether there was logging, of each epoch.
-        inside: per step of an epoch with logging, in the calls that do it; 0 where they are not timed.
+        seconds: seconds of each epoch; the key is True for epochs with logging.
+        inside: seconds per step in the calls that log, in epochs with logging; 0 if they are not timed.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Clock:
         self._started = time.perf_counter()
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose time counts as `inside`."""
+        """Return a wrapper of a function, whose time counts as `inside`."""
 
         def timing(*arguments: Any, **named: Any) -> Any:
             begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What all contenders train for one epoch, and how they say when their first step was finished."""
+"""The dataset and the model of all contenders, and the note of the end of the first step."""
 
 import os
 import time
@@ -55,7 +55,7 @@ class Net(nn.Module):
 
 
 class CrossEntropy(Metric):
-    """Cross-entropy of a batch to call `.backward()` on, and its mean over the epoch."""
+    """Cross-entropy of a batch, for `.backward()`, and its mean over the epoch."""
 
     full_state_update = False
 
@@ -76,7 +76,7 @@ class CrossEntropy(Metric):
 
 
 def stepped(out: Path) -> None:
-    """After each step: when the first was finished, and the process that did it, of rank 0, go to a file."""
+    """Write the time of the first step and the pid to a file. Call after each step; only rank 0 writes."""
     if not (dist.is_initialized() and dist.get_rank()) and not out.exists():
         with out.open("a") as file:
             file.write(f"{time.time()} {os.getpid()}\n")

@@ -1,4 +1,4 @@
-"""What all contenders train: a transformer of 1 M parameters that learns the characters of a generated text."""
+"""The workload of all contenders: a transformer of 1 M parameters that learns the characters of a generated text."""
 
 import json
 import statistics
@@ -16,13 +16,13 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz .\n"
 CONTEXT, BATCH, LEARNING_RATE = 64, 12, 1e-3
 ROWS = 240 * BATCH
 WARM = 20
-"""Steps that are not measured."""
+"""Number of steps before the measurement."""
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
 def written(length: int) -> str:
-    """Return a text of sentences of made-up words, frequent ones and rare ones as in a language."""
+    """Return a text of sentences with made-up words, some frequent and some rare, as in a language."""
     random = torch.Generator().manual_seed(0)
     draw = lambda high, count: torch.randint(high, (count,), generator=random).tolist()
     words = ["".join(CHARACTERS[letter] for letter in draw(26, 2 + size)) for size in draw(7, 500)]
@@ -33,7 +33,7 @@ def written(length: int) -> str:
 
 
 class Text(Dataset[Sample]):
-    """Windows of a text: characters (64,) int64, and those that follow each of them."""
+    """Windows of a text: characters (64,) int64, and the next character for each of them."""
 
     def __init__(self, rows: int = ROWS, batch_size: int = BATCH):
         self.batch_size = batch_size
@@ -54,7 +54,7 @@ class Text(Dataset[Sample]):
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each added to what it reads: (n, context, width) → the same shape."""
+    """Causal self-attention and an MLP with residual connections: (n, context, width) → the same shape."""
 
     def __init__(self, width: int = 128, heads: int = 4):
         super().__init__()
@@ -91,17 +91,17 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, codes: torch.Tens
 
 
 class Clock:
-    """Seconds of each step after the first ones, with what is between two steps."""
+    """Seconds of each step after the warm-up, including the time between steps."""
 
     def __init__(self) -> None:
         self._ticks: list[float] = []
 
     def tick(self) -> None:
-        """After each step."""
+        """Record the end of a step."""
         self._ticks.append(time.perf_counter())
 
     def write(self, out: Path) -> None:
-        """Rank 0 stores samples per second of all workers: at the median step, and over all of them."""
+        """Store the samples per second of all workers, by the median step and over all steps. Only rank 0 writes."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world == 1 or dist.get_rank() == 0:
             ticks = self._ticks[WARM - 1 :]

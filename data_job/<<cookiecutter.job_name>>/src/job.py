@@ -1,6 +1,6 @@
-"""The data job. Edit: say in the groups what it can be told, and do its work in run.
+"""The data job. Edit: declare its settings in the groups below, and do the work in run.
 
-Every default below becomes a line of src/conf.yaml (`make bind`), and is built from there for each run.
+`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file.
 """
 
 import io
@@ -17,18 +17,18 @@ from torch.nn import functional as F
 
 @dataclass
 class JobConfig(mlx_runtime.DataConfig):
-    """What mlx_runtime.DataConfig has (workers, storage, path, …), with this job's defaults."""
+    """The fields of mlx_runtime.DataConfig (workers, storage, path, …), with the defaults of this job."""
 
     name: str = "<<cookiecutter.job_name>>"
 
 
 @dataclass
 class Images:
-    """What is made of the images.
+    """Settings of the images.
 
     Attributes:
-        size: height and width in pixels; the originals have 8.
-        per_shard: images in each file.
+        size: height and width in pixels; the originals are 8x8.
+        per_shard: number of images in each file.
     """
 
     size: int = 32
@@ -40,11 +40,11 @@ class Job(DataJob):
     images: Images
 
     def run(self) -> None:
-        """1,797 handwritten digits, made larger and cut into shards that np.load maps into memory.
+        """Upscale 1,797 handwritten digits and write them in shards that np.load can map into memory.
 
         shard_0000_images.npy  (n, size, size) uint8
         shard_0000_labels.npy  (n,) int64
-        index.json             rows of each shard
+        index.json             size of the images, number of rows of each shard
         """
         count = len(load_digits().target)
         firsts = range(0, count, self.images.per_shard)
@@ -52,7 +52,7 @@ class Job(DataJob):
         self.output.write(json.dumps({"size": self.images.size, "rows": rows}), "index.json")
 
     def write_shard(self, first: int) -> int:
-        """Make the shard that begins with an image. Returns its rows."""
+        """Write the shard that begins with image number `first`. Returns its number of rows."""
         digits = load_digits()
         chosen = slice(first, first + self.images.per_shard)
         images = torch.tensor(digits.images[chosen], dtype=torch.float32).unsqueeze(1) * (255 / 16)
@@ -64,7 +64,7 @@ class Job(DataJob):
 
 
 def npy(array: np.ndarray) -> bytes:
-    """An array as the bytes of an .npy file."""
+    """Return an array as the bytes of an .npy file."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()

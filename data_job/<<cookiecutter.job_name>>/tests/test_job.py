@@ -1,4 +1,4 @@
-"""Does the job bind, and is what it makes whole? Edit: add what your job promises."""
+"""Tests that the job binds, and that its output is complete. Edit: add tests for what it promises."""
 
 import json
 import subprocess
@@ -21,20 +21,20 @@ def mlx(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the job makes inside one process, stored apart from real data."""
+    """Run the job in a single process, stored separately from real data."""
     storage = tmp_path_factory.mktemp("storage")
     mlx("data", "run", "cfg.start_workers=0", f"cfg.storage_path={storage}", "cfg.path=test", "images.size=16")
     return storage / "test"
 
 
-def test_conf_yaml_fits_the_code(made: Path) -> None:
+def test_conf_yaml_matches_the_code(made: Path) -> None:
     mlx("data", "bind", "--check")
 
 
-def test_the_folder_is_whole(made: Path) -> None:
+def test_the_folder_is_complete(made: Path) -> None:
     record = json.loads((made / "job.json").read_text())
     assert record["status"] == "SUCCEEDED"
-    assert record["files"] == len([path for path in made.rglob("*") if path.is_file()]) - 1  # all but itself
+    assert record["files"] == len([path for path in made.rglob("*") if path.is_file()]) - 1  # without job.json itself
 
 
 def test_every_image_is_there_once(made: Path) -> None:

@@ -15,16 +15,16 @@ from mlx_runtime.importing import exit_quickly
 
 GROUPS = {
     "data": "Fill the storage, look at it, and clean it up.",
-    "train": "Make, bind and run an experiment.",
-    "xp": "Look at runs, and end them.",
+    "train": "Create, bind and run an experiment.",
+    "xp": "List, inspect and stop runs.",
 }
 
 PRINTING = {"best", "completion", "diff", "doctor", "logs", "ls", "show"}
-"""Commands that are of no use without a standard output."""
+"""Commands that do nothing but print."""
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when it is used, so that `mlx --help` is instant."""
+    """Imports the module of a command when it is used, so that `mlx --help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*GROUPS, *self.commands])
@@ -50,62 +50,68 @@ def mlx() -> None:
 
 @mlx.command("new")
 @click.argument("name")
-@click.option("-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to make it in.")
+@click.option("-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to create it in.")
 @click.pass_context
 def new(context: click.Context, name: str, output: str) -> None:
-    """Make a new experiment (the same as `mlx train new`)."""
+    """Create a new experiment (same as `mlx train new`)."""
     from mlx_runtime.cli import train
 
-    context.invoke(train.new, name=name, output=output)
+    context.invoke(train.group.commands["new"], name=name, output=output)
 
 
 @mlx.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Look whether this machine is ready."""
-    from mlx_runtime import preflight
-    from mlx_runtime.errors import clean_exit
+    """Check this machine and the experiment in the working directory."""
+    from mlx_runtime.cli.exits import clean_exit
+    from mlx_runtime.cluster import doctor
 
-    failed, found = 0, []
+    checks = []
     with clean_exit():
-        for check in preflight.doctor():
-            failed += not check.ok
-            found.append(vars(check))
+        for check in doctor.checks():
+            checks.append(check)
             if not as_json:
                 click.echo(check.line())
     if as_json:
-        click.echo(json.dumps(found, indent=2))
-    sys.exit(1 if failed else 0)
+        click.echo(json.dumps([vars(check) for check in checks], indent=2))
+    sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
 @mlx.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what completes commands, experiments and runs in a SHELL: eval "$(mlx completion bash)"."""
+    """Print the completion script of a SHELL: eval "$(mlx completion bash)"."""
     from click.shell_completion import get_completion_class
 
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(mlx, {}, "mlx", "_MLX_COMPLETE").source())
+    script = get_completion_class(shell)
+    assert script is not None
+    click.echo(script(mlx, {}, "mlx", "_MLX_COMPLETE").source())
 
 
 def main() -> None:
-    from mlx_runtime.errors import UsageError, clean_exit
+    """Run the command line, even where the shell has closed standard streams or removed the working directory."""
+    from mlx_runtime.cli.exits import clean_exit
+    from mlx_runtime.errors import UsageError
 
-    blind = sys.stdout is None and not PRINTING.isdisjoint(sys.argv[1:3])
-    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:  # closed by who started this; other files must not take its place
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    without_stdout = sys.stdout is None
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # in a pipe, too, lines come when they are said; what a terminal cannot show is no reason to fail
+        # Pipes receive each line at once, and characters that the terminal lacks are escaped instead of failing.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
-    with clean_exit(debug="--debug" in sys.argv):  # what a command with this option lets through
-        if blind:
-            raise UsageError("standard output is closed, and printing is all that this command does")
+    with clean_exit(debug="--debug" in sys.argv):
+        if without_stdout and not PRINTING.isdisjoint(sys.argv[1:3]):
+            raise UsageError("standard output is closed, and this command does nothing but print")
         try:
             Path.cwd()
         except OSError as error:
-            raise UsageError("the working directory no longer exists; change into another one") from error
+            raise UsageError("the working directory no longer exists; change to another one") from error
         mlx(prog_name="mlx")
+
+
+def _open_closed_streams() -> None:
+    """Connect closed standard streams to /dev/null, so that no other file gets their descriptors."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Workers that do one thing, which `cfg.act` names, and write down what came of it."""
+"""Workers that perform one action, selected by `cfg.act`, and write down its result."""
 
 import ctypes
 import json
@@ -49,7 +49,7 @@ class Experiment(BaseModule):
         self.note()
 
     def look(self):
-        """At everything that a worker has around it."""
+        """Note the environment of a worker."""
         context = ray.train.get_context()
         ray.train.report({"loss": 0.5})
         waited = self.barrier()
@@ -66,7 +66,7 @@ class Experiment(BaseModule):
         )
 
     def barrier(self):
-        """How long a barrier takes to which rank 1 comes late."""
+        """Return the duration of a barrier that rank 1 reaches late."""
         began = time.monotonic()
         if self.rank == 1:
             time.sleep(0.5)
@@ -74,7 +74,7 @@ class Experiment(BaseModule):
         return time.monotonic() - began
 
     def print_everything(self):
-        """By every way there is, each in the order of the next lines."""
+        """Print in every possible way, in the order of the lines below."""
         libc = ctypes.CDLL(None)
         print(f"rank {self.rank}: printed äöü :smile: [b]")
         os.write(1, f"rank {self.rank}: to descriptor 1\n".encode())
@@ -92,7 +92,7 @@ class Experiment(BaseModule):
         time.sleep(60)
 
     def leave_a_child(self):
-        """One that holds the worker's pipes, and prints without end."""
+        """Start a process that holds the worker's pipes and prints forever."""
         child = subprocess.Popen(["yes"], start_new_session=True)
         self.note(child=child.pid)
         print("the child is on its own")
@@ -107,7 +107,7 @@ class Experiment(BaseModule):
         sys.exit(0)
 
     def wait_to_be_killed(self):
-        """With a child, which waits as well."""
+        """Wait, with a child that waits as well."""
         subprocess.Popen(["sleep", str(self.cfg.count)])
         self.note()
         self.wait_for_all()
@@ -117,7 +117,7 @@ class Experiment(BaseModule):
         ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory("."))
 
     def use_ray(self):
-        """What each way to use it says, and the processes that were started over it."""
+        """Note the error of each way to use Ray, and the processes that were started."""
         errors = []
         for use in (ray.init, lambda: ray.get(ray.ObjectRef(bytes(28))), ray.remote(int).remote):
             try:
@@ -133,12 +133,12 @@ class Experiment(BaseModule):
         self.note(read=subprocess.run(["cat"], check=True, capture_output=True, text=True).stdout)
 
     def wait_for_all(self):
-        """So that none is still starting."""
+        """Wait until no process is still starting."""
         if dist.is_initialized():
             dist.barrier()
 
 
 def timeout_s():
-    """Of collectives."""
+    """Return the timeout of collectives."""
     group = dist.distributed_c10d._get_default_group()
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

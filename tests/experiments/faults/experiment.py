@@ -1,4 +1,4 @@
-"""Everything that must survive a kill, and a diary of what each worker has read."""
+"""Everything that must survive a kill, and a diary of the rows that each worker has read."""
 
 import json
 import os
@@ -28,10 +28,10 @@ class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "faults"
     num_epochs: int = 3
     log_every_steps: int = 2
-    pause_s: float = field(default=0.0, metadata={"resumable": True})  # of each step
+    pause_s: float = field(default=0.0, metadata={"resumable": True})  # seconds per step
     fault: str | None = field(default=None, metadata={"resumable": True})
-    own_loaders: bool = False  # ask each shard for its loader, in each epoch
-    late: str = field(default="", metadata={"resumable": True})  # what goes wrong before the first pass
+    own_loaders: bool = False  # call iter_torch_batches of each shard, in each epoch
+    late: str = field(default="", metadata={"resumable": True})  # the error to cause before the first pass
     out: Path = field(default=Path("diary"), metadata={"resumable": True})
 
 
@@ -53,7 +53,7 @@ class Rows(Dataset):
 
 
 class Table:
-    """The same, more or less, as a stream of Ray Data."""
+    """Similar rows, as a stream of Ray Data."""
 
     def __init__(self, rows: int = 61, batch_size: int = 4):
         self.rows, self.batch_size = rows, batch_size
@@ -80,14 +80,14 @@ class Net(nn.Module):
     def __init__(self, width: int = 16, ballast: int = 0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, width), Norm(width), nn.Dropout(0.3), nn.Linear(width, 1))
-        self.ballast = nn.Buffer(torch.zeros(ballast))  # makes checkpoints slow to write
+        self.ballast = nn.Buffer(torch.zeros(ballast))  # makes writing checkpoints slow
 
     def forward(self, x):
         return self.layers(x)[:, 0]
 
 
 class Noise:
-    """Draws from every generator, and counts."""
+    """Draws from every random generator, and counts."""
 
     def __init__(self, scale: float = 0.1):
         self.scale = scale
@@ -99,7 +99,7 @@ class Noise:
 
 
 class Median(torchmetrics.Metric):
-    """Keeps every value it saw."""
+    """Keeps every value."""
 
     full_state_update = False
 
@@ -161,14 +161,14 @@ class Experiment(BaseModule):
     tools: Tools
 
     def worker_loop(self, dataset_shards):
-        random.random(), np.random.rand(), torch.rand(1)  # what comes before the first pass does not matter
+        random.random(), np.random.rand(), torch.rand(1)  # random numbers drawn before the first pass do not matter
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.note(
             start=self.global_step,
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         )
-        self.models.net = prepare_model(self.models.net)  # all wait for each other: no row is noted before all starts
+        self.models.net = prepare_model(self.models.net)  # a barrier: no row is noted before all workers have started
         if self.cfg.late:
             self.go_wrong(self.cfg.late)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizers.adam, lambda step: 0.98**step)

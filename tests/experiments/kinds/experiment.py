@@ -1,4 +1,4 @@
-"""Datasets of every kind, read by the same loop, which writes down what it saw."""
+"""Datasets of every kind, read by the same loop, which writes down the rows."""
 
 import json
 import time
@@ -60,7 +60,7 @@ class Numbers(IterableDataset):
 
 
 class Table:
-    """A ray.data.Dataset; each row has `width` further numbers."""
+    """A ray.data.Dataset with `width` additional numbers per row."""
 
     def __init__(self, rows: int = 1001, batch_size: int = 64, blocks: int = 7, width: int = 1, broken: bool = False):
         self.rows, self.batch_size, self.blocks, self.width, self.broken = rows, batch_size, blocks, width, broken
@@ -145,6 +145,6 @@ class Experiment(BaseModule):
 
 
 def own_memory_mb() -> float:
-    """Memory of this process that is its own: not files mapped into it, not the object store."""
+    """Return the private memory of this process, without mapped files and the object store."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024

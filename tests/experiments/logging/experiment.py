@@ -1,4 +1,4 @@
-"""An experiment that says much about itself, and tells what its listeners heard."""
+"""An experiment that logs many numbers, and records the calls of its listeners."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule
 
 
 class Heard:
-    """Writes down each call. It inherits nothing."""
+    """Writes down each call. Has no base class."""
 
     def __init__(self, file: str = "heard.jsonl", fails: str = ""):
         self.file, self.fails = Path(file).absolute(), fails
@@ -116,11 +116,11 @@ class Experiment(BaseModule):
             self.read(val, epoch)
             with self.stage("val_again"):
                 self.read(val, epoch)
-            with self.stage("test_own"):  # a loader that the runtime does not know
+            with self.stage("test_own"):  # a loader unknown to the runtime
                 self.read(self.own(8), epoch)
             self.read(self.own(4), epoch, stage="val_own")
             self.read(self.own(12), epoch, stage="test_named")
-            self.save_metrics_and_losses(batch_idx=2, epoch=epoch, stage="test_after")  # after a pass, the same numbers
+            self.save_metrics_and_losses(batch_idx=2, epoch=epoch, stage="test_after")  # the same numbers after a pass
             self.log({"own/epochs": epoch + 1.0, "own/tensor": torch.tensor(2.5)})
             self.tensorboard.add_text("note", f"epoch {epoch}", self.global_step)
             self.save_checkpoint(epoch=epoch)

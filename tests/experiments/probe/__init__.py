@@ -1,1 +1,1 @@
-"""An experiment that writes down what it sees: rows, devices, weights, by rank. Several of everything."""
+"""An experiment with several parts of each kind, which writes down rows, devices and weights by rank."""

@@ -1,1 +1,1 @@
-"""The example that the design of this library started from: one trained model, one that is not, many of the rest."""
+"""An experiment with a trained model, a frozen one, and several datasets, losses, metrics and tools."""

@@ -33,7 +33,7 @@ class DNN(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stands for a network that is only inferred with."""
+    """A network that is only used for inference."""
 
     def __init__(self, width: int = 16):
         super().__init__()

@@ -1,1 +1,1 @@
-"""An experiment whose loop leaves its steps to `self.backward` and `self.optimizer_step`, and notes what DDP shares."""
+"""An experiment that uses `self.backward` and `self.optimizer_step`, and records when DDP synchronizes gradients."""

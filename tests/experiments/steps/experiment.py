@@ -18,7 +18,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule
 class TrainConfig(mlx_runtime.TrainConfig):
     name: str = "steps"
     num_epochs: int = 3
-    fault_step: int = field(default=-1, metadata={"resumable": True})  # of the whole run, from 0
+    fault_step: int = field(default=-1, metadata={"resumable": True})  # number in the whole run, from 0
     out: Path = Path("seen")
 
 

@@ -1,0 +1,117 @@
+"""Addresses of clusters, and which of them may receive the user's token."""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from mlx_runtime.errors import UsageError
+from mlx_runtime.storage.local import write_atomic
+
+DASHBOARD_PORT = 8265
+
+OTHER_PORTS = {6379: "Ray's own port", 10001: "the port of Ray Client"}
+"""Default ports of a head node that do not accept jobs."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address of a cluster's dashboard.
+
+    Attributes:
+        url: like `http://head:8265`.
+        source: where it came from: `--ray-address` or `RAY_ADDRESS`.
+        notice: how the text was interpreted, if it had to be.
+    """
+
+    url: str
+    source: str
+    notice: str = ""
+
+    @classmethod
+    def parse(cls, text: str | None) -> "Address":
+        """Parse an address, or the one in `RAY_ADDRESS` if there is none.
+
+        Args:
+            text: `http(s)://host:8265`, `host`, `host:port`, or another address of the same head node:
+                `ray://host:10001`, `host:6379`.
+
+        Raises:
+            UsageError: there is no address, or it cannot be parsed.
+        """
+        source = "--ray-address" if text else "RAY_ADDRESS"
+        text = (text or os.environ.get("RAY_ADDRESS") or "").strip()
+        if not text:
+            raise UsageError("which cluster? Pass --ray-address http://HEAD:8265, or set RAY_ADDRESS")
+        scheme, mark, rest = text.partition("://")
+        if not mark:
+            scheme, rest = "", text
+        parts = urlsplit(f"//{rest}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not host or host.startswith("-") or scheme not in ("", "http", "https", "ray") or text in ("auto", "local"):
+            raise UsageError(f"{source} is {text!r}, which is not the address of a cluster; write http://HEAD:8265")
+        if parts.username or parts.password:
+            raise UsageError(f"{source} contains a user name or password; set the cluster's token in RAY_AUTH_TOKEN")
+        host = f"[{host}]" if ":" in host else host
+        if scheme in ("http", "https"):
+            path = parts.path.rstrip("/")
+            return cls(f"{scheme}://{host}{f':{port}' if port else ''}{path}", source)
+        if scheme == "ray" or port in OTHER_PORTS:
+            other = OTHER_PORTS.get(port or 10001, "an address for Ray Client")
+            url = f"http://{host}:{DASHBOARD_PORT}"
+            return cls(url, source, f"{text} is {other}; using the dashboard, {url}")
+        url = f"http://{host}:{port or DASHBOARD_PORT}"
+        return cls(url, source, "" if port else f"{text} has no port; using the dashboard, {url}")
+
+
+def remember(address: Address) -> None:
+    """Record that the user launched a job on a cluster, so that later commands may send it the token."""
+    file = _clusters_file()
+    with contextlib.suppress(OSError):  # without the file, commands only trust RAY_ADDRESS
+        urls = file.read_text().splitlines() if file.is_file() else []
+        if address.url not in urls:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, "".join(f"{url}\n" for url in [*urls, address.url]))
+
+
+def is_trusted(url: str) -> bool:
+    """Return True if a cluster may receive the token: `RAY_ADDRESS` names it, or the user launched a job on it.
+
+    An address in the record of a run is not enough, because anyone who can write to the storage can change it.
+    """
+    with contextlib.suppress(UsageError):
+        if Address.parse(None).url == url:
+            return True
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return url in _clusters_file().read_text().splitlines()
+    return False
+
+
+def untrusted_notice(url: str) -> str:
+    """Explain that a cluster did not receive the token because only a run's record names it."""
+    return f"your token was not sent to {url}, which only run.json names; if it is your cluster: RAY_ADDRESS={url}"
+
+
+def find_token() -> tuple[str | None, str | None]:
+    """Return the token for clusters that require one, and its source, in the order in which Ray looks for it."""
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token, "RAY_AUTH_TOKEN"
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    file = Path(path) if path else ray_token_file()
+    with contextlib.suppress(OSError):
+        if token := file.read_text().strip():
+            return token, "RAY_AUTH_TOKEN_PATH" if path else str(file)
+    return None, None
+
+
+def ray_token_file() -> Path:
+    return Path.home() / ".ray" / "auth_token"
+
+
+def _clusters_file() -> Path:
+    """Clusters on which this user has launched jobs. Kept outside the storage, which others may write to."""
+    return Path.home() / ".config" / "mlx" / "clusters"

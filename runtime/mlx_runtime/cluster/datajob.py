@@ -1,0 +1,271 @@
+"""A data job: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import Config
+from mlx_runtime.errors import (
+    ConfigError,
+    DataJobError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    short_message,
+    user_errors,
+)
+from mlx_runtime.runs import filling, provenance
+from mlx_runtime.runs.filling import Filling, Output
+from mlx_runtime.runs.folder import names_folder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import joined, size_text, storage_root
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.options import DataConfig
+from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
+
+MAX_RETRIES = 3
+"""How many times a task is retried when its process or node is lost."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class DataJob:
+    """Base class of data jobs. Annotate its groups, and implement `run`:
+
+        class Job(DataJob):
+            cfg: JobConfig
+            images: Images
+
+            def run(self) -> None: ...
+
+    Groups are built from conf.yaml, like those of an experiment. An `__init__` that passes them to `super().__init__`
+    works as well.
+
+    Attributes:
+        cfg: the settings, a `DataConfig`.
+        output: the folder to fill.
+    """
+
+    CONFIG = "DataConfig"
+
+    cfg: Any
+    output: Output
+    _display: Display | None = None
+
+    def __init__(self, **groups: Any) -> None:
+        for name, group in groups.items():
+            setattr(self, name, group)
+
+    def run(self) -> None:
+        """Do the work, in plain Python, Ray or Ray Data. Called on the driver; implemented by the user."""
+        raise NotImplementedError(f"{type(self).__name__} must define run(self)")
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item], title: str = "done") -> list[Result]:
+        """Call a function with each item, `cfg.start_workers` at a time on any node, and show the progress.
+
+        Starting a call takes milliseconds, so an item should be a second of work or more. An item whose process or node
+        is lost is retried; write files whole, as `self.output.write` does.
+
+        Args:
+            function: a method or function; it and its items must be picklable.
+            items: arguments of the calls.
+            title: title of the progress bar.
+
+        Returns:
+            The results, in the order of the items.
+
+        Raises:
+            DataJobError: a call raised; no further calls are started.
+            MlxError: an item was lost too many times.
+        """
+        items = list(items)
+        results: list[Any] = [None] * len(items)
+        calls = _calls_here if self.cfg.start_workers == 0 else _calls_on_ray
+        with contextlib.closing(calls(function, items, self.cfg)) as finished:
+            for count, (index, result) in enumerate(finished, start=1):
+                results[index] = result
+                if self._display is not None:
+                    self._display.counting(title, count, len(items))
+        return results
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for tasks, without the display, which stays on the driver."""
+        return {name: value for name, value in vars(self).items() if name != "_display"}
+
+
+def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
+    """Run a data job, and publish its output if it succeeds.
+
+    Args:
+        job: its class, importable by name.
+        config: the checked config, from `load_config`.
+        cluster: cluster returned by `connect`.
+
+    Returns:
+        The folder or URI that it filled.
+
+    Raises:
+        ConfigError: `cfg` is not a `DataConfig`, or `cfg.path` lies outside the storage.
+        UsageError: the folder exists, or another job is filling it.
+        StorageError: the storage cannot be written.
+        DataJobError: user code raised.
+        RunStopped: Ctrl-C or SIGTERM.
+    """
+    cfg: Any = config.cfg
+    if not isinstance(cfg, DataConfig):
+        raise ConfigError(f"cfg is a {type(cfg).__name__}; a data job needs class JobConfig(mlx_runtime.DataConfig)")
+    path, settings, started = output_path(cfg), Settings.read(), time.monotonic()
+    display = Display(sys.stdout, quiet=settings.quiet)
+    display.print(f"job       {cfg.name}")
+    display.print(f"folder    {path}")
+    tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
+    display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
+    facts = provenance.provenance(config.overrides) | {
+        "name": cfg.name,
+        "config": config.shown,
+        "start": documents.now(),
+    }
+    facts["job"] = settings.job
+    with contextlib.closing(display), sigterm_stops(StopRequests()), _publishing(path, cfg.overwrite, facts) as target:
+        instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+        instance.output, instance._display = target.output, display
+        with _user_errors(f"{job.__name__}.run"):
+            instance.run()
+        files, size = target.commit()
+    display.print()
+    display.print(f"took      {time.monotonic() - started:.1f} s")
+    display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
+    display.print(f"folder    {path}", always=True)
+    return path
+
+
+def refuse_present(config: Config) -> None:
+    """Refuse a data job whose folder exists or is being filled, before anything is started for it.
+
+    Raises:
+        ConfigError: `cfg.path` lies outside the storage.
+        UsageError: the folder is in the way; the message names what is there, and what to do.
+        StorageError: the storage does not answer.
+    """
+    path = output_path(config.cfg)
+    try:
+        filling.refuse_present(path, overwrite=config.cfg.overwrite)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
+
+
+def output_path(cfg: DataConfig) -> str:
+    """Return the folder or URI that a data job fills.
+
+    Raises:
+        ConfigError: it is not a folder below the storage.
+    """
+    path = Path(cfg.path if cfg.path is not None else f"data/{cfg.name}")
+    if path.is_absolute() or not path.parts or not all(map(names_folder, path.parts)):
+        raise ConfigError(
+            f"cfg.path is {str(path)!r}; it must be a folder below the storage, like data/{cfg.name}, without parts "
+            "that start with a dot, and without ?, # and unprintable characters"
+        )
+    return joined(storage_root(cfg.storage_path), *path.parts)
+
+
+Results = Generator[tuple[int, Any], None, None]
+"""Index of an item and the result of its call, in the order in which calls finish."""
+
+
+def _calls_here(function: Callable[[Any], Any], items: Sequence[Any], cfg: DataConfig) -> Results:
+    for index, item in enumerate(items):
+        with _user_errors(_item_title(item)):
+            result = function(item)
+        yield index, result
+
+
+def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[Any], cfg: DataConfig) -> Results:
+    """Call a function in tasks of Ray, at most `cfg.start_workers` at a time."""
+    import ray
+    from ray import cloudpickle
+
+    gpus = {"num_gpus": 1} if cfg.use_gpu else {}
+    task = ray.remote(_call).options(num_cpus=cfg.cpus_per_worker, max_retries=MAX_RETRIES, **gpus)
+    pickled = ray.put(cloudpickle.dumps(function))
+    waiting = deque(enumerate(items))
+    running: dict[Any, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < cfg.start_workers:
+                index, item = waiting.popleft()
+                ref = task.remote(str(Path.cwd()), pickled, cloudpickle.dumps(item), _item_title(item))
+                running[ref] = (index, item)
+            ready, _ = ray.wait(list(running), timeout=1)  # signals are only handled between calls
+            for ref in ready:
+                index, item = running.pop(ref)
+                yield index, _task_result(ref, _item_title(item))
+    finally:
+        for ref in running:
+            ray.cancel(ref, force=True)
+
+
+def _task_result(ref: Any, title: str) -> Any:
+    """Return the result of a task.
+
+    Raises:
+        DataJobError: user code raised.
+        MlxError: the task was lost, or its result cannot be pickled.
+    """
+    import ray
+
+    try:
+        result, error = ray.get(ref)
+    except ray.exceptions.RayTaskError as unpicklable:  # `_call` returns what user code raises
+        cause = short_message(unpicklable.cause)
+        raise MlxError(f"the result of {title} cannot be sent to the driver: {cause}") from unpicklable
+    except ray.exceptions.RayError as lost:
+        cause = f"{type(lost).__name__}: {short_message(lost)}"
+        raise MlxError(f"{title} was lost {MAX_RETRIES + 1} times: {cause}") from lost
+    if error is not None:
+        raise error
+    return result
+
+
+def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, MlxError | None]:
+    """Call a pickled function in a process of Ray. Returns its result, or the error for the user."""
+    folder = Path.cwd() if Path("src").is_dir() else Path(project)  # each node of a cluster has its own copy
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    from ray import cloudpickle
+
+    try:
+        with _user_errors(title):
+            return cloudpickle.loads(function)(cloudpickle.loads(item)), None
+    except MlxError as error:
+        return None, error
+
+
+def _item_title(item: Any) -> str:
+    return f"item {item!r:.80}"
+
+
+def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
+    """Raise what user code raises as a `DataJobError` with the user's frames."""
+    return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})", trace))
+
+
+@contextlib.contextmanager
+def _publishing(path: str, overwrite: bool, facts: dict[str, Any]) -> Iterator[Filling]:
+    """Fill a folder in the storage while the block runs, and translate errors for the user."""
+    try:
+        with Filling(path, overwrite=overwrite, **facts) as target:
+            yield target
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
+    except KeyboardInterrupt as interrupt:
+        code = 143 if isinstance(interrupt, Terminated) else 130
+        raise RunStopped(f"stopped; {path} was not created", code) from None

@@ -1,0 +1,208 @@
+"""Checks of a cluster before a launch: whether the run would fit, start, and find its storage and secrets there."""
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.cluster import probe
+from mlx_runtime.cluster.addresses import Address
+from mlx_runtime.cluster.dashboard import Dashboard, JobSpec
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import ClusterError, StorageError, short_message
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.redaction import redacted_override, secret_keys
+from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
+from mlx_runtime.training.engines.capacity import shortage
+
+if TYPE_CHECKING:
+    from mlx_runtime.config.composition import Config
+    from mlx_runtime.training.options import DataConfig, TrainConfig
+
+PROBE_S = 60.0
+"""How long the probe job may take."""
+
+NODE_S = 30.0
+"""How long a node may take to answer the probe."""
+
+INSTALL_S = 600.0
+"""Added to each of these if the cluster installs packages first, as with `--pip`."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of a check.
+
+    Attributes:
+        name: what was checked.
+        text: the finding.
+        hint: how to fix it; None if the check passed.
+    """
+
+    name: str
+    text: str
+    hint: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.hint is None
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        return f"{'ok' if self.ok else 'FAIL':<6}{self.name:<10} {self.text}{f'. {self.hint}' if self.hint else ''}"
+
+
+def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
+    """Connect to a cluster, and compare its version of Ray with the one here."""
+    try:
+        dashboard = Dashboard.connect(address)
+    except ClusterError as error:
+        return None, [Check("cluster", str(error), error.hint)]
+    token = f", token from {dashboard.token_source}" if dashboard.token_source else ""
+    text = f"{address.url} (from {address.source}) answered in {1000 * dashboard.latency_s:.0f} ms{token}"
+    here, there = importlib.metadata.version("ray"), dashboard.ray_version
+    ray = Check("ray", f"{there} there, {here} here")
+    if there.split(".")[:2] != here.split(".")[:2]:
+        hint = f"Use a cluster with Ray {here}, or a version of mlx-runtime for Ray {there}"
+        ray = Check("ray", f"the cluster has Ray {there}, this machine {here}", hint)
+    return dashboard, [Check("cluster", text), ray]
+
+
+def config_check(unseen: Sequence[str]) -> Check:
+    """Report a valid config, and the targets that could not be checked because only a run imports them."""
+    unchecked = f"; not checked, because src does not import it: {', '.join(unseen)}" if unseen else ""
+    return Check("config", f"{CONF} fits the code{unchecked}")
+
+
+def check_upload(upload: Upload) -> Check:
+    """Compare the size of the upload with the limit, and name the largest files if it is too large."""
+    size = upload.size_bytes
+    text = f"{len(upload.files):,} files, {size / 1e6:,.1f} MB"
+    if size <= LIMIT_BYTES:
+        return Check("upload", text)
+    largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in upload.largest())
+    hint = f"List files that no run needs in .rayignore or .gitignore; the largest are:{largest}"
+    return Check("upload", f"{text}; a cluster accepts {LIMIT_BYTES / 1e6:,.0f} MB", hint)
+
+
+def check_secrets(config: "Config") -> Check:
+    """Refuse secrets written into conf.yaml or overrides, where everyone can read them."""
+    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # with what comes from the environment here
+    written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
+    for item in config.overrides:
+        name = item.partition("=")[0].lstrip("+")
+        if redacted_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
+            written.append(name)
+    if written:
+        hint = "Set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"
+        return Check("secrets", f"{', '.join(written)} would show in the dashboard and in run.json", hint)
+    names = config.cfg.secrets
+    return Check("secrets", f"by name: {', '.join(names)}" if names else "none")
+
+
+def check_nodes(
+    dashboard: Dashboard,
+    cfg: "TrainConfig | DataConfig",
+    root: str,
+    folder: Path,
+    runtime_env: Mapping[str, Any],
+) -> list[Check]:
+    """Run a short job that checks Python, torch, the storage and variables on every node, and the cluster's capacity.
+
+    Args:
+        dashboard: dashboard of the cluster.
+        cfg: `cfg` of the run or data job.
+        root: root of the storage.
+        folder: folder to upload.
+        runtime_env: `runtime_env` of the run.
+    """
+    content = uuid.uuid4().hex
+    file = f".probe-{content}"
+    unwritable = storage_problem(root, file, content)
+    if unwritable is not None:
+        return [unwritable]
+    storage = Storage(root)
+    extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
+    question: dict[str, Any] = {"root": root, "file": file, "content": content}
+    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s}
+    command = ["python", "-m", probe.__name__]
+    spec = JobSpec(command, folder, {probe.QUESTION: json.dumps(question)}, {"mlx": "check"}, runtime_env)
+    try:
+        # Twice, because the head installs packages for itself first.
+        found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
+        written = sum(name.startswith(f"{file}-") for name in storage.names())
+    except (ClusterError, OSError) as error:
+        return [Check("nodes", short_message(error), "Look at the dashboard, or try again")]
+    finally:
+        with contextlib.suppress(OSError):
+            for name in storage.names():
+                if name.startswith(file):
+                    storage.remove_file(name)
+    return [*_node_checks(found["nodes"], root, written), _capacity_check(found, cfg)]
+
+
+def storage_problem(root: str, file: str, content: str = "") -> Check | None:
+    """Write a file to the storage. Returns a failed check if that is not possible."""
+    try:
+        storage = Storage(root)
+        if storage.local:
+            Path(storage.path).mkdir(parents=True, exist_ok=True)
+        storage.write(content.encode(), file)
+    except (OSError, StorageError) as error:
+        hint = "Choose another with cfg.storage_path=FOLDER or MLX_STORAGE"
+        return Check("storage", f"cannot write {root}: {short_message(error)}", hint)
+    return None
+
+
+def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
+    """Evaluate the answers of nodes.
+
+    Args:
+        nodes: nodes returned by `probe`.
+        root: root of the storage.
+        written: number of nodes whose files this machine sees.
+    """
+    answers = [node for node in nodes if "error" not in node]
+    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+    if failed := [f"{node['ip']} {node['error']}" for node in nodes if "error" in node]:
+        yield Check("nodes", "; ".join(failed), "See the dashboard for the cause")
+    if not answers:
+        return
+    here, versions = platform.python_version(), sorted({node["python"] for node in answers})
+    python = Check("python", f"{', '.join(versions)} on {count}, {here} here")
+    if any(version.split(".")[:2] != here.split(".")[:2] for version in versions):
+        hint = "Use the cluster's version of Python here, or an image with this one there"
+        python = Check("python", f"the cluster has {', '.join(versions)}, this machine {here}", hint)
+    yield python
+    without_torch = "; ".join(f"{node['ip']}: {node['torch']}" for node in answers if node["torch"])
+    if without_torch:
+        hint = "Use an image with torch, or install it with --pip"
+        yield Check("torch", f"cannot be imported on {without_torch}", hint)
+    else:
+        yield Check("torch", f"on {count}")
+    blind = "; ".join(f"{node['ip']}: {node['storage']}" for node in answers if node["storage"])
+    if not blind and written < len(answers):
+        blind = f"this machine: it sees files of {written} of {len(answers)} nodes"
+    if blind:
+        hint = "Set cfg.storage_path or MLX_STORAGE to a folder that every node mounts, or to s3://BUCKET/PATH"
+        yield Check("storage", f"{root} is not shared with {blind}", hint)
+    else:
+        yield Check("storage", f"{root} is writable and readable on {count}")
+    if unset := sorted({name for node in answers for name in node["unset"]}):
+        hint = "Set it in the environment in which the nodes are started"
+        yield Check("secrets", f"{', '.join(unset)} is not set on every node", hint)
+
+
+def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
+    """Check that the workers fit into the whole cluster, whatever others use at present."""
+    cpus, gpus, workers = found["cpus"], found["gpus"], cfg.min_workers or cfg.start_workers
+    lacking = shortage(cfg, cpus, gpus, cluster=True)
+    if lacking:
+        return Check("capacity", *lacking)
+    text = f"the cluster has {cpus:g} CPUs and {gpus:g} GPUs, for {workers} workers of {cfg.cpus_per_worker} CPU"
+    return Check("capacity", text)

@@ -1,0 +1,154 @@
+"""Check a config against the signatures of the constructors that it names; all problems at once."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.building import Tree, split_cfg
+from mlx_runtime.config.conversion import convert, type_name
+from mlx_runtime.config.projects import commands
+from mlx_runtime.config.signatures import MISSING, Parameter, parameters
+from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
+from mlx_runtime.errors import suggest
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something wrong with a config.
+
+    Attributes:
+        key: full key of the value.
+        text: the key, what is wrong, and how to fix it; one line.
+    """
+
+    key: str
+    text: str
+
+
+class Checker:
+    """Compares the values of a config with the parameters that take them.
+
+    Args:
+        imports: import the targets that conf.yaml names; otherwise those not imported before stay unchecked.
+
+    Attributes:
+        unseen: targets that stayed unchecked.
+    """
+
+    def __init__(self, *, imports: bool = True) -> None:
+        self._imports = imports
+        self.unseen: list[str] = []
+
+    def check(self, tree: Tree, wanted: dict[str, type], base: type) -> Iterator[Problem]:
+        """Yield the problems of a config.
+
+        Args:
+            tree: the config.
+            wanted: class of each group.
+            base: the runtime's class of settings.
+        """
+        for name in tree:
+            if name not in wanted:
+                yield Problem(name, f"{name}: there is no such group.{suggest(name, wanted)}")
+        for name, cls in wanted.items():
+            if name not in tree:
+                yield Problem(name, f"{name}: missing; add it with: {commands()} bind")
+            elif name == "cfg" and isinstance(tree[name], dict) and self._is_callable(tree[name].get("_target_")):
+                own, rest = split_cfg(tree[name], base)
+                yield from self._value(own, cls, name, path_of(cls))
+                yield from self._value(rest, base, name, path_of(base))
+            elif name == "optimizers":
+                free = {f"{name}.{optimizer}.params" for optimizer in tree[name]}  # these come from the models
+                yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)
+            else:
+                yield from self._value(tree[name], cls, name, path_of(cls))
+
+    def _target(self, path: str) -> Any | None:
+        """Return what a `_target_` names, or None if it must not be imported."""
+        return object_at(path) if self._imports else loaded_object_at(path)
+
+    def _is_callable(self, path: Any) -> bool:
+        try:
+            return callable(self._target(path))
+        except (ImportError, AttributeError):
+            return False
+
+    def _value(self, value: Any, hint: Any, key: str, owner: str) -> Iterator[Problem]:
+        if value == "???":
+            yield Problem(key, f"{key}: ??? must be given a value; {owner} has no default for it")
+        elif isinstance(value, dict) and "_target_" in value:
+            yield from self._node(value, hint, key, owner)
+        elif isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
+            for name, item in value.items():
+                yield from self._value(item, Any, f"{key}.{name}", owner)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                yield from self._value(item, Any, f"{key}[{index}]", owner)
+        else:
+            try:
+                convert(value, hint)
+            except TypeError:
+                yield Problem(key, f"{key} is {value!r}; {owner} wants {type_name(hint)}")
+
+    def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
+        path, target_key = node["_target_"], f"{key}._target_"
+        try:
+            target = self._target(path)
+        except (ImportError, AttributeError) as error:
+            why = str(error).splitlines()[-1]
+            yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}")
+            return
+        if target is None:
+            self.unseen.append(path)
+            return
+        if not node.get("_partial_") and _makes_another(target, hint):
+            yield Problem(
+                target_key,
+                f"{target_key} is {path}, which is not a {path_of(hint)}; {owner} wants one. "
+                "A wider type in the code, like a base class, would allow it",
+            )
+        items = parameters(target)
+        if items is not None:
+            yield from self._arguments(node, path, items, key)
+
+    def _arguments(self, node: Tree, path: str, items: list[Parameter], key: str) -> Iterator[Problem]:
+        by_name = {item.name: item for item in items}
+        open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items)
+        for name, value in node.items():
+            item = by_name.get(name)
+            if item is not None and item.kind is not inspect.Parameter.VAR_KEYWORD:
+                if value is not None or item.default is not None:  # as in `stride: int = None`, whatever the hint says
+                    yield from self._value(value, item.hint, f"{key}.{name}", path)
+            elif name == "_args_":
+                for index, argument in enumerate(value):
+                    yield from self._value(argument, Any, f"{key}._args_[{index}]", path)
+            elif not open_ended and name not in ("_target_", "_partial_"):
+                here = f"{key}.{name}"
+                yield Problem(here, f"{here}: {path} has no such argument.{suggest(name, by_name)}")
+        if node.get("_partial_") or "_args_" in node:
+            return
+        for item in items:
+            named = item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            if named and item.default is MISSING and item.name not in node:
+                here = f"{key}.{item.name}"
+                text = f"{here}: missing, and {path} has no default for it; add it with: {commands()} bind"
+                yield Problem(here, text)
+
+
+def _makes_another(target: Any, hint: Any) -> bool:
+    """Return True if calling a class does not make an instance of the annotated one."""
+    if not isinstance(hint, type) or hint in (Any, MISSING) or not isinstance(target, type):
+        return False
+    return "__new__" not in vars(target) and not issubclass(target, hint)
+
+
+def ambiguous_words(path: Path) -> Iterator[Problem]:
+    """Yield lines like `flag: yes`: Hydra's YAML 1.1 reads a boolean where editors and YAML 1.2 see a word."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if match := re.fullmatch(r"\s*(?:- )?([\w.]+): *(yes|no|on|off) *(?:#.*)?", line, re.IGNORECASE):
+            name, word = match.groups()
+            text = f'line {number}: {name}: {word} could be a word or a boolean; write "{word}", true or false'
+            yield Problem(f"line {number}", text)

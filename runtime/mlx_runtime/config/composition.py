@@ -1,0 +1,184 @@
+"""conf.yaml and overrides → a checked config.
+
+Precedence: constructor default < conf.yaml < `MLX_STORAGE` < command line. Everything is checked against the signatures
+of the constructors before anything starts, and all problems are reported at once.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from mlx_runtime.config.building import Tree, build_cfg
+from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
+from mlx_runtime.config.conversion import fitted
+from mlx_runtime.config.interpolation import resolved
+from mlx_runtime.config.optimizers import literal_mapping_problems
+from mlx_runtime.config.projects import commands
+from mlx_runtime.config.signatures import base_of, groups, parameters
+from mlx_runtime.errors import ConfigError, short_message, suggest
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.documents import from_yaml
+from mlx_runtime.storage.redaction import redacted_tree
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked config.
+
+    Attributes:
+        tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
+        unresolved: the same, but `${oc.env:NAME}` stays; for the conf.yaml of the run.
+        cfg: the group `cfg` as the object that user code gets.
+        overrides: overrides as typed.
+        unseen: targets that were not checked, since only a run may import them.
+    """
+
+    tree: Tree
+    unresolved: Tree
+    cfg: Any
+    overrides: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> Tree:
+        """The config without secrets, for records, checkpoints and trackers."""
+        tree: Tree = redacted_tree(self.unresolved)
+        return tree
+
+    def yaml(self) -> str:
+        return OmegaConf.to_yaml(OmegaConf.create(self.unresolved))
+
+
+@dataclass(frozen=True)
+class Composition:
+    """conf.yaml with overrides applied, not checked against any signature.
+
+    Attributes:
+        tree, unresolved: as in `Config`, without what `problems` are about.
+        problems: unknown keys in overrides, and interpolations that lead nowhere.
+    """
+
+    tree: Tree
+    unresolved: Tree
+    problems: tuple[Problem, ...]
+
+
+def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool = False, title: object = None) -> Config:
+    """Compose and check a config.
+
+    Args:
+        experiment: its class.
+        overrides: overrides in Hydra's grammar.
+        path: path of conf.yaml.
+        look: run no code that conf.yaml names, and build `cfg` from the runtime's own class.
+        title: what messages call the file, if not its path.
+
+    Raises:
+        ConfigError: the config is invalid; the message has one line per problem.
+    """
+    title = title or path
+    composition = read(path, overrides, title)
+    tree, classes, base = composition.tree, groups(experiment), base_of(experiment)
+    reported = {problem.key for problem in composition.problems}
+    checker = Checker(imports=not look)
+    problems = [*composition.problems, *ambiguous_words(path)]
+    problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
+    if problems:
+        raise _config_error([problem.text for problem in problems], title)
+    cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
+    if wrong := [*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)]:
+        raise _config_error(wrong, title)
+    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
+
+
+def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
+    """Compose conf.yaml with what the environment and the overrides say, through Hydra.
+
+    Raises:
+        ConfigError: the file or an override cannot be read at all.
+    """
+    title = title or path
+    storage = Settings.read().storage
+    overrides = [*([storage_override(storage)] if storage is not None else []), *map(_quote_value, overrides)]
+    if not path.is_file():
+        raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
+    try:
+        keys = keys_of(OmegaConf.to_container(from_yaml(path.read_bytes())))
+        if "hydra" in keys:  # its search path would import packages
+            raise ConfigError(f"{title}: hydra: there is no such group; conf.yaml does not configure Hydra, remove it")
+        problems, known = [], []
+        for item in OverridesParser.create().parse_overrides(overrides):
+            key = item.key_or_group
+            if item.is_add() or item.is_force_add() or key in keys:
+                known.append(str(item.input_line))
+            else:
+                text = f"override {item.input_line}: there is no key {key!r}.{suggest(key, keys)}"
+                problems.append(Problem(key, text))
+        with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
+            config = compose(config_name=path.stem, overrides=known)
+        OmegaConf.set_struct(config, False)
+        for key in keys_of(OmegaConf.to_container(config)):
+            try:
+                OmegaConf.select(config, key)
+            except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+                problems.append(Problem(key, f"{key}: {short_message(error)}"))
+                OmegaConf.update(config, key, None)
+        tree: Any = OmegaConf.to_container(config, resolve=True)
+        return Composition(tree, resolved(config, environment=False), tuple(problems))
+    except (YAMLError, ValueError) as error:
+        raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
+    except OverrideParseException as error:
+        raise ConfigError(f"the override {error.override!r} is not understood; write key=value") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{title}: {short_message(error)}") from error
+
+
+def storage_override(root: str) -> str:
+    """Return the override that sets the storage path."""
+    return f"cfg.storage_path={quoted(root)}"
+
+
+def quoted(value: Any) -> str:
+    """Quote any string for an override."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
+
+
+def keys_of(tree: Any, prefix: str = "") -> list[str]:
+    """Return all full keys below a mapping."""
+    if not isinstance(tree, dict):
+        return []
+    keys = [f"{prefix}{name}" for name in tree]
+    return keys + [key for name, item in tree.items() for key in keys_of(item, f"{prefix}{name}.")]
+
+
+def _quote_value(override: str) -> str:
+    """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
+    match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
+    return f"{match[1]}='{match[2]}'" if match else override
+
+
+def _own_settings(node: Tree, base: type) -> Any:
+    """Make the runtime's settings from the plain values of `cfg`, without the user's classes."""
+    hints = {item.name: item.hint for item in parameters(base) or []}
+    plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
+    return base(**{name: fitted(value, hints[name]) for name, value in plain.items()})
+
+
+def _names_code(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
+
+
+def _config_error(problems: Sequence[str], title: object) -> ConfigError:
+    if len(problems) == 1:
+        return ConfigError(f"{title}: {problems[0]}")
+    return ConfigError("\n  ".join([f"{title} has {len(problems)} problems:", *problems]))

@@ -1,0 +1,149 @@
+"""Datasets as defaults: `train: TrainDataset = TrainDataset()` must not load data when `src` is imported.
+
+An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
+that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which gives a
+`Declaration` if `f` is a torch Dataset, and calls `f` otherwise. The bodies of functions stay as they are.
+"""
+
+import ast
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+_DECLARED = "__declared__"
+
+
+class Declaration:
+    """A dataset that is not made yet.
+
+    Attributes:
+        target: Class of the dataset, or a class method that makes one.
+        args, kwargs: Arguments of the call; Declarations among them are made first.
+    """
+
+    def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        self.target, self.args, self.kwargs = target, args, kwargs
+
+    def make(self) -> Any:
+        """Make the dataset."""
+        return self.target(*_made(self.args), **_made(self.kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self.target.__qualname__}() is not made while src is imported, so it has no attribute {name!r}; "
+            "use it inside a function or in worker_loop"
+        )
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{self.target.__qualname__}({', '.join(arguments)})"
+
+
+def _made(value: Any) -> Any:
+    """Replace Declarations with the datasets they declare, including those in lists, tuples and dictionaries."""
+    if isinstance(value, Declaration):
+        return value.make()
+    if type(value) in (list, tuple):
+        return type(value)(map(_made, value))
+    if type(value) is dict:
+        return {name: _made(item) for name, item in value.items()}
+    return value
+
+
+def is_dataset(cls: Any) -> bool:
+    """Return True if `cls` is a class of torch datasets. Does not import torch."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(cls, type) and issubclass(cls, data.Dataset)
+
+
+def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what to call for `callee`: a Declaration for a dataset or a class method of one, else `callee` itself."""
+    if is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)):
+        return functools.partial(Declaration, callee)
+    return callee
+
+
+def made_on_read(cls: type, context: Callable[[], contextlib.AbstractContextManager[None]]) -> type:
+    """Return a subclass whose objects hold Declarations, and make each dataset when it is first read.
+
+    Args:
+        cls: A group such as `Datasets`.
+        context: Entered while a dataset is made.
+    """
+
+    def read(self: Any, name: str) -> Any:
+        value = cls.__getattribute__(self, name)  # type: ignore[call-arg]
+        if isinstance(value, Declaration):
+            with context():
+                value = value.make()
+            object.__setattr__(self, name, value)
+        return value
+
+    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites the calls that Python executes during the import of a module, except those in annotations."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        node.func = ast.copy_location(ast.Call(ast.Name(_DECLARED, ast.Load()), [node.func], []), node.func)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        node.decorator_list = [self.visit(item) for item in node.decorator_list]
+        self.visit(node.args)
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - the name that NodeVisitor looks for
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        self.visit(node.args)
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return node  # without its annotation
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.value = node.value and self.visit(node.value)
+        return node
+
+
+class SourceLoader(SourceFileLoader):
+    """Loads a module with its datasets declared."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("bytecode is not cached, since other programs may read the cache")
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = ast.fix_missing_locations(_Rewriter().visit(ast.parse(data, path)))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)[_DECLARED] = declared
+        super().exec_module(module)
+
+
+class SourceFinder:
+    """Finds the modules of some packages for `SourceLoader`.
+
+    Args:
+        packages: Top-level names.
+    """
+
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = SourceLoader(spec.loader.name, spec.loader.path)
+        return spec

@@ -1,0 +1,195 @@
+"""Deep comparison of two objects: types, attributes, slots, closures, and what pickle stores of C and Rust objects.
+
+Freshly initialized weights are random, so tensors are compared by shape, dtype, `requires_grad` and `_version`, which
+counts in-place changes: a default that was modified after its construction has a higher one.
+"""
+
+import functools
+import inspect
+import math
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.errors import short_message
+
+_SCALARS = (complex, set, frozenset, bytes, str, int, float)
+_CONTAINERS = (dict, list, tuple, deque)
+_CODE = (type, types.ModuleType, types.CodeType, inspect.Signature)
+_WHOLE = (torch.Tensor, torch.Generator, PurePath, *_CODE)
+"""Types whose objects are compared as a whole, not part by part."""
+
+
+def unlike(default: Any, make: Callable[[], Any]) -> str | None:
+    """Return in words where a default differs from what `make` returns, or None.
+
+    A difference between two objects from `make` is chance (the time, a random number, a serial number), not counted.
+    """
+    made = make()
+    differences = list(_differences(default, made, "", {}))
+    if differences and all(item.certain for item in differences):
+        chance = {item.where for item in _differences(made, make(), "", {})}
+        differences = [item for item in differences if item.where not in chance]
+    return differences[0].text if differences else None
+
+
+def differs(first: Any, second: Any) -> str | None:
+    """Return in words where two objects differ, or None. What cannot be compared counts as different."""
+    return next((item.text for item in _differences(first, second, "", {})), None)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part in which two objects differ.
+
+    Attributes:
+        where: path of the part, like `.layers[0].bias`.
+        text: the two values, in words.
+        certain: False if comparing the parts raised.
+    """
+
+    where: str
+    text: str
+    certain: bool = True
+
+
+def _differences(
+    first: Any, second: Any, where: str, seen: dict[tuple[int, int], tuple[Any, Any]]
+) -> Iterator[Difference]:
+    if first is second or (id(first), id(second)) in seen:
+        return
+    seen[id(first), id(second)] = first, second  # kept alive: many are temporary, and ids are reused
+    here = where.lstrip(".") or "it"
+    if not _same_type(type(first), type(second)):
+        yield Difference(where, f"{here} is a {type(first).__name__} and would be a {type(second).__name__}")
+        return
+    alike = True
+    try:
+        for part, one, other in _parts(first, second):
+            for difference in _differences(one, other, f"{where}{part}", seen):
+                alike = False
+                yield difference
+        if alike and not _same_whole(first, second):
+            yield Difference(where, f"{here} is {first!r:.60} and would be {second!r:.60}")
+    except Exception as error:  # of any class's `__eq__`, `__repr__` or properties
+        yield Difference(where, f"{here} cannot be compared: {type(error).__name__}: {short_message(error)}", False)
+
+
+def _same_type(first: type, second: type) -> bool:
+    """Return True for one type, or two that were created alike at run time, like torch's parametrizations."""
+    names = ("__module__", "__qualname__", "__bases__")
+    return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
+
+
+def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the parts of two objects of one type in pairs."""
+    if isinstance(first, _WHOLE):
+        return
+    for cls, names in _ATTRIBUTES.items():
+        if isinstance(first, cls):
+            yield from ((f".{name}", getattr(first, name), getattr(second, name)) for name in names)
+            break
+    if isinstance(first, Declaration):
+        yield "", _arguments(first), _arguments(second)
+    elif isinstance(first, types.FunctionType):
+        yield ".__closure__", _closure(first), _closure(second)
+    elif isinstance(first, weakref.ref):
+        yield "()", first(), second()
+    elif not isinstance(first, tuple(_ATTRIBUTES)):
+        yield from _items(first, second)
+        yield from _state(first, second)
+
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    Declaration: ("target",),
+    types.MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    types.FunctionType: ("__code__", "__defaults__"),
+}
+"""What objects of these types consist of."""
+
+
+def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what containers hold."""
+    if isinstance(first, dict):
+        yield ".keys()", list(first), list(second)
+        yield ".default_factory", getattr(first, "default_factory", None), getattr(second, "default_factory", None)
+        for name, one, other in zip(first, first.values(), second.values()):  # noqa: B905 - the keys were compared
+            yield f"[{name!r}]", one, other
+    elif isinstance(first, _CONTAINERS):
+        yield " length", len(first), len(second)
+        yield ".maxlen", getattr(first, "maxlen", None), getattr(second, "maxlen", None)
+        for index, (one, other) in enumerate(zip(first, second)):  # noqa: B905 - the length was compared
+            yield f"[{index}]", one, other
+
+
+def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield attributes and, for objects of C or Rust that do not show theirs, what pickle stores."""
+    attributes, others = _attributes(first), _attributes(second)
+    if attributes or others:
+        yield " attributes", sorted(attributes), sorted(others)
+        for name in attributes:
+            if name in others:
+                yield f".{name}", attributes[name], others[name]
+    if not isinstance(first, _CONTAINERS + _SCALARS) and (not attributes or _pickles_itself(type(first))):
+        yield " state", _pickled(first), _pickled(second)
+
+
+def _same_whole(first: Any, second: Any) -> bool:
+    """Return True if two objects with equal parts are also equal as a whole."""
+    if isinstance(first, torch.Tensor):
+        names = ("requires_grad",) if is_lazy(first) else ("shape", "dtype", "requires_grad", "_version")
+        return all(getattr(first, name) == getattr(second, name) for name in names)
+    if isinstance(first, torch.Generator):
+        return torch.equal(first.get_state(), second.get_state())
+    if isinstance(first, float) and math.isnan(first):
+        return math.isnan(second)
+    if isinstance(first, (PurePath, *_SCALARS, *_CODE)):
+        return bool(first == second)
+    if isinstance(first, (weakref.ref, *_CONTAINERS)) or _attributes(first) or _pickled(first) is not None:
+        return True
+    defines_eq = any("__eq__" in base.__dict__ for base in type(first).__mro__[:-1])
+    return not defines_eq or bool(first == second)
+
+
+def _pickles_itself(cls: type) -> bool:
+    hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
+    return any(getattr(cls, name, None) is not getattr(object, name, None) for name in hooks)
+
+
+def _pickled(thing: Any) -> Any:
+    """Return what pickle stores of an object, or None if it cannot be pickled, like a lock."""
+    try:
+        return thing.__reduce_ex__(4)
+    except Exception:  # each class refuses in its own way
+        return None
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Return `__dict__` and `__slots__` together."""
+    attributes = dict(getattr(thing, "__dict__", {}))
+    for cls in type(thing).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
+                attributes[name] = getattr(thing, name)
+    return attributes
+
+
+def _arguments(declaration: Declaration) -> dict[str, Any]:
+    """Return a declaration's arguments by name, with defaults filled in."""
+    bound = inspect.signature(declaration.target).bind(*declaration.args, **declaration.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _closure(function: types.FunctionType) -> list[Any]:
+    return [cell.cell_contents for cell in function.__closure__ or ()]

@@ -1,0 +1,211 @@
+"""The calls that made a default, from its source.
+
+A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember how they were made. So
+the default's *expression* is read from the source and evaluated again, with every call in it recorded: that yields
+the constructor and its arguments, whatever the class stores (decision 0003).
+"""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import importlib
+import inspect
+import sys
+import textwrap
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_runtime.config.declarations import declared
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call.
+
+    Attributes:
+        result: kept alive, so that no other object gets its id.
+        before: the earlier call with the same result: `Linear(2, 2)` in `weight_norm(Linear(2, 2))`.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    before: "Call | None" = None
+
+
+@dataclass
+class Recording:
+    """What happened while one expression was evaluated.
+
+    Attributes:
+        calls: recorded calls, by the id of their result.
+        names: dotted names with their value, by its id.
+    """
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = declared(function)(*args, **kwargs)
+        if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.calls:
+            self.calls[id(result)] = Call(function, args, kwargs, result, self.calls.get(id(result)))
+        return result
+
+    def name(self, path: str, value: Any, root: Any) -> Any:
+        start = root.__name__ if isinstance(root, types.ModuleType) else f"{root.__module__}.{root.__qualname__}"
+        self.names[id(value)] = (f"{start}.{path}", value)
+        return value
+
+    def call_of(self, result: Any) -> Call | None:
+        """Return the call that returned an object."""
+        return self.calls.get(id(result))
+
+    def name_of(self, value: Any) -> str | None:
+        """Return the dotted name by which the expression referred to an object, like `torch.relu`."""
+        return self.names[id(value)][0] if id(value) in self.names else None
+
+    @contextlib.contextmanager
+    def before(self, call: Call) -> Iterator[None]:
+        """Look at the arguments of a call: one that it also returned is what it was before the call."""
+        calls = dict(self.calls)
+        self.calls.pop(id(call.result), None)
+        if call.before is not None:
+            self.calls[id(call.result)] = call.before
+        try:
+            yield
+        finally:
+            self.calls = calls
+
+
+def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, Recording] | None:
+    """Evaluate the default expression of a parameter again.
+
+    Returns:
+        The new value and the calls that made it, or None if the source is not available.
+    """
+    source = _default_source(target, name)
+    return None if source is None else _recorded(*source, name)
+
+
+def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
+    """Evaluate a module-level constant that serves as a default again: `BLOCK = Block(3)`, `block: Block = BLOCK`.
+
+    Args:
+        value: value of the constant.
+        home: module to search first; then all modules of its package, since constants get imported.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return None
+    package = [name for name in list(sys.modules) if name.partition(".")[0] == home.partition(".")[0]]
+    for module in filter(None, map(sys.modules.get, [home, *package])):
+        for constant, held in list(vars(module).items()):
+            if held is value and (expression := _assigned(module, constant)) is not None:
+                return _recorded(expression, vars(module), constant)
+    return None
+
+
+_RECORDING = "__mlx_recording__"
+
+
+def _recorded(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> tuple[Any, Recording]:
+    """Evaluate an expression with every call recorded. Datasets are declared, not loaded."""
+    recording = Recording()
+    tree = ast.fix_missing_locations(ast.Expression(_Instrument(namespace).visit(copy.deepcopy(expression))))
+    code = compile(tree, f"<default of {name}>", "eval")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # issued when the default itself was made
+        return eval(code, {**namespace, _RECORDING: recording}), recording
+
+
+class _Instrument(ast.NodeTransformer):
+    """`f(x)` → `recording.call(f, x)`, and `a.b.c` → `recording.name("b.c", a.b.c, a)` for a module or class `a`."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(self._method("call"), [node.func, *node.args], node.keywords)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        root, names = node.value, [node.attr]
+        while isinstance(root, ast.Attribute):
+            names.insert(0, root.attr)
+            root = root.value
+        if isinstance(root, ast.Name) and isinstance(self.namespace.get(root.id), types.ModuleType | type):
+            return ast.Call(self._method("name"), [ast.Constant(".".join(names)), node, root], [])
+        self.generic_visit(node)
+        return node
+
+    def _method(self, name: str) -> ast.expr:
+        return ast.Attribute(ast.Name(_RECORDING, ast.Load()), name, ast.Load())
+
+
+Source = tuple[ast.expr, dict[str, Any]]
+"""An expression, and the names that it may use."""
+
+
+def _default_source(target: Callable[..., Any], name: str) -> Source | None:
+    if not isinstance(target, type):
+        return _argument_source(target, name)
+    if dataclasses.is_dataclass(target):
+        base = next((base for base in target.__mro__ if name in inspect.get_annotations(base)), None)
+        return _field_source(base, name) if base else None
+    return _argument_source(target.__init__, name)  # type: ignore[misc]
+
+
+def _argument_source(function: Callable[..., Any], name: str) -> Source | None:
+    function = inspect.unwrap(function)
+    definition = _parsed(function)
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    arguments = definition.args
+    positional = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) :] if arguments.defaults else []
+    pairs = [*zip(positional, arguments.defaults, strict=True)]
+    pairs += [(item, value) for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
+    expression = next((value for item, value in pairs if item.arg == name), None)
+    if expression is None:
+        return None
+    return expression, {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+
+
+def _field_source(cls: type, name: str) -> Source | None:
+    definition = _parsed(cls)
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
+    expression = fields[0].value if fields else None
+    if expression is None:
+        return None
+    if isinstance(expression, ast.Call):
+        options = {option.arg: option.value for option in expression.keywords}
+        if "default_factory" in options:
+            expression = ast.Call(options["default_factory"], [], [])
+        elif "default" in options and ast.unparse(expression.func).endswith("field"):
+            expression = options["default"]
+    return expression, {**vars(importlib.import_module(cls.__module__)), **vars(cls)}
+
+
+def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
+    """Return what a module assigns to a top-level name, or None unless it does so exactly once."""
+    try:
+        body = ast.parse(inspect.getsource(module)).body
+    except (OSError, TypeError, SyntaxError):
+        return None
+    values = []
+    for statement in body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            values.append(getattr(statement, "value", None))
+    return values[0] if len(values) == 1 else None
+
+
+def _parsed(thing: Any) -> ast.stmt | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None

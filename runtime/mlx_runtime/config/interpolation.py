@@ -1,0 +1,85 @@
+"""`${...}` in conf.yaml: resolved, except for environment variables that are not set here."""
+
+import contextlib
+import re
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from mlx_runtime.errors import short_message
+from mlx_runtime.storage.documents import from_yaml
+
+Tree = dict[str, Any]
+
+
+def parsed(text: str | bytes, *, environment: bool = True) -> Tree:
+    """Parse YAML as a run reads it. `???` stays.
+
+    Args:
+        text: content of a conf.yaml.
+        environment: resolve `${oc.env:NAME}` if the variable is set; otherwise none of them is resolved.
+
+    Raises:
+        ValueError: it is not YAML, too large, too deep, or not a mapping. The message is one line.
+    """
+    config = from_yaml(text.encode() if isinstance(text, str) else text)
+    try:
+        tree: Tree = resolved(config, environment=environment)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise ValueError(short_message(error)) from error
+    return tree
+
+
+def resolved(config: Any, *, environment: bool) -> Any:
+    """Convert a config of OmegaConf to plain dicts and lists with interpolations resolved.
+
+    Args:
+        config: an OmegaConf config.
+        environment: False keeps interpolations that read the environment, directly or indirectly. Those that read a
+            variable that is not set are kept in any case.
+
+    Raises:
+        OmegaConfBaseException: another interpolation leads nowhere.
+    """
+    unread = False  # True if the interpolation being resolved needs a variable that it may not have
+
+    def variable(*arguments: Any) -> Any:
+        nonlocal unread
+        with contextlib.suppress(KeyError):
+            if environment:
+                return oc.env(*arguments)
+        unread = True
+        raise LookupError
+
+    def container(node: Any, raw: Any) -> Any:
+        if isinstance(raw, dict):
+            return {key: child(node, key, value) for key, value in raw.items()}
+        return [child(node, index, value) for index, value in enumerate(raw)]
+
+    def child(node: Any, key: Any, raw: Any) -> Any:
+        nonlocal unread
+        if not OmegaConf.is_interpolation(node, key):
+            return container(node[key], raw) if isinstance(raw, dict | list) else raw
+        unread = False
+        try:
+            value = node[key]
+            return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException:
+            if unread:
+                return raw
+            raise
+
+    OmegaConf.register_new_resolver("oc.env", variable, replace=True)
+    try:
+        return container(config, OmegaConf.to_container(config))
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def unset_variables(node: Any) -> set[str]:
+    """Return the environment variables that a config from `parsed` still names because they are not set here."""
+    if isinstance(node, dict | list):
+        return {name for item in (node.values() if isinstance(node, dict) else node) for name in unset_variables(item)}
+    return set(re.findall(r"\$\{oc\.env:\s*(\w+)", node)) if isinstance(node, str) else set()

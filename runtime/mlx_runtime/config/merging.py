@@ -1,0 +1,175 @@
+"""Merge the code's defaults into conf.yaml: the user's values and comments stay."""
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml.comments import CommentedMap
+
+from mlx_runtime.config.conversion import convert
+from mlx_runtime.config.literals import Node
+from mlx_runtime.config.signatures import parameters
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.text import remove_key, rename_key, written
+from mlx_runtime.errors import BindError
+
+NodeOfClass = Callable[[str, str], Node | None]
+"""Returns the node of a class that the user put in a `_target_`, by its path and key; None if the class is gone."""
+
+
+@dataclass
+class Changes:
+    """What a merge changes, by full keys.
+
+    Attributes:
+        added: new arguments.
+        updated: values that had the former default and get the new one.
+        renamed: former key by new key.
+        dropped: text of removed values, with their comments.
+        kept: the user's values that differ from the default.
+    """
+
+    added: list[str] = field(default_factory=list)
+    updated: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """True if the file must change."""
+        return bool(self.added or self.updated or self.renamed or self.dropped)
+
+    def lines(self) -> list[str]:
+        """Return one line per key."""
+        why = "type and position fit, so it keeps the value"
+        return [
+            *(f"added    {key}" for key in self.added),
+            *(f"updated  {key} (to the code's new default)" for key in self.updated),
+            *(f"renamed  {old} to {key} ({why})" for key, old in self.renamed.items()),
+            *(f"dropped  {key}: {text} (no longer an argument)" for key, text in self.dropped.items()),
+            *(f"kept     {key} (your value; the code's default differs)" for key in self.kept),
+        ]
+
+
+@dataclass
+class Merge:
+    """Updates the mappings of a file in place, which keeps comments where they are.
+
+    Args:
+        former: defaults at the last bind by full key; a value that still equals its former default follows the code.
+        node_of_class: describes classes that only the file names.
+        changes: receives what happens.
+    """
+
+    former: Mapping[str, Any]
+    node_of_class: NodeOfClass
+    changes: Changes
+
+    def into(self, old: CommentedMap, new: Node, key: str = "", *, same_class: bool = True) -> None:
+        """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
+        open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
+        if same_class and not open_ended:
+            self._rename(old, new, key)
+        for name, value in new.items():
+            here = f"{key}.{name}".lstrip(".")
+            if name not in old:
+                old[name] = written(value)
+                self.changes.added.append(here)
+            elif _is_node(value) and isinstance(old[name], CommentedMap):
+                self._node(old[name], value, here)
+            elif name != "_target_" and _differ(old[name], value):
+                if self._unedited(old[name], here):
+                    old[name] = written(value)
+                    self.changes.updated.append(here)
+                else:
+                    self.changes.kept.append(here)
+        for name in [name for name in old if name not in new]:
+            if not open_ended and not str(name).startswith("_"):
+                value = json.dumps(old[name], default=str, ensure_ascii=False)
+                self.changes.dropped[f"{key}.{name}".lstrip(".")] = f"{value}  {remove_key(old, name)}".rstrip()
+
+    def _node(self, old: CommentedMap, new: Node, key: str) -> None:
+        """Update a node of the code's class, of a class it no longer uses, or of a class of the user's choice."""
+        path = old.get("_target_", new["_target_"])
+        if path == new["_target_"]:
+            self.into(old, new, key)
+            return
+        users = None if self.former.get(f"{key}._target_") == path else self._users_class(path, new, key)
+        if users is None:
+            self._replace(old, new, key)
+            return
+        self.changes.kept.append(f"{key}._target_")
+        if old.get("_partial_"):  # its caller passes the other arguments
+            users = {name: value for name, value in users.items() if name in old}
+        others = Merge({}, self.node_of_class, self.changes)  # the former defaults are those of another class
+        others.into(old, users, key, same_class=False)
+
+    def _users_class(self, path: str, new: Node, key: str) -> Node | None:
+        try:
+            return self.node_of_class(path, key)
+        except BindError as error:
+            hint = f"name another class there, or {new['_target_']}, the code's default"
+            raise BindError(f"{key}._target_ is {path}, which cannot be described ({error}); {hint}") from error
+
+    def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
+        """Turn a node into one of another class; arguments of both classes keep the user's value."""
+        for name in list(old):
+            if name not in new and (str(name).startswith("_") or self._unedited(old[name], f"{key}.{name}")):
+                remove_key(old, name)
+        old["_target_"] = new["_target_"]
+        old.move_to_end("_target_", last=False)
+        self.changes.updated.append(f"{key}._target_")
+        count = len(self.changes.added)
+        self.into(old, new, key, same_class=False)
+        del self.changes.added[count:]  # they came with the class
+
+    def _rename(self, old: CommentedMap, new: Node, key: str) -> None:
+        """Rename arguments that have a different name in the same position, with the same type and default."""
+        before, after = ([name for name in names if not str(name).startswith("_")] for names in (old, new))
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        pairs: list[tuple[str, str]] = []
+        for tag, start, stop, first, last in matcher.get_opcodes():
+            if tag == "replace" and stop - start == last - first:
+                pairs += zip(before[start:stop], after[first:last], strict=True)
+        for former, name in pairs:
+            if former in new or name in old or not self._fits(old[former], new, name, f"{key}.{former}"):
+                continue
+            unedited = self._unedited(old[former], f"{key}.{former}")
+            rename_key(old, former, name)
+            self.changes.renamed[f"{key}.{name}"] = f"{key}.{former}"
+            if unedited:
+                old[name] = written(new[name])
+
+    def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
+        """Return True if a value may belong to another argument, whose default is that of the former argument."""
+        default = new[name]
+        if _is_node(default) or _is_node(value):
+            return _is_node(default) and _is_node(value) and default["_target_"] == value["_target_"]
+        if former in self.former and _differ(default, self.former[former]):
+            return False
+        items = parameters(object_at(new["_target_"])) or [] if "_target_" in new else []
+        hint = next((item.hint for item in items if item.name == name), type(default))
+        try:
+            convert(value, hint)
+        except TypeError:
+            return False
+        return True
+
+    def _unedited(self, value: Any, key: str) -> bool:
+        return key in self.former and not _differ(value, self.former[key])
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Return True unless two YAML values are the same; true is not 1, and .nan is .nan."""
+    return json.dumps(first, default=str) != json.dumps(second, default=str)
+
+
+def _takes_any_keyword(path: str) -> bool:
+    return any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters(object_at(path)) or [])
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value

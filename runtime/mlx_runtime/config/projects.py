@@ -1,0 +1,101 @@
+"""Project folders: experiments and data jobs, each with its code and its conf.yaml in `src/`."""
+
+import importlib
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_runtime.errors import USER_ERRORS, MlxError, UsageError, raised_in, short_message
+from mlx_runtime.importing import many_imports
+
+CONF = Path("src/conf.yaml")
+"""The config, relative to the project folder."""
+
+EXPERIMENT = Path("src/experiment.py")
+"""The file that makes a folder an experiment."""
+
+JOB = Path("src/job.py")
+"""The file that makes a folder a data job."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of project.
+
+    Attributes:
+        title: name used in messages.
+        article: article that goes with the title, `a` or `an`.
+        command: group of commands, `mlx train` or `mlx data`.
+        file: the file that makes a folder one.
+        main: the class in that file.
+        base: what it inherits.
+        template: folder of the template in the repository.
+    """
+
+    title: str
+    article: str
+    command: str
+    file: Path
+    main: str
+    base: str
+    template: str
+
+    @property
+    def question(self) -> str:
+        """The variable of the template that holds the name."""
+        return f"{self.file.stem}_name"
+
+    def folder(self, start: Path | None = None) -> Path:
+        """Return the working directory (or `start`), which must be such a project.
+
+        Raises:
+            UsageError: it is not one.
+        """
+        folder = start or Path.cwd()
+        if not (folder / self.file).is_file():
+            raise UsageError(
+                f"{folder} is not {self.article} {self.title}: it has no {self.file}. "
+                f"Change into one, or make one with: {self.command} new NAME"
+            )
+        return folder
+
+
+AN_EXPERIMENT = Kind("experiment", "an", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".")
+DATA_JOB = Kind("data job", "a", "mlx data", JOB, "Job", "DataJob", "data_job")
+
+
+def main_class(kind: Kind, folder: Path) -> type:
+    """Import `src.experiment.Experiment` or `src.job.Job` of a folder.
+
+    Raises:
+        MlxError: it cannot be imported.
+        UsageError: there is no such class.
+    """
+    name = ".".join(kind.file.with_suffix("").parts)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        with many_imports():
+            module = importlib.import_module(name)
+    except USER_ERRORS as error:
+        if isinstance(error, MlxError) and not raised_in(error, folder):
+            raise
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_source(frame.filename, folder)]
+        at = f"src/{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else str(kind.file)
+        message = f"{at}: {name} cannot be imported: {type(error).__name__}: {short_message(error)}"
+        raise MlxError(message) from error
+    cls = getattr(module, kind.main, None)
+    if not isinstance(cls, type):
+        raise UsageError(f"{kind.file} has no class {kind.main}; write: class {kind.main}({kind.base})")
+    return cls
+
+
+def _is_source(file: str, folder: Path) -> bool:
+    return Path(file).parent == folder / "src"
+
+
+def commands(conf: Path = CONF) -> str:
+    """Return the group of commands that a conf.yaml is for: `mlx data` in a data job, else `mlx train`."""
+    is_job = conf.with_name(JOB.name).is_file() and not conf.with_name(EXPERIMENT.name).is_file()
+    return DATA_JOB.command if is_job else AN_EXPERIMENT.command

@@ -1,0 +1,83 @@
+"""Dotted paths by which conf.yaml names classes, functions and constants."""
+
+import functools
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
+
+from mlx_runtime.errors import BindError
+
+PUBLIC = {"mlx_runtime.training.options": "mlx_runtime", "mlx_runtime.tracking.trackers": "mlx_runtime.trackers"}
+"""The path that conf.yaml shows for the runtime's own classes, by the module that defines them."""
+
+MOVED = {"mlx_runtime.config": "mlx_runtime.training.options", "mlx_runtime.trackers": "mlx_runtime.tracking.trackers"}
+"""Modules that a conf.yaml may name, and the modules that define their classes."""
+
+
+def path_of(thing: Any) -> str:
+    """Return the dotted path that imports a class or function again.
+
+    Raises:
+        BindError: there is none, as for lambdas, local functions and classes of `__main__`.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    module = PUBLIC.get(str(module), module)
+    path = f"{module}.{name}" if module else str(name)
+    if not name or "<" in name or module == "__main__":
+        raise BindError(f"{thing!r} cannot be imported by name; define it with a name at the top level of a module")
+    try:
+        imported = object_at(path)
+    except (ImportError, AttributeError):
+        imported = None
+    if imported != thing:
+        raise BindError(f"{path} does not lead back to {thing!r}; define it with a name at the top level of a module")
+    return path
+
+
+def object_at(path: str) -> Any:
+    """Import the class, function or constant at a dotted path.
+
+    Raises:
+        ImportError: a module of the path cannot be imported.
+        AttributeError: the module has no such name.
+    """
+    parts = _current(path).split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name and f"{module_name}.".startswith(f"{error.name}."):
+                continue  # not a module: perhaps a class that holds the next name
+            raise
+        return functools.reduce(getattr, parts[split:], module)
+    raise ImportError(f"no module named {parts[0]!r}")
+
+
+def loaded_object_at(path: str) -> Any | None:
+    """Return the object at a path if its module is already imported, so that no code runs; else None.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such name.
+    """
+    parts = _current(path).split(".")
+    split = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in sys.modules), 0)
+    if not split:
+        if len(parts) > 1 and importlib.util.find_spec(parts[0]) is not None:
+            return None
+        raise ImportError(f"no module named {parts[0]!r}")
+    module = sys.modules[".".join(parts[:split])]
+    if parts[split] in vars(module):
+        return functools.reduce(getattr, parts[split + 1 :], vars(module)[parts[split]])
+    below = getattr(module, "__path__", None) if len(parts) > split + 1 else None
+    if "__getattr__" in vars(module) or (below and PathFinder.find_spec(f"{module.__name__}.{parts[split]}", below)):
+        return None
+    raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
+
+
+def _current(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    return f"{MOVED[module]}.{name}" if module in MOVED and name[:1].isupper() else path

@@ -1,0 +1,99 @@
+"""conf.yaml as text: written exactly, with the user's comments in place."""
+
+import io
+from typing import Any
+
+from omegaconf import OmegaConf
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import CommentMark
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+from ruamel.yaml.tokens import CommentToken
+
+from mlx_runtime.errors import BindError
+
+
+def yaml_text(tree: Any) -> str:
+    """Write a tree as YAML."""
+    stream = io.StringIO()
+    _yaml().dump(written(tree), stream)
+    return stream.getvalue()
+
+
+def commented_map(text: str, title: object) -> CommentedMap:
+    """Read a mapping with its comments, its order and its quotes.
+
+    Raises:
+        BindError: it is not YAML, or not a mapping.
+    """
+    try:
+        tree = _yaml().load(text)
+    except Exception as error:  # ruamel raises many kinds, which all mean the same to the user
+        raise BindError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, CommentedMap):
+        raise BindError(f"{title} is not a mapping of groups; remove it and bind again")
+    return tree
+
+
+def written(value: Any) -> Any:
+    """Prepare a value for the writer: strings that YAML 1.1 would read as something else get quotes."""
+    if isinstance(value, CommentedMap | CommentedSeq):
+        return value  # read from the file, or prepared already
+    if isinstance(value, dict):
+        return CommentedMap((name, written(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return [written(item) for item in value]
+    if isinstance(value, str) and value != "???" and _needs_quotes(value):
+        return DoubleQuotedScalarString(value)
+    return value
+
+
+def rename_key(mapping: CommentedMap, old: str, new: str) -> None:
+    """Rename a key in its position, with its comments."""
+    mapping.insert(list(mapping).index(old), new, mapping[old])
+    mapping.ca.items[new] = mapping.ca.items.pop(old, None) or [None, None, None, None]
+    del mapping[old]
+
+
+def remove_key(mapping: CommentedMap, name: str) -> str:
+    """Remove a key and return the comment behind it. Comments below it belong to what follows, and stay."""
+    comments, slot = _comments_behind(mapping, name)
+    is_leaf = not isinstance(mapping[name], CommentedMap | CommentedSeq)
+    own, _, below = comments[slot].value.partition("\n") if comments[slot] is not None else ("", "", "")
+    above = list(mapping)[: list(mapping).index(name)]
+    if below.strip() and above:  # ruamel keeps comments with the value above them
+        comments, slot = _comments_behind(mapping, above[-1])
+        token = comments[slot]
+        before = token.value.rstrip("\n") if token is not None else ""
+        mark = token.start_mark if token is not None else CommentMark(0)
+        comments[slot] = CommentToken(f"{before}\n{below}", mark, None)
+    del mapping[name]
+    mapping.ca.items.pop(name, None)
+    return own.strip() if is_leaf else ""
+
+
+def _comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
+    """Return where ruamel keeps the comment behind the value of a key: with the last leaf below it."""
+    while isinstance(holder[last], CommentedMap | CommentedSeq) and holder[last]:
+        holder = holder[last]
+        last = list(holder)[-1] if isinstance(holder, CommentedMap) else len(holder) - 1
+    slot = 2 if isinstance(holder, CommentedMap) else 0
+    return holder.ca.items.setdefault(last, [None] * 4), slot
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True
+    yaml.representer.add_representer(  # PyYAML would write nothing
+        type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    return yaml
+
+
+def _needs_quotes(text: str) -> bool:
+    try:
+        return bool(OmegaConf.create({"value": OmegaConf.create(f"value: {text}").value}).value != text)
+    except Exception:  # without quotes, it is not even YAML
+        return True

@@ -1,0 +1,5 @@
+"""From a Dataset to batches: the sampling plan, readers, prepared columns and streams."""
+
+from mlx_runtime.settings import prepare_ray
+
+prepare_ray()  # before anything in this room imports Ray

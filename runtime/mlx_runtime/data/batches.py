@@ -1,0 +1,149 @@
+"""Samples of a torch dataset → batches: `ray_map_batches`, and what it may return."""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import length_hint
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_runtime.errors import DatasetError
+
+Batch = dict[str, Any]
+"""Tensors (rows, ...) by name, and whatever else `ray_map_batches` returns, like a list of strings."""
+
+
+_STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer types that stand in for types that NumPy lacks, by bytes per element."""
+
+
+class BatchReader:
+    """Reads samples of a map-style dataset and stacks them by its `ray_map_batches`.
+
+    An exception in user code gets a note that names the dataset and the sample.
+
+    Args:
+        dataset: Dataset with `ray_map_batches`; to stack samples, it need not be map-style.
+        name: Name in `Datasets`, like `train`.
+    """
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset, self.name = dataset, name
+
+    def read(self, rows: Sequence[int]) -> Batch:
+        """Return the batch of some rows.
+
+        Raises:
+            DatasetError: `ray_map_batches` did not return a batch of them.
+        """
+        return self.stack(self._samples(rows))
+
+    def _samples(self, rows: Sequence[int]) -> list[Any]:
+        remaining = iter(rows)
+        try:
+            if hasattr(self.dataset, "__getitems__"):
+                return self.dataset.__getitems__(rows)  # type: ignore[no-any-return]
+            return list(map(self.dataset.__getitem__, remaining))  # the fastest loop that Python has
+        except Exception as error:
+            count = len(rows) - length_hint(remaining)
+            which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
+            note(error, f"while reading {which} of datasets.{self.name}")
+            raise
+
+    def stack(self, samples: list[Any]) -> Batch:
+        """Return the batch of some samples.
+
+        Raises:
+            DatasetError: `ray_map_batches` did not return a batch of them.
+        """
+        try:
+            batch = self.dataset.ray_map_batches({"item": samples})
+        except Exception as error:
+            note(error, f"in ray_map_batches, while stacking {len(samples)} samples of datasets.{self.name}")
+            raise
+        return tensors(batch, len(samples), f"datasets.{self.name}: ray_map_batches returned")
+
+
+def tensors(batch: Any, rows: int, subject: str) -> Batch:
+    """Return a batch with all numbers as tensors of shape (rows, ...); strings, nested lists and the like pass through.
+
+    Args:
+        batch: Batch to check.
+        rows: Number of rows that it must have.
+        subject: Beginning of error messages.
+
+    Raises:
+        DatasetError: It is not a mapping, or has a different number of rows.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        kind = "nothing" if batch in (None, {}) else type(batch).__name__
+        raise DatasetError(f"{subject} {kind}; it must return {{name: tensor}}")
+    made = {}
+    for key, value in batch.items():
+        if not isinstance(key, str):
+            raise DatasetError(f"{subject} a tensor named {key!r}; names must be strings")
+        tensor = _as_tensor(value)
+        made[key] = value if tensor is None else tensor
+        if tensor is not None and tensor.shape[:1] != (rows,):
+            raise DatasetError(
+                f"{subject} {key!r} of shape {tuple(tensor.shape)} for {rows} samples; "
+                "its first dimension must be the number of samples"
+            )
+        if tensor is None and isinstance(value, list | tuple | np.ndarray) and len(value) != rows:
+            raise DatasetError(
+                f"{subject} {key!r} with {len(value)} items for {rows} samples; it must have one for each"
+            )
+    return made
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a tensor, an array of numbers or a flat list of numbers as a tensor; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value
+    numbers = (bool, int, float, complex, np.generic)
+    if isinstance(value, list | tuple):
+        flat = all(isinstance(item, numbers) or (isinstance(item, torch.Tensor) and not item.ndim) for item in value)
+    else:
+        flat = isinstance(value, (*numbers, np.ndarray))
+    try:
+        return torch.as_tensor(value) if flat else None
+    except (TypeError, ValueError, RuntimeError):
+        return None  # strings, dates, numbers that are too large
+
+
+def move_tensors(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Return a batch with `move` applied to its tensors; everything else stays as it is."""
+    return {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+def note(error: BaseException, text: str) -> None:
+    """Do what `error.add_note(text)` does, which Python 3.10 lacks."""
+    vars(error).setdefault("__notes__", []).append(text)
+
+
+def rows_of(dataset: Any, name: str) -> int:
+    """Return the number of rows in a dataset.
+
+    Raises:
+        DatasetError: It has no length.
+    """
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise DatasetError(
+            f"datasets.{name}: {type(dataset).__name__} has no length; give it __len__, the number of rows in one pass"
+        ) from error
+
+
+def dtype_name(column: torch.Tensor) -> str:
+    """Return the name of a tensor's type, like `float32`."""
+    return str(column.dtype).removeprefix("torch.")
+
+
+def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """Return a tensor as it is stored: C order, and types that NumPy lacks as integers of the same size."""
+    column = column.detach().cpu().contiguous()
+    try:
+        return column.numpy()
+    except TypeError:
+        return column.view(_STAND_INS[column.element_size()]).numpy()

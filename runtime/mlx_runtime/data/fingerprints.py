@@ -1,0 +1,194 @@
+"""Names of prepared datasets: digests of everything that decides their content.
+
+That is the dataset's class and arguments, the code it is made of, its number of rows, and a few of its rows as they are
+read today. So a prepared dataset is never used once the code, the arguments or the data have changed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
+from mlx_runtime.data.code_digest import code_of
+from mlx_runtime.data.prepared import Manifest
+from mlx_runtime.data.streams import make_dataset, stream_of
+from mlx_runtime.errors import DatasetError
+
+LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
+"""Arguments that decide how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+
+Schema = dict[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of one row, by column."""
+
+
+@dataclass
+class Candidate:
+    """A dataset that may be prepared.
+
+    Attributes:
+        name: Name in `Datasets`.
+        node: Its node in conf.yaml.
+        shown: The node without secrets.
+        seed: `cfg.seed`.
+        project: Folder of the experiment.
+        cls: Class of the dataset.
+        arguments: Arguments of its constructor without secrets, for the manifest.
+        prefix: Start of the names of its prepared datasets: class, and a digest of the code and the arguments.
+    """
+
+    name: str
+    node: Mapping[str, Any]
+    shown: Mapping[str, Any]
+    seed: int
+    project: Path
+
+    def __post_init__(self) -> None:
+        self.cls: type = object_at(self.node["_target_"])
+        arguments, self.arguments = (
+            {key: value for key, value in node.items() if key not in ("_target_", *LOADER_ARGUMENTS)}
+            for node in (self.node, self.shown)
+        )
+        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *code_of(self.cls, self.project)]
+        self.prefix = f"{self.cls.__name__}-{_digest(content)}"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this dataset is never prepared, or None if it may be."""
+        if getattr(self.cls, "prepare", True) is False:
+            return f"{self.cls.__name__}.prepare is False"
+        if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):
+            return f"{self.cls.__name__} is a stream"
+        return None
+
+    @property
+    def streamed(self) -> bool:
+        """True if Ray Data reads the rows."""
+        return hasattr(self.cls, "to_ray")
+
+    def make(self) -> Any:
+        return make_dataset(self.node, self.name, self.seed, self.project)
+
+    def describes(self, manifest: Manifest) -> bool:
+        """Return True if a prepared dataset has this class and these arguments, whatever its code."""
+        arguments = json.loads(json.dumps(self.arguments, default=str))
+        return (manifest.dataset, manifest.arguments) == (self.node["_target_"], arguments)
+
+    def full_name(self, dataset: Any) -> str:
+        """Return the name of the prepared dataset that fits a dataset.
+
+        Raises:
+            DatasetError: It cannot be prepared.
+        """
+        content: list[Any]
+        if self.streamed:
+            stream = stream_of(dataset, self.name)
+            content = [stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
+            for row in stream.take(8):
+                content += [numpy.asarray(row[key]).tobytes() for key in sorted(row)]
+        else:
+            rows = rows_of(dataset, self.name)
+            if rows == 0:
+                raise DatasetError(f"datasets.{self.name} has no rows")
+            content = [rows, *_files_in(self.arguments)]
+            for key, column in self.sample(dataset, some_rows(rows)).items():
+                content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
+        return f"{self.prefix}-{_digest(content)}"
+
+    def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
+        """Return a few rows as a batch, each stacked alone.
+
+        Raises:
+            DatasetError: They differ in type or shape, or are not tensors.
+        """
+        reader = BatchReader(dataset, self.name)
+        batches = [reader.read([row]) for row in rows]
+        for key, value in batches[0].items():
+            if not isinstance(value, torch.Tensor):
+                raise self.error(
+                    f"{key!r} is a {type(value).__name__}, and only tensors are stored",
+                    "Leave it out of ray_map_batches",
+                )
+        for row, batch in zip(rows, batches, strict=True):
+            self.check_schema(schema_of(batches[0]), schema_of(batch), str(row))
+        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+    def check_schema(self, expected: Schema, schema: Schema, rows: str) -> None:
+        """Raise DatasetError unless rows have the types and shapes of row 0."""
+        if schema != expected:
+            raise self.error(
+                f"row 0 is {shown_schema(expected)}, row {rows} is {shown_schema(schema)}",
+                "Make them alike in ray_map_batches",
+            )
+
+    def error(self, problem: str, hint: str = "") -> DatasetError:
+        """Return the error of a dataset that cannot be prepared."""
+        switch = f"prepare = False in {self.cls.__name__}"
+        cure = f"{hint}, or set {switch}" if hint else f"Set {switch}, so that its samples are read every time"
+        return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
+
+
+def candidates(tree: Mapping[str, Any], shown: Mapping[str, Any], *, seed: int, project: Path) -> list[Candidate]:
+    """Return the datasets of a config, with their nodes without secrets by name."""
+    nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
+    return [
+        Candidate(name, node, shown.get(name, node), seed, project)
+        for name, node in nodes.items()
+        if "_target_" in node
+    ]
+
+
+def some_rows(rows: int, count: int = 8) -> list[int]:
+    """Return the numbers of some rows from the first to the last."""
+    return sorted({round(index * (rows - 1) / (count - 1)) for index in range(count)})
+
+
+def schema_of(batch: Batch) -> Schema:
+    return {key: _kind(column) for key, column in batch.items()}
+
+
+def shown_schema(schema: Schema) -> str:
+    return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
+
+
+def _kind(column: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(column, torch.Tensor):
+        return type(column).__name__, ()
+    return dtype_name(column), tuple(column.shape[1:])
+
+
+def _files_in(arguments: Any) -> list[str]:
+    """Return facts about every file and folder that arguments name."""
+    if isinstance(arguments, dict | list):
+        items = arguments.values() if isinstance(arguments, dict) else arguments
+        return [facts for item in items for facts in _files_in(item)]
+    return [_file_facts(arguments)] if isinstance(arguments, str) and len(arguments) < 4096 else []
+
+
+def _file_facts(path: str, limit: int = 100_000) -> str:
+    """Return a path with the size and time of the file there, or those of the files in the folder there."""
+    if Path(path).is_file():
+        facts = Path(path).stat()
+        return f"{path} {facts.st_size} {facts.st_mtime_ns}"
+    if not path or not Path(path).is_dir():
+        return path
+    files = [item.stat() for item in islice(Path(path).rglob("*"), limit)]
+    if not files:
+        return path
+    return f"{path} {len(files)} {sum(item.st_size for item in files)} {max(item.st_mtime_ns for item in files)}"
+
+
+def _digest(content: Sequence[Any]) -> str:
+    digest = hashlib.sha256()
+    for item in content:
+        data = item if isinstance(item, bytes) else str(item).encode()
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()[:12]

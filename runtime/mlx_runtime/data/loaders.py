@@ -1,0 +1,469 @@
+"""One loader type for every kind of dataset. Batches are on the device, in an order that depends only on the seed, the
+epoch and the world size, and every worker takes the same number of steps.
+
+    a torch Dataset          read sample by sample, in the worker or in processes beside it (`cfg.loader`), then stacked
+    the same, prepared       memory-mapped columns, read a megabyte at a time
+    an IterableDataset       every worker iterates over it and stacks its own samples
+    a class with to_ray()    a ray.data.Dataset, whose blocks are assigned to the workers
+
+`sampling` decides which worker reads which rows.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils.data import IterableDataset
+
+from mlx_runtime.data.batches import Batch, move_tensors
+from mlx_runtime.data.columns import PreparedReader
+from mlx_runtime.data.iterable import IterableReader
+from mlx_runtime.data.prepared import PreparedSet
+from mlx_runtime.data.readers import MapReader, Reader, ReadingProcesses
+from mlx_runtime.data.sampling import ShardPlan, WorkerPass, micro_batches, mix_seeds
+from mlx_runtime.data.stream_reader import StreamReader
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError, DatasetError
+
+_EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
+
+
+def trains(name: str) -> bool:
+    """Return True if a dataset or pass of this name is for training.
+
+    It is for evaluation if the name begins with the word `val`, `valid`, `validation`, `test`, `testing`, `eval`,
+    `evaluation`, `dev`, `predict` or `prediction`, or a plural of one: `val_large` and `test2`, but not `values`.
+    """
+    return _EVALUATION.match(name) is None
+
+
+def reading_processes(loader: str) -> int:
+    """Return the number of processes beside each worker that read samples; 0 reads in the worker itself.
+
+    Args:
+        loader: `cfg.loader`: `auto` or `workers=N`.
+
+    Raises:
+        ConfigError: `loader` is neither.
+    """
+    name, _, count = loader.partition("=")
+    if loader == "auto":
+        return 0
+    if name == "workers" and count.isdecimal():
+        return int(count)
+    if name == "ray":
+        raise ConfigError(
+            f"cfg.loader={loader} is not supported; "
+            "use cfg.loader=workers=N, or prepare the datasets once: mlx train prepare"
+        )
+    raise ConfigError(f"cfg.loader is {loader!r}; write auto, or workers=N for N reading processes beside each worker")
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """Settings of all loaders of a run.
+
+    Attributes:
+        seed: Seed that decides the order together with the epoch.
+        processes: Number of processes beside the worker that read samples; 0 reads in the worker.
+        prefetch_batches: Batches that each of them reads ahead.
+        accumulate: Steps per update of a training dataset.
+        wanted_workers: Number of workers whose global batch a group of a different size keeps; None keeps the batch of
+            each worker.
+        limit: Maximum number of batches in a pass of `wanted_workers`; None means all.
+        repeats: True to read the same rows in the same order in each pass.
+    """
+
+    seed: int = 0
+    processes: int = 0
+    prefetch_batches: int = 2
+    accumulate: int = 1
+    wanted_workers: int | None = None
+    limit: int | None = None
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class DatasetShard:
+    """One dataset as one worker sees it.
+
+    Attributes:
+        name: Name of the argument in `Datasets`, like `train`.
+        group: The object that holds the dataset under this name, and makes it when it is first read.
+        topology: Topology of this worker.
+        options: Settings of the run.
+        prepared: Prepared dataset to read instead; None reads the dataset.
+        stream: Reader of a stream of Ray Data; None for other datasets.
+        follow: Called with each new loader; returns the one to use. A session has one per dataset, to count its passes.
+    """
+
+    name: str
+    group: Any
+    topology: Topology
+    options: LoaderOptions = LoaderOptions()
+    prepared: PreparedSet | None = None
+    stream: StreamReader | None = None
+    follow: "Callable[[Loader], Loader]" = lambda loader: loader
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset object."""
+        return getattr(self.group, self.name)
+
+    @property
+    def training(self) -> bool:
+        """True if its steps are training steps: decided by its name, unless it has a boolean attribute `training`."""
+        value = self.attribute("training")
+        return value if isinstance(value, bool) else trains(self.name)
+
+    @property
+    def shuffle(self) -> bool:
+        """True if the order differs in each epoch: by default for training datasets; an attribute `shuffle` decides."""
+        return not self.options.repeats and bool(self.attribute("shuffle", self.training))
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Return an attribute of the dataset, without making a dataset that is prepared."""
+        if self.prepared is not None:
+            return self.prepared.attributes.get(name, default)
+        return getattr(self.dataset, name, default)
+
+    def reader(self) -> Reader:
+        """Return what reads the rows."""
+        if self.prepared is not None:
+            return PreparedReader(self.prepared, self.topology.device)
+        if self.stream is not None:
+            return self.stream
+        pin_memory = self.topology.device.type == "cuda"
+        processes = ReadingProcesses(self.options.processes, self.options.prefetch_batches, pin_memory)
+        reader = IterableReader if isinstance(self.dataset, IterableDataset) else MapReader
+        return reader(self.dataset, self.name, processes)
+
+    def iter_torch_batches(
+        self, batch_size: int | None = None, *, drop_last: bool | None = None, **unsupported: Any
+    ) -> "Loader":
+        """Return the loader of this dataset: `{name: tensor (batch_size, ...)}` on this worker's device.
+
+        Iterate over it once per epoch. Calling this again with the same arguments returns the same loader, as does
+        `BaseModule.generate_loaders`; other arguments apply from the next pass.
+
+        Values that are not tensors, like lists of strings, stay on the host. The dataset is made when the loader is
+        first iterated or asked for its length.
+
+        Args:
+            batch_size: Rows per worker and step; the dataset's own `batch_size` by default.
+            drop_last: Leave out a last batch that is smaller than the others; by default the dataset's attribute
+                `drop_last`, or False.
+            unsupported: Further arguments of Ray Data's method of this name.
+
+        Raises:
+            DatasetError: An argument that this loader does not support.
+        """
+        if unsupported:
+            name = next(iter(unsupported))
+            raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {_INSTEAD.get(name, _SUPPORTED)}")
+        return self.follow(Loader(self, batch_size, drop_last))
+
+
+_SUPPORTED = "it takes batch_size and drop_last"
+
+_INSTEAD = {
+    "collate_fn": "write it as ray_map_batches of the dataset",
+    "device": "batches are on the worker's device",
+    "dtypes": "convert in ray_map_batches of the dataset",
+    "local_shuffle_buffer_size": "each epoch shuffles a whole training set; set its attribute `shuffle` to change that",
+    "local_shuffle_seed": "cfg.seed decides the order",
+    "pin_memory": "batches for a GPU are always pinned",
+    "prefetch_batches": "set cfg.prefetch_batches",
+}
+"""What to do instead of passing an argument of Ray Data's method."""
+
+
+class DatasetShards:
+    """The shards by the names in `Datasets`: `dataset_shards.train`, `dataset_shards.val`, …"""
+
+    def __init__(self, shards: Mapping[str, DatasetShard]) -> None:
+        self.__dict__.update(shards)
+
+    def __getattr__(self, name: str) -> DatasetShard:
+        raise AttributeError(f"no dataset {name!r} in Datasets; it has: {', '.join(self.__dict__)}")
+
+    def __iter__(self) -> Iterator[DatasetShard]:
+        return iter(self.__dict__.values())
+
+
+class LoaderObserver(Protocol):
+    """Follows how a loop reads a loader."""
+
+    def iterated(self, loader: "Loader") -> None:
+        """`iter(loader)` was called."""
+
+    def pass_begins(self, loader: "Loader", steps: int) -> None:
+        """The first of `steps` batches in the pass is about to be read."""
+
+    def batch_given(self, loader: "Loader", number: int) -> None:
+        """The loop is about to get a batch; `number` counts from 1 in its pass, even after a restart."""
+
+    def step_finished(self, loader: "Loader") -> None:
+        """The loop has finished with a batch and asks for the next."""
+
+    def pass_left(self, loader: "Loader") -> None:
+        """The loop has left the pass before its end. Called while the iterator is closed: do nothing that can fail."""
+
+
+class Loader:
+    """Batches of one shard; iterate over it once per epoch. Every worker must take part in each pass.
+
+    Attributes:
+        shard: Shard to read.
+        asked: Batch size and `drop_last`, None for the dataset's own.
+        epoch: Number of the next pass, which decides the order; a restart sets it.
+        observer: Object that follows each pass.
+        waited_s: Seconds that this pass has waited for data.
+        seconds: Duration of this pass so far.
+    """
+
+    def __init__(self, shard: DatasetShard, batch_size: int | None = None, drop_last: bool | None = None) -> None:
+        self.shard = shard
+        self.asked = (batch_size, drop_last)
+        self.epoch = 0
+        self.observer: LoaderObserver | None = None
+        self.waited_s = 0.0
+        self._started = 0.0
+        self._plan: ShardPlan | None = None
+        self._taken = self._skipped = 0
+        self._left = False  # before its end
+        self._resumed: Mapping[str, Any] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per worker and step.
+
+        Raises:
+            DatasetError: Neither the call nor the dataset specifies it.
+        """
+        return self._micro_batches[0]
+
+    @property
+    def accumulate(self) -> int:
+        """Steps per update: as configured, times the factor by which a smaller group keeps the global batch."""
+        return self._micro_batches[1] * (self.shard.options.accumulate if self.shard.training else 1)
+
+    @cached_property
+    def _micro_batches(self) -> tuple[int, int]:
+        size = self.asked[0] if self.asked[0] is not None else self.shard.attribute("batch_size")
+        if type(size) is not int or size < 1:
+            cls = "its class" if self.shard.prepared else type(self.shard.dataset).__name__
+            raise DatasetError(
+                f"datasets.{self.shard.name} has batch_size {size!r}; "
+                f"set self.batch_size to a number of rows, 1 or more, in {cls}"
+            )
+        wanted, workers = self.shard.options.wanted_workers, self.shard.topology.data_parallel_size
+        if wanted is None or wanted == workers or not self.shard.training:
+            return size, 1
+        return micro_batches(size, wanted, workers)
+
+    @cached_property
+    def _reader(self) -> Reader:
+        return self.shard.reader()
+
+    @cached_property
+    def _all_rows(self) -> int:
+        return self._reader.rows()
+
+    @property
+    def _limit(self) -> int | None:
+        """Maximum number of rows in a pass, over all workers; None means all."""
+        limit, workers = self.shard.options.limit, self.shard.topology.data_parallel_size
+        return None if limit is None else limit * self.accumulate * self.batch_size * workers
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in a pass, over all workers.
+
+        Raises:
+            DatasetError: The dataset has no length.
+        """
+        return self._all_rows if self._limit is None else min(self._all_rows, self._limit)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._started
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that all workers have read in this pass so far; those before an interruption do not count."""
+        per_step = self.batch_size * self.shard.topology.data_parallel_size
+        return min(self._plan.assigned, self._taken * per_step) - self._skipped * per_step if self._plan else 0
+
+    @property
+    def given(self) -> int:
+        """Batches that this loader has given in this pass, without those before an interruption."""
+        return self._taken - self._skipped
+
+    @property
+    def steps_left(self) -> int:
+        """Steps left in the current pass; 0 between two passes."""
+        return self._plan.steps - self._taken if self._plan is not None and not self._left else 0
+
+    @property
+    def advice(self) -> str | None:
+        """How to read rows faster; None if there is no better way."""
+        return self._reader.advice
+
+    def __len__(self) -> int:
+        """Return the number of steps in a whole pass, the same on every worker."""
+        return self._whole_pass().steps
+
+    def __getitem__(self, name: Any) -> NoReturn:
+        raise DatasetError(
+            f"this is the loader of datasets.{self.shard.name} and not a batch, so it has no {name!r}. "
+            "generate_loaders returns a list: write (loader,) = self.generate_loaders(dataset_shards), or "
+            f"loader = self.generate_loaders(dataset_shards.{self.shard.name})"
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.observer is not None:
+            self.observer.iterated(self)
+        return self._read()
+
+    def _read(self) -> Iterator[Batch]:
+        plan, skip, epoch = self._begin()
+        self._plan, self._taken, self._skipped, self.epoch = plan, skip, skip, epoch + 1
+        self._left = False
+        self.waited_s, self._started = 0.0, time.perf_counter()
+        observer = self.observer
+        if observer is not None:
+            observer.pass_begins(self, plan.steps)
+        on_cuda = self.shard.topology.device.type == "cuda"
+        asked = time.perf_counter()
+        try:
+            for batch in self._batches(plan, skip, epoch):
+                if on_cuda:
+                    device = self.shard.topology.device
+                    batch = move_tensors(batch, partial(torch.Tensor.to, device=device, non_blocking=True))
+                self._taken += 1
+                self.waited_s += time.perf_counter() - asked
+                if observer is not None:
+                    observer.batch_given(self, self._taken)
+                yield batch
+                if observer is not None:
+                    observer.step_finished(self)
+                asked = time.perf_counter()
+        except GeneratorExit:  # the loop was left with `break`
+            if self._plan is plan:  # else the loader was iterated again before this iterator was closed
+                self._left = True
+                if observer is not None:
+                    observer.pass_left(self)
+
+    def _batches(self, plan: ShardPlan, skip: int, epoch: int) -> Iterator[Batch]:
+        """Return the batches that are left of a pass."""
+        shard = self.shard
+        epoch = 0 if shard.options.repeats else epoch
+        rank = shard.topology.data_parallel_rank
+        return self._reader.batches(WorkerPass(plan, rank, skip, epoch, shard.options.seed, shard.shuffle))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loader, even in the middle of a pass, as plain values."""
+        if self._resumed is not None:
+            return dict(self._resumed)
+        if self._plan is None or not self.steps_left:
+            return {"epoch": self.epoch, "steps": 0}
+        return _plan_state(self._plan) | {"epoch": self.epoch - 1, "steps": self._taken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position: from its step if it is in the middle of a pass, else with its epoch.
+
+        With the same number of workers and batch size, each worker continues with the same batches; otherwise the
+        remaining rows are reassigned.
+        """
+        self.epoch = state["epoch"]
+        self._resumed = state if state["steps"] else None
+        self._plan = None
+
+    def _begin(self) -> tuple[ShardPlan, int, int]:
+        """Return the plan of the next pass, the steps of it that were taken before, and its epoch."""
+        plan = self._whole_pass()
+        state, self._resumed = self._resumed, None
+        if state is None:
+            return plan, 0, self.epoch
+        if state["rows"] != plan.rows:
+            raise DatasetError(
+                f"datasets.{self.shard.name} has {plan.rows} rows, but had {state['rows']} when the run was "
+                "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
+            )
+        before = _plan_of(state)
+        same = (plan.world_size, plan.batch_size, plan.drop_last, plan.chunk)
+        if (before.world_size, before.batch_size, before.drop_last, before.chunk) == same:
+            return before, state["steps"], self.epoch
+        shuffles_shares = self._reader.window_rows > 1 and self.shard.shuffle
+        seed = mix_seeds(self.shard.options.seed, self.epoch) if shuffles_shares else None
+        read = before.read_after(state["steps"], seed)
+        return ShardPlan(plan.rows, *same, read=read, limit=before.limit), 0, self.epoch
+
+    def _whole_pass(self) -> ShardPlan:
+        """Return the plan of a whole pass.
+
+        Raises:
+            DatasetError: There are too few rows for every worker, or for one full batch of each.
+        """
+        shard, size = self.shard, self.batch_size
+        chunk = max(1, self._reader.window_rows // size)
+        drop_last = bool(shard.attribute("drop_last", False)) if self.asked[1] is None else self.asked[1]
+        workers = shard.topology.data_parallel_size
+        plan = ShardPlan(self._all_rows, workers, size, drop_last, chunk, limit=self._limit)
+        rows = f"datasets.{shard.name} has {plan.rows} rows"
+        if plan.rows == 0:
+            raise DatasetError(f"datasets.{shard.name} has no rows")
+        if plan.rows < workers:
+            raise DatasetError(f"{rows}, fewer than the {workers} workers. Give it more, or lower cfg.start_workers")
+        if (shard.training or drop_last) and plan.rows < workers * (size - 1) + 1:
+            fewer = " or cfg.start_workers" if workers > 1 else ""
+            raise DatasetError(
+                f"{rows}, too few for one full batch per worker: {workers} worker{'s' * (workers > 1)} with "
+                f"batch_size {size}. Lower datasets.{shard.name}.batch_size{fewer}"
+            )
+        return plan
+
+
+_IN_STATE = {"limit": "most"}
+"""Names in a state, where they are not those of the field."""
+
+
+def _plan_state(plan: ShardPlan) -> dict[str, Any]:
+    """Return a plan as plain values."""
+    state = {_IN_STATE.get(item.name, item.name): getattr(plan, item.name) for item in fields(plan)}
+    return state | {"read": [list(part) for part in plan.read]}
+
+
+def _plan_of(state: Mapping[str, Any]) -> ShardPlan:
+    """Return the plan of a state; one without a limit was saved by an earlier version."""
+    values = {item.name: state.get(_IN_STATE.get(item.name, item.name)) for item in fields(ShardPlan)}
+    return ShardPlan(**values | {"read": tuple((start, stop) for start, stop in state["read"])})
+
+
+def check(cls: type, key: str) -> None:
+    """Refuse a dataset class that cannot be batched, before anything starts.
+
+    Args:
+        cls: Class of the dataset.
+        key: Its key in conf.yaml, for the error.
+
+    Raises:
+        DatasetError: It has neither `ray_map_batches` nor `to_ray`, or is an IterableDataset without a length.
+    """
+    if callable(getattr(cls, "to_ray", None)):
+        return
+    if not callable(getattr(cls, "ray_map_batches", None)):
+        raise DatasetError(
+            f"{key}: {cls.__name__} has no ray_map_batches. Add a static method that stacks samples: "
+            'ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
+        )
+    if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
+        raise DatasetError(
+            f"{key}: {cls.__name__} is an IterableDataset without __len__; "
+            "every worker must know how many samples one pass has"
+        )

@@ -1,0 +1,260 @@
+"""Write prepared datasets: every row through `ray_map_batches` once, in this process or by Ray Data on the cluster."""
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import pyarrow
+import ray
+import ray.data
+import torch
+
+from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, rows_of
+from mlx_runtime.data.columns import ColumnWriter
+from mlx_runtime.data.fingerprints import Candidate, Schema, schema_of, shown_schema, some_rows
+from mlx_runtime.data.prepared import Manifest, Store
+from mlx_runtime.data.streams import blocks_of, columns_of, keep_order, rows_of_stream, stream_of
+from mlx_runtime.errors import DatasetError
+from mlx_runtime.storage import documents
+
+BLOCK_BYTES = 8 << 20
+"""Size of what one call in a mapping process returns."""
+
+NOT_WORTH_A_PROCESS_S = 5.0
+"""Work that takes no longer than this is done in this process: starting another and importing torch takes as long."""
+
+Cluster = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context manager within which Ray runs."""
+
+Block = Mapping[str, Any]
+"""The bytes of some rows by column."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the name of a dataset, the rows that are done, and all rows."""
+
+
+def write_prepared(
+    candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
+) -> Manifest:
+    """Write a prepared dataset.
+
+    Args:
+        candidate: What is known of the dataset.
+        dataset: The dataset.
+        store: Store to write to.
+        name: Name in the store.
+        progress: Called as rows are done.
+        cluster: Entered only for work that is worth it.
+
+    Raises:
+        DatasetError: The dataset cannot be prepared.
+        StorageError: The store cannot be written.
+    """
+    write = _write_stream if candidate.streamed else _write_rows
+    return write(candidate, dataset, store, name, progress, cluster)
+
+
+def _write_rows(
+    candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
+) -> Manifest:
+    """Write a map-style dataset."""
+    rows = rows_of(dataset, candidate.name)
+    sample, expected_s = _checked_sample(candidate, dataset, rows)
+    row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
+    per_call = max(1, min(BLOCK_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
+    samples = dict(zip(some_rows(rows), _split(sample), strict=True))
+    work = _Work(candidate, schema_of(sample), rows, per_call, samples)
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(_writer(candidate, store, name, rows, sample))
+        if expected_s < NOT_WORTH_A_PROCESS_S:
+            blocks = _mapped_here(work, dataset)
+        else:
+            stack.enter_context(cluster())
+            blocks = _mapped_on_cluster(work, expected_s)
+        done = 0
+        for block in blocks:
+            writer.write(block)
+            done = min(rows, done + per_call)
+            progress(candidate.name, done, rows)
+        if done != rows:
+            raise DatasetError(f"datasets.{candidate.name}: {done} of {rows} rows were mapped")
+        return writer.commit(documents.now())
+
+
+def _write_stream(
+    candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
+) -> Manifest:
+    """Write what `to_ray` gives."""
+    stream = stream_of(dataset, candidate.name)
+    rows = rows_of_stream(dataset, stream)
+    writer, schema, done = None, {}, 0
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cluster())
+        for reference, start, stop in blocks_of(stream, candidate.name):
+            if start == stop:
+                continue
+            block = columns_of(ray.get(reference), start, stop, candidate.name)
+            if writer is None:
+                writer = stack.enter_context(_writer(candidate, store, name, rows, block))
+                schema = schema_of(block)
+            if schema_of(block) != schema:
+                raise DatasetError(
+                    f"datasets.{candidate.name} cannot be prepared: rows are {shown_schema(schema)}, "
+                    f"but later ones are {shown_schema(schema_of(block))}. Make them alike in to_ray()"
+                )
+            done += stop - start
+            if done > rows:
+                break
+            writer.write({key: pyarrow.py_buffer(as_numpy(column)) for key, column in block.items()})
+            progress(candidate.name, done, rows)
+        if writer is None or done != rows:
+            raise DatasetError(f"datasets.{candidate.name}: to_ray() does not give the {rows} rows that it announces")
+        return writer.commit(documents.now())
+
+
+def _writer(candidate: Candidate, store: Store, name: str, rows: int, like: Batch) -> ColumnWriter:
+    target = candidate.node["_target_"]
+    return ColumnWriter(store, name, rows, like, dataset=target, arguments=candidate.arguments)
+
+
+def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
+    """Return a few rows of a dataset, and the seconds that reading all of them would take.
+
+    Raises:
+        DatasetError: They read differently the next time, or together in a batch.
+    """
+    few = some_rows(rows)
+    sample = candidate.sample(dataset, few)
+    started = time.monotonic()
+    again = candidate.sample(dataset, few)
+    expected_s = (time.monotonic() - started) * rows / len(few)
+    if not _alike(sample, again):
+        raise candidate.error("a row reads differently each time")
+    together = BatchReader(dataset, candidate.name).read(few)
+    if not _alike(sample, together):
+        raise candidate.error("a row comes out differently in a batch with others")
+    return sample, expected_s
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What mapping processes need to know.
+
+    Attributes:
+        candidate: The dataset.
+        schema: Schema that all rows must have.
+        rows: Total number of rows.
+        per_call: Rows that are mapped at once.
+        samples: Some rows as they were read before, by number; each as a batch of one.
+    """
+
+    candidate: Candidate
+    schema: Schema
+    rows: int
+    per_call: int
+    samples: dict[int, Batch]
+
+    def mapped(self, reader: BatchReader, start: int) -> Batch:
+        """Map `per_call` rows from `start` on.
+
+        Raises:
+            DatasetError: They differ from the others, or from what was read before.
+        """
+        stop = min(self.rows, start + self.per_call)
+        batch = reader.read(range(start, stop))
+        self.candidate.check_schema(self.schema, schema_of(batch), f"{start} to {stop - 1}")
+        for row, before in self.samples.items():
+            if start <= row < stop and not _alike(before, _split(batch)[row - start]):
+                raise self.candidate.error("a row reads differently in another process")
+        return batch
+
+
+def _mapped_here(work: _Work, dataset: Any) -> Iterator[Block]:
+    """Map all rows in order in this process."""
+    reader = BatchReader(dataset, work.candidate.name)
+    for start in range(0, work.rows, work.per_call):
+        batch = work.mapped(reader, start)
+        yield {key: pyarrow.py_buffer(as_numpy(batch[key])) for key in work.schema}
+
+
+def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
+    """Map all rows in order by Ray Data; one row of its blocks has the bytes of `per_call` rows by column."""
+    starts = numpy.arange(0, work.rows, work.per_call)
+    parts = numpy.array_split(starts, min(len(starts), 2000))
+    keep_order()
+    mapped = ray.data.from_blocks([pyarrow.table({"start": part}) for part in parts]).map_batches(
+        _mapped_by_task,
+        fn_args=(work,),
+        batch_size=1,
+        batch_format="numpy",
+        compute=ray.data.TaskPoolStrategy(size=max(1, math.ceil(expected_s / NOT_WORTH_A_PROCESS_S))),
+        num_cpus=1,
+        runtime_env={"env_vars": {"MLX_PREPARES": work.candidate.prefix}},  # processes that train do not inherit it
+    )
+    for reference, start, stop in blocks_of(mapped, work.candidate.name):
+        table = ray.get(reference)
+        for row in range(start, stop):
+            yield {key: table.column(key)[row].as_buffer() for key in work.schema}
+
+
+def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
+    """Map rows in a process of Ray Data, which makes the dataset itself, once."""
+    with _task_reader.of(work.candidate) as reader:
+        rows = work.mapped(reader, int(batch["start"][0]))
+    return {key: [as_numpy(rows[key]).tobytes()] for key in work.schema}
+
+
+class _TaskReader:
+    """The reader of the dataset that this process maps, dropped when idle: Ray keeps idle processes for a while.
+
+    The environment of the tasks names the dataset, so a process never sees a second one.
+    """
+
+    _reader: BatchReader | None = None
+    _timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def of(self, candidate: Candidate, idle_s: float = 20) -> Iterator[BatchReader]:
+        """Provide the reader of a dataset for the duration of the block; it is dropped later unless used again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        reader = self._reader
+        if reader is None:
+            torch.set_num_threads(1)
+            reader = self._reader = BatchReader(candidate.make(), candidate.name)
+        yield reader
+        self._timer = threading.Timer(idle_s, self._drop)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _drop(self) -> None:
+        self._reader = None
+
+
+_task_reader = _TaskReader()
+
+
+def _split(batch: Batch) -> list[Batch]:
+    """Return each row as a batch of one."""
+    count = len(next(iter(batch.values())))
+    return [{key: column[row : row + 1] for key, column in batch.items()} for row in range(count)]
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    """Return True if two batches hold the same rows, up to rounding that differs between machines."""
+    return schema_of(one) == schema_of(other) and all(
+        torch.allclose(_widened(column), _widened(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
+        if column.is_floating_point() or column.is_complex()
+        else torch.equal(column, other[key])
+        for key, column in one.items()
+    )
+
+
+def _widened(column: torch.Tensor) -> torch.Tensor:
+    """Return numbers in a type that can be compared; the narrowest cannot."""
+    return column if column.is_complex() else column.double()

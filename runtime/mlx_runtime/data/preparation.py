@@ -1,0 +1,110 @@
+"""Find the prepared datasets that fit a config, and write those that are missing."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mlx_runtime.data.fingerprints import LOADER_ARGUMENTS, candidates
+from mlx_runtime.data.mapping import Cluster, Progress, write_prepared
+from mlx_runtime.data.prepared import PreparedSet, Store
+from mlx_runtime.data.streams import dataset_error
+from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+
+Tell = Callable[[str], None]
+
+
+def find(
+    tree: Mapping[str, Any],
+    root: str,
+    *,
+    seed: int,
+    project: Path,
+    tell: Tell,
+    shown: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, PreparedSet]:
+    """Return the prepared datasets that fit the datasets of a config, by name in `Datasets`.
+
+    A dataset is made here, on the driver, only if there is a prepared one with the same code and arguments.
+
+    Args:
+        tree: The config.
+        root: Root of the store.
+        seed: `cfg.seed`.
+        project: Folder of the experiment.
+        tell: Called with a line for the user.
+        shown: Nodes of datasets without secrets, for the manifests.
+    """
+    store = Store(root)
+    names = store.names()
+    prepared = {}
+    for candidate in candidates(tree, shown, seed=seed, project=project):
+        manifests = [store.find(name) for name in names if name.startswith(f"{candidate.cls.__name__}-")]
+        of_arguments = [item for item in manifests if item and candidate.describes(item)]
+        if candidate.refusal or not of_arguments:
+            continue
+        title = f"datasets.{candidate.name}: its prepared dataset"
+        stale = f"{title} is stale, the {{}} has changed; reading samples. Prepare again with --prepare-batches"
+        if not any(item.name.startswith(candidate.prefix) for item in of_arguments):
+            tell(stale.format("code"))
+            continue
+        try:
+            dataset = candidate.make()
+            manifest = store.find(candidate.full_name(dataset))
+        except Exception as error:  # workers may well be able to make it
+            tell(f"{title} is not used: {short_message(error)}")
+            continue
+        if manifest is None:
+            tell(stale.format("data"))
+            continue
+        prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
+    return prepared
+
+
+def make(
+    tree: Mapping[str, Any],
+    root: str,
+    *,
+    seed: int,
+    project: Path,
+    tell: Tell,
+    progress: Progress,
+    cluster: Cluster,
+    shown: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, PreparedSet]:
+    """Prepare every dataset that is not prepared yet.
+
+    Arguments as for `find`, and:
+        progress: Called as rows are done.
+        cluster: Returns a context manager within which Ray runs; entered only for work that is worth it.
+
+    Raises:
+        DatasetError: A dataset cannot be prepared; the message says how to fix it.
+        StorageError: The store cannot be written.
+    """
+    store = Store(root)
+    prepared = {}
+    for candidate in candidates(tree, shown, seed=seed, project=project):
+        if candidate.refusal:
+            tell(f"datasets.{candidate.name} is not prepared: {candidate.refusal}")
+            continue
+        started = time.monotonic()
+        try:
+            dataset = candidate.make()
+            name = candidate.full_name(dataset)
+            manifest = store.find(name)
+            if manifest is None:
+                manifest = write_prepared(candidate, dataset, store, name, progress, cluster)
+                size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
+                tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
+        except MlxError:
+            raise
+        except USER_ERRORS as error:
+            raise dataset_error(error, f"datasets.{candidate.name} cannot be prepared") from error
+        prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
+    return prepared
+
+
+def _attributes(dataset: Any) -> dict[str, Any]:
+    return {name: getattr(dataset, name) for name in (*LOADER_ARGUMENTS, "training") if hasattr(dataset, name)}

@@ -1,0 +1,231 @@
+"""Prepared datasets: what `ray_map_batches` made of every row, stored once as one `.npy` file per column.
+
+<root>/Digits-3f2a…/
+    manifest.json          rows, bytes, schema; written last, so a dataset without it does not exist
+    9c41d2-0.npy           a column; the first part differs between attempts to write the dataset
+    used-7be0…             a process reads the dataset; refreshed while it does
+
+The root is a folder or a URI like `s3://bucket/prepared`.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlx_runtime.errors import StorageError, short_message
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.files import Storage, joined, storage_errors, storage_root
+
+MANIFEST = "manifest.json"
+
+READ_MARK = "used-"
+"""Start of the names of files that mark a prepared dataset as being read."""
+
+LAST_USED = "last_used"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a prepared dataset.
+
+    Attributes:
+        name: Folder of the dataset: its class and a key.
+        rows: Rows in each column.
+        size_bytes: Size of the files of all columns together.
+        columns: File, torch dtype and shape of one row, by column.
+        dataset: Class path.
+        arguments: Arguments of its constructor.
+        created: When it was written, in UTC.
+    """
+
+    name: str
+    rows: int
+    size_bytes: int
+    columns: dict[str, tuple[str, str, tuple[int, ...]]]
+    dataset: str
+    arguments: dict[str, Any]
+    created: str
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=2, default=str) + "\n"
+
+    @classmethod
+    def parsed(cls, text: str) -> "Manifest":
+        fields = json.loads(text)
+        columns = {name: (file, dtype, tuple(shape)) for name, (file, dtype, shape) in fields.pop("columns").items()}
+        return cls(columns=columns, **fields)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder in a store of prepared datasets.
+
+    Attributes:
+        manifest: None if the dataset is incomplete or damaged.
+        name: Name of the folder.
+        size_bytes: Size of all its files.
+        age_s: Seconds since it was last used or written.
+        busy: True if a process reads or writes it.
+    """
+
+    manifest: Manifest | None
+    name: str
+    size_bytes: int
+    age_s: float
+    busy: bool
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """A prepared dataset to read instead of a dataset, with the attributes that a loader asks the dataset for.
+
+    Attributes:
+        root: Root of its store.
+        manifest: Its description.
+        attributes: `batch_size`, `shuffle`, `drop_last` and `training` of the dataset, where it has them.
+        cache_bytes: Space for copies on a machine, if the root is on an object store.
+    """
+
+    root: str
+    manifest: Manifest
+    attributes: Mapping[str, Any]
+    cache_bytes: float = float("inf")
+
+
+class Store:
+    """The prepared datasets in a folder or on an object store.
+
+    Args:
+        root: Folder or URI.
+
+    Raises:
+        StorageError: There is no file system for such a URI.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.storage = Storage(root)
+
+    def names(self) -> list[str]:
+        """Return the folders of all datasets, complete or not."""
+        return sorted(info.base_name for info in self._listed() if info.type.name == "Directory")
+
+    def find(self, name: str) -> Manifest | None:
+        """Return the description of a dataset if all of it can be read."""
+        try:
+            return self._find(name)
+        except StorageError:
+            return None
+
+    def entries(self) -> list[Entry]:
+        """Return all folders, least recently used first."""
+        entries = []
+        for name in self.names():
+            infos = self._listed(name)
+            changed = max(((info.mtime_ns or 0) / 1e9 for info in infos), default=float("-inf"))
+            busy = _is_busy(infos)
+            try:
+                manifest = self._find(name)
+            except StorageError:
+                manifest, busy = None, True  # do not remove what may be fine
+            size = sum(info.size or 0 for info in infos)
+            entries.append(Entry(manifest, name, size, max(0.0, time.time() - changed), busy))
+        return sorted(entries, key=lambda item: -item.age_s)
+
+    @contextlib.contextmanager
+    def used(self, name: str) -> Iterator[None]:
+        """Mark a dataset as being read while the block runs, so that nobody removes it."""
+        try:
+            with leases.mark(self.storage, name, READ_MARK):
+                yield
+        finally:
+            if self.find(name):
+                self.note_use(name)
+
+    def note_use(self, name: str) -> None:
+        """Record that a dataset was used just now, unless the storage cannot be written."""
+        with contextlib.suppress(OSError):
+            self.storage.write(b"", name, LAST_USED)
+
+    def remove(self, name: str) -> bool:
+        """Remove a dataset unless it is in use or the storage refuses it. Return True if it is gone."""
+        try:
+            manifest = self._find(name)
+            if _is_busy(self._listed(name)):
+                return False
+            self.storage.remove_file(name, MANIFEST)  # from now on nobody finds it
+            if _is_busy(self._listed(name)):  # somebody found it just before
+                if manifest is not None:
+                    self.storage.write(manifest.text().encode(), name, MANIFEST)
+                return False
+            self.storage.remove_folder(name)
+        except (OSError, StorageError):
+            return False
+        return True
+
+    def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
+        """Return the datasets to remove: incomplete ones, old ones, and the least recently used until the rest fits.
+
+        Args:
+            max_age_s: Seconds since the last use.
+            max_bytes: Size of all datasets together.
+            keep: Names to leave out; datasets in use are left out, too.
+        """
+        entries = self.entries()
+        total = sum(item.size_bytes for item in entries)
+        unwanted = []
+        for item in entries:
+            wanted = item.manifest is not None and item.age_s <= max_age_s and total <= max_bytes
+            if not (item.busy or wanted or item.name in keep):
+                unwanted.append(item)
+                total -= item.size_bytes
+        return unwanted
+
+    def clean(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
+        """Remove what is `unwanted`. Return what was removed."""
+        unwanted = self.unwanted(max_age_s=max_age_s, max_bytes=max_bytes, keep=keep)
+        return [item for item in unwanted if self.remove(item.name)]
+
+    def _find(self, name: str) -> Manifest | None:
+        """Return the description of a dataset, or None if it is incomplete.
+
+        Raises:
+            StorageError: The storage did not answer, or another version wrote the manifest.
+        """
+        try:
+            manifest = Manifest.parsed(self.storage.read(name, MANIFEST).decode())
+            sizes = {info.base_name: info.size or 0 for info in self.storage.listed(name)}
+            whole = sum(sizes.get(file, 0) for file, _, _ in manifest.columns.values()) == manifest.size_bytes
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            message = f"cannot read the prepared dataset {name} in {self.root}: {short_message(error)}"
+            raise StorageError(message) from error
+        return manifest if whole else None
+
+    def _listed(self, *parts: str) -> list[Any]:
+        with storage_errors(f"cannot read {self.root}"):
+            infos = self.storage.listed(*parts)
+        return [info for info in infos if not info.base_name.startswith(".")]
+
+
+def _is_busy(infos: Sequence[Any]) -> bool:
+    return any(is_read_mark(info.base_name, (info.mtime_ns or 0) / 1e9) for info in infos)
+
+
+def is_read_mark(name: str, changed_s: float) -> bool:
+    """Return True if a file marks the prepared dataset in its folder as being read.
+
+    Args:
+        name: Name of the file.
+        changed_s: When it was last written, in seconds since 1970.
+    """
+    return name.startswith(READ_MARK) and leases.is_fresh(changed_s)
+
+
+def prepared_root(storage_path: str, prepared_path: str | None) -> str:
+    """Return the folder or URI of prepared datasets: `cfg.prepared_path`, by default a folder in the storage."""
+    return prepared_path or joined(storage_root(storage_path), ".prepared")

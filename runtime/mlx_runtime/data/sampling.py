@@ -1,0 +1,246 @@
+"""Which rows each worker reads, step by step: arithmetic on (seed, epoch, world size) that no timing can change.
+
+A pass over a dataset is an order of its rows, a permutation if shuffled, that is assigned to the workers:
+
+    order   0 1 2 3 4 5 6 7 8 9        world size 2, batch size 2
+    rank 0  0 1     4 5     8          step 1, step 2, step 3
+    rank 1      2 3     6 7   9
+
+All workers take the same number of steps, and each row is read exactly once, by one worker. The last two batches of a
+worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. With
+`batch_size=1`, the last batches take the surplus instead, and some have two rows. With `drop_last`, all batches are
+full, and up to `world_size * batch_size - 1` rows at the end of the order are left out of the pass.
+
+A *position* is an index into the order, and a *share* is a run of positions that one worker reads.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+Range = tuple[int, int]
+"""First position, and the position after the last."""
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Combine numbers into one seed, 0 … 2**63 - 1. Different combinations are unlikely to give the same seed."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def epoch_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Tensor:
+    """Return the row numbers of one epoch, (rows,) int64: a permutation if shuffled, else 0 … rows - 1."""
+    if not shuffle:
+        return torch.arange(rows)
+    return torch.randperm(rows, generator=torch.Generator().manual_seed(mix_seeds(seed, epoch)))
+
+
+def shuffled_share(count: int, seed: int, rank: int, number: int) -> torch.Tensor:
+    """Return the order in which a worker reads the rows of its share `number`, (count,) int64."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mix_seeds(seed, rank, number)))
+
+
+def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]:
+    """Return how a different number of workers keeps the global batch.
+
+    Args:
+        batch_size: Rows per worker and step in a group of `wanted` workers.
+        wanted: Number of workers that the global batch is for.
+        workers: Number of workers that there are.
+
+    Returns:
+        Rows per worker and step, at most `batch_size`, and steps per update. If the global batch cannot be divided
+        equally, the nearest size.
+    """
+    total = batch_size * wanted
+    fewest = math.ceil(wanted / workers)
+    candidates = [
+        (min(batch_size, max(1, round(total / (workers * steps)))), steps)
+        for steps in range(max(1, fewest - 1), 2 * fewest + 1)
+    ]
+    return min(candidates, key=lambda item: (abs(item[0] * item[1] * workers - total), item[1]))
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Assigns what is left of a pass to the workers.
+
+    Attributes:
+        rows: Number of rows in the order of the whole pass.
+        world_size: Number of workers.
+        batch_size: Rows per worker and step.
+        drop_last: True to leave out the rows at the end that do not fill a batch of every worker.
+        chunk: Consecutive batches in one share; more than one keeps neighbors in a stream together.
+        read: Positions that were read before, disjoint and ascending; by any number of workers.
+        limit: Maximum number of rows in the whole pass, including those read before; None means all.
+    """
+
+    rows: int
+    world_size: int
+    batch_size: int
+    drop_last: bool = False
+    chunk: int = 1
+    read: tuple[Range, ...] = field(default=())
+    limit: int | None = None
+
+    @cached_property
+    def unread(self) -> tuple[Range, ...]:
+        """Positions that are left."""
+        edges = [0, *(edge for part in self.read for edge in part), self.rows]
+        return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
+
+    @property
+    def left(self) -> int:
+        """Number of rows that are left."""
+        return sum(stop - start for start, stop in self.unread)
+
+    @property
+    def assigned(self) -> int:
+        """Number of rows that this plan assigns. Fewer rows than workers cannot be shared, so none are."""
+        before = self.rows - self.left
+        rows = self.left if self.limit is None else max(0, min(self.left, self.limit - before))
+        if self.drop_last:
+            step = self.world_size * self.batch_size
+            return rows // step * step
+        return rows if rows >= self.world_size else 0
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that every worker takes."""
+        if self.batch_size == 1:
+            return self.assigned // self.world_size
+        return math.ceil(math.ceil(self.assigned / self.world_size) / self.batch_size)
+
+    @property
+    def _share(self) -> int:
+        """Rows in a full share."""
+        return self.chunk * self.batch_size
+
+    @property
+    def _rounds(self) -> int:
+        """Number of full shares per worker."""
+        return self.assigned // (self.world_size * self._share)
+
+    def _tail(self, rank: int) -> Range:
+        """Return the last share of a worker, counted from the first row after all full shares."""
+        share, surplus = divmod(self.assigned - self._rounds * self.world_size * self._share, self.world_size)
+        start = rank * share + min(rank, surplus)
+        return start, start + share + (rank < surplus)
+
+    def assignments(self) -> Iterator[tuple[int | None, int]]:
+        """Yield who reads the order from its first position to the last that is read: (rank, number of rows).
+
+        The rank is None for positions that were read before.
+        """
+        gaps = iter(self.unread)
+        position = stop = 0
+        for rank, share in self._shares():
+            while share:
+                if position == stop:
+                    start, stop = next(gaps)
+                    if start > position:
+                        yield None, start - position
+                    position = start
+                count = min(share, stop - position)
+                yield rank, count
+                position, share = position + count, share - count
+
+    def _shares(self) -> Iterator[tuple[int, int]]:
+        for _ in range(self._rounds):
+            for rank in range(self.world_size):
+                yield rank, self._share
+        for rank in range(self.world_size):
+            start, stop = self._tail(rank)
+            if start < stop:
+                yield rank, stop - start
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Return the positions that one worker reads, in its order; int64."""
+        rounds, share = self._rounds, self._share
+        full = rounds * self.world_size * share
+        own = torch.arange(full).view(rounds, self.world_size, share)[:, rank].reshape(-1)
+        start, stop = self._tail(rank)
+        if stop > start:
+            own = torch.cat([own, torch.arange(start, stop) + full])
+        if len(self.unread) == 1:
+            return own + self.unread[0][0]
+        return torch.cat([torch.arange(start, stop) for start, stop in self.unread])[own] if len(own) else own
+
+    def sizes(self, rank: int) -> list[int]:
+        """Return the number of rows in each batch of one worker."""
+        start, stop = self._tail(rank)
+        total = self._rounds * self._share + stop - start
+        sizes: list[int] = []
+        for later in range(self.steps - 1, -1, -1):
+            sizes.append(min(self.batch_size, total - later) if later or self.batch_size > 1 else total)
+            total -= sizes[-1]  # leaves at least one row for each later step
+        return sizes
+
+    def _shuffled_positions(self, seed: int) -> list[torch.Tensor]:
+        """Return the positions of all workers if each of them shuffles every share."""
+        shares: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+        position = 0
+        for rank, count in self.assignments():
+            if rank is not None:
+                shares[rank].append(position + shuffled_share(count, seed, rank, len(shares[rank])))
+            position += count
+        return [torch.cat(items) if items else torch.arange(0) for items in shares]
+
+    def read_after(self, steps: int, seed: int | None = None) -> tuple[Range, ...]:
+        """Return the positions that have been read once every worker has taken `steps` steps of this plan.
+
+        Args:
+            steps: Number of steps.
+            seed: Seed that each worker shuffled its shares with; None if it did not.
+        """
+        if steps == 0:
+            return self.read
+        ranks = range(self.world_size)
+        orders = [self.positions(rank) for rank in ranks] if seed is None else self._shuffled_positions(seed)
+        taken = [orders[rank][: sum(self.sizes(rank)[:steps])] for rank in ranks]
+        seen = torch.cat([*taken, *(torch.arange(start, stop) for start, stop in self.read)]).sort().values
+        if not len(seen):
+            return ()
+        breaks = ((torch.diff(seen) != 1).nonzero().flatten() + 1).tolist()
+        starts, stops = [0, *breaks], [*breaks, len(seen)]
+        return tuple((int(seen[a]), int(seen[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+
+
+@dataclass(frozen=True)
+class WorkerPass:
+    """The part of a pass that one worker reads.
+
+    Attributes:
+        plan: Plan that assigns the rows.
+        rank: Rank of this worker.
+        skip: Steps of the plan that were taken before.
+        epoch: Number of the pass.
+        seed: Seed of the run; decides the order together with the epoch.
+        shuffle: True to read the rows in a random order.
+    """
+
+    plan: ShardPlan
+    rank: int
+    skip: int
+    epoch: int
+    seed: int
+    shuffle: bool
+
+    @property
+    def epoch_seed(self) -> int:
+        """Seed of this pass, the same on all workers."""
+        return mix_seeds(self.seed, self.epoch)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows in each batch that is left."""
+        return self.plan.sizes(self.rank)[self.skip :]
+
+    def rows(self) -> torch.Tensor:
+        """Return the row numbers that are left, in order; int64."""
+        order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
+        skipped = sum(self.plan.sizes(self.rank)[: self.skip])
+        return order[self.plan.positions(self.rank)[skipped:]]

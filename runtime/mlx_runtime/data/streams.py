@@ -1,0 +1,122 @@
+"""Streams of Ray Data: what `to_ray()` of a dataset returns, its blocks, and its errors."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.data
+import torch
+
+from mlx_runtime.config.building import build
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.ray_blocks import block_arrays, block_references
+from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
+
+Part = tuple[Any, int, int]
+"""Rows of a block: (reference to the block, first row, row after the last)."""
+
+
+def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -> Any:
+    """Make the dataset that a node of conf.yaml describes, in any process of the cluster."""
+    if project.is_dir() and str(project) not in sys.path:
+        sys.path.insert(0, str(project))
+    with seeded(seed):
+        return build(node, f"datasets.{name}")
+
+
+def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
+    """Return what `to_ray` returns, with its order kept.
+
+    Args:
+        dataset: Dataset with `to_ray`, which has an argument `seed` if it can shuffle.
+        name: Name in `Datasets`.
+        seed: Seed for `to_ray`; None for the order in which the data is stored.
+
+    Raises:
+        DatasetError: `to_ray` does not return a `ray.data.Dataset`.
+    """
+    keep_order()
+    takes_seed = "seed" in inspect.signature(dataset.to_ray).parameters
+    stream = dataset.to_ray(seed=seed) if takes_seed else dataset.to_ray()
+    if not isinstance(stream, ray.data.Dataset):
+        returned = f"{type(dataset).__name__}.to_ray() returned {type(stream).__name__}"
+        raise DatasetError(f"datasets.{name}: {returned}; it must return a ray.data.Dataset")
+    keep_order(stream.context)  # one that was made earlier has settings of its own
+    return stream
+
+
+def keep_order(context: Any = None) -> None:
+    """Make Ray Data keep the order of blocks and raise user code's exceptions, in this process or for one dataset."""
+    context = context or ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.raise_original_map_exception = True
+
+
+def rows_of_stream(dataset: Any, stream: Any) -> int:
+    """Return the number of rows in one pass: the dataset's `__len__`, or else what Ray Data counts."""
+    return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
+
+
+def blocks_of(stream: Any, name: str) -> Iterator[Part]:
+    """Yield the blocks of a stream in order.
+
+    Raises:
+        MlxError: Reading or mapping failed.
+    """
+    try:
+        yield from block_references(stream)
+    except MlxError:
+        raise
+    except Exception as error:  # of Ray, or of user code
+        raise dataset_error(error, f"datasets.{name} cannot be read") from error
+
+
+def dataset_error(error: BaseException, what: str) -> MlxError:
+    """Return the MlxError for an exception of another process: of user code there, or because the process is lost."""
+    if lost_peer(error):
+        return WorkerLostError(f"{what}: {short_message(error)}")
+    cause = error
+    while not isinstance(cause, MlxError):
+        inner = getattr(cause, "cause", None) or cause.__cause__
+        if not isinstance(inner, BaseException):
+            break
+        cause = inner
+    if isinstance(cause, MlxError):
+        return cause
+    notes = "".join(f" ({text})" for text in getattr(cause, "__notes__", []))
+    return DatasetError(f"{what}: {type(cause).__name__}: {short_message(cause)}{notes}")
+
+
+def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:
+    """Return rows of a block as `{name: tensor (rows, ...)}`.
+
+    Raises:
+        DatasetError: A column does not consist of numbers of one shape.
+    """
+    columns = {}
+    for key, array in block_arrays(block, start, stop).items():
+        try:
+            columns[key] = torch.from_numpy(np.array(array))  # a copy: blocks are shared and read-only
+        except TypeError as error:
+            raise DatasetError(
+                f"datasets.{name}: column {key!r} is {array.dtype}, not numbers of one shape; "
+                "convert it to numbers, or drop it, in to_ray()"
+            ) from error
+    return columns
+
+
+def stream_names(tree: Mapping[str, Any]) -> list[str]:
+    """Return the names of the datasets that are streams of Ray Data."""
+    return [name for name, node in dataset_nodes(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
+
+
+def dataset_nodes(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes of the datasets that conf.yaml describes, by name."""
+    nodes = tree.get("datasets", {}).items()
+    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}

@@ -1,0 +1,43 @@
+"""Other workers and nodes that are lost or about to be."""
+
+import dis
+import re
+
+import ray.exceptions
+import ray.train
+import torch
+
+_RAY_LOST = (
+    ray.exceptions.RayActorError,  # a reader or assigner of rows, or what owned it
+    ray.exceptions.ObjectLostError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+)
+
+_GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
+"""The prefix of errors from gloo's connections: a position in its source."""
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Return True if an error means only that another worker is lost.
+
+    Gloo raises plain RuntimeErrors from C++ that begin with a position in its source. Any other RuntimeError, for
+    example about a server that refuses connections, comes from user code.
+    """
+    if isinstance(error, (torch.distributed.DistError, *_RAY_LOST)):
+        return True
+    return type(error) is RuntimeError and _GLOO.match(str(error)) is not None and not _raised_in_python(error)
+
+
+def _raised_in_python(error: BaseException) -> bool:
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None:
+        return False  # it comes from another process, which kept the traceback
+    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def preempted() -> bool:
+    """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
+    return ray.train.get_preemption_info() is not None

@@ -1,0 +1,64 @@
+"""Seeds and states of the random number generators of Python, NumPy and torch."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Return the states of the generators on the CPU, for `set_random_state`."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Restore states from `random_state`."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed everything inside the block, and restore all states after it."""
+    before = random_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+        if on_gpus is not None:
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+def random_state_dict(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators that this worker uses, as plain values and tensors for a checkpoint."""
+    version, numbers, gauss = random.getstate()
+    name, keys, *position = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position],
+        "torch": torch.get_rng_state(),
+    }
+    return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def load_random_state_dict(state: dict[str, Any], device: torch.device) -> None:
+    """Restore states from `random_state_dict`."""
+    version, numbers, gauss = state["python"]
+    name, keys, *position = state["numpy"]
+    python = version, tuple(numbers.tolist()), gauss
+    set_random_state((python, (name, keys.numpy().astype(np.uint32), *position), state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

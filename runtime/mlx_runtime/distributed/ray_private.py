@@ -1,0 +1,103 @@
+"""Everything that relies on the private API of Ray 2.60. `test_ray_private.py` fails when Ray changes it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import ray
+import ray.train
+import ray.train.torch
+import ray.train.v2._internal.execution.context
+import torch.distributed
+from ray._private import auto_init_hook
+from ray.runtime_context import RuntimeContext
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.errors import MlxError
+
+
+def quiet_ray_train() -> None:
+    """Silence Ray Train's message about each report, and its tracebacks, because the driver prints the error."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    reported_by_the_driver = ("ray.train.v2._internal.util", ray.train.v2._internal.execution.context.__file__)
+    for name in reported_by_the_driver:  # the second logger is named after its file
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
+    """A `TorchTrainer` that starts only the processes that the run needs.
+
+    Args:
+        embedded: True if this process started Ray, which ends with it. The controller of the workers then runs in this
+            process, which has imported what it needs, and no actor waits to free the placement group of a killed
+            controller. `ray.train.get_all_reported_checkpoints` does not work in the workers.
+        **options: Options of `TorchTrainer`.
+    """
+
+    def __init__(self, *args: Any, embedded: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._embedded = embedded
+
+    def _create_default_callbacks(self) -> list[Any]:
+        unneeded = (DatasetsCallback, PlacementGroupCleanerCallback) if self._embedded else DatasetsCallback
+        return [item for item in super()._create_default_callbacks() if not isinstance(item, unneeded)]
+
+    def _initialize_and_run_controller(self, **options: Any) -> Any:
+        if not self._embedded:
+            return super()._initialize_and_run_controller(**options)
+        with _controller_here():
+            controller = TrainController(**options)
+            asyncio.run(controller.run())
+            return controller.get_result()
+
+
+@contextlib.contextmanager
+def _controller_here() -> Iterator[None]:
+    """Let a controller run in this process, which is not an actor."""
+    current_actor = RuntimeContext.current_actor
+    RuntimeContext.current_actor = None
+    auto_init_hook.enable_auto_connect = False  # the controller must not start Ray again after it was shut down
+    try:
+        yield
+    finally:
+        RuntimeContext.current_actor = current_actor
+        auto_init_hook.enable_auto_connect = True
+
+
+class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
+    """Implements `ray.train.*` in a worker of the local engine; collectives use the process group."""
+
+    def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
+        if checkpoint is not None:
+            raise MlxError("the local engine does not store checkpoints of ray.train.report; use self.save_checkpoint")
+        self.barrier()  # as Ray's own `report` does
+        self._last_metrics = metrics
+
+    def barrier(self) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        return broadcast(data)
+
+
+def enter_ray_train(name: str, rank: int, world_size: int) -> None:
+    """Make `ray.train.get_context`, `prepare_model` and the like work in this process, without Ray.
+
+    Args:
+        name: Name of the experiment.
+        rank, world_size: Rank of this worker and number of workers, all on this machine.
+    """
+    ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
+    set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))
+    ray.init = _refuse_ray  # which `ray.get` and others call when Ray is not running
+
+
+def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
+    raise MlxError("a worker of the local engine has no Ray; train with cfg.engine=ray to use it in worker_loop")

@@ -1,0 +1,1 @@
+"""Runs on disk: folders, records, checkpoints and logs, and queries over them."""

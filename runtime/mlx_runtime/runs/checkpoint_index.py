@@ -1,0 +1,93 @@
+"""List the checkpoints of a run by their descriptions, without reading states or importing torch."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from mlx_runtime.storage.documents import COUNT, FILE_NAME, FLAG, NUMBER, TEXT, from_json, mapping_of
+from mlx_runtime.storage.files import Storage, storage_errors
+
+STATE = "state.pt"
+ABOUT = "checkpoint.json"
+
+_SHAPE = {
+    "epoch": COUNT,
+    "finished": FLAG,
+    "global_step": COUNT,
+    "metrics": mapping_of(NUMBER.or_null()),
+    "sha256": TEXT,
+    "size_bytes": COUNT,
+    "file": FILE_NAME,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Description of a checkpoint.
+
+    Attributes:
+        epoch: Epoch, counted from 0.
+        finished: True if the epoch was over; else it was saved in the middle.
+        global_step: Training steps before it.
+        metrics: Numbers it is judged by.
+        sha256: SHA-256 of its state, in hexadecimal.
+        size_bytes: Size of its state.
+        file: Name of the file that holds its state.
+    """
+
+    epoch: int
+    finished: bool
+    global_step: int
+    metrics: dict[str, float]
+    sha256: str = ""
+    size_bytes: int = 0
+    file: str = STATE
+
+    @property
+    def name(self) -> str:
+        """Name of its folder. Folders count epochs from 1, as people do."""
+        epoch = f"epoch_{self.epoch + 1:04d}"
+        return epoch if self.finished else f"{epoch}_step_{self.global_step:08d}"
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Sort key that rises with training."""
+        return self.epoch, self.finished, self.global_step
+
+
+def list_checkpoints(root: str | Storage) -> list[Checkpoint]:
+    """Return the complete checkpoints in a folder or URI, oldest first.
+
+    Raises:
+        StorageError: The storage does not answer.
+    """
+    checkpoints = checkpoints_by_name(root if isinstance(root, Storage) else Storage(root)).values()
+    return sorted((item for item in checkpoints if item is not None), key=lambda item: item.order)
+
+
+def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
+    """Return all checkpoints by name, with None for those without a readable description.
+
+    Raises:
+        StorageError: The storage does not answer.
+    """
+    with storage_errors(f"cannot read {storage.root}"):
+        names = [name for name in storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
+        checkpoints = {name: read_description(storage, name) for name in names}
+        if not storage.local:  # there, a killed save leaves a folder without one
+            checkpoints = {name: item for name, item in checkpoints.items() if item or ABOUT in storage.names(name)}
+    return checkpoints
+
+
+def read_description(storage: Storage, name: str) -> Checkpoint | None:
+    """Return the description of a checkpoint, or None if there is no readable one.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    try:
+        fields = from_json(storage.read(name, ABOUT), _SHAPE, needs=("metrics",))
+        fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}
+        return Checkpoint(**fields)
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None

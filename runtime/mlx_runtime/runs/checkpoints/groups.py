@@ -1,0 +1,173 @@
+"""States of the members of a group (`models`, `optimizers`, `tools`, …), taken and put back."""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.runs import metric_states
+from mlx_runtime.runs.checkpoints.plain import moved as moved_to
+from mlx_runtime.runs.checkpoints.plain import plain, plain_entries, tensors
+
+State = dict[str, Any]
+
+
+def members(group: Any) -> dict[str, Any]:
+    """Return the members of a group by name, without private attributes."""
+    return {name: value for name, value in vars(group).items() if not name.startswith("_")} if group is not None else {}
+
+
+def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]]:
+    """Return the state of every member of a group that has one.
+
+    Args:
+        group: Holds the members as attributes.
+        hidden: Secrets of the config. Tools that hold one get it from their constructor when they are restored.
+
+    Returns:
+        The states by name, and what cannot be part of a checkpoint, like `stopper.history`.
+    """
+    states: State = {}
+    left_out: list[str] = []
+    for name, member in members(group).items():
+        if metric_states.is_metric(member):
+            try:
+                states[name] = plain(metric_states.state_of(member))
+            except TypeError:
+                left_out.append(name)
+        elif hasattr(member, "state_dict"):
+            states[name], unsafe = plain_entries(unwrap(member).state_dict())
+            left_out += [f"{name}.state_dict()[{key!r}]" for key in unsafe]
+        elif _has_state(member):
+            kept = {key: item for key, item in vars(member).items() if not (isinstance(item, str) and item in hidden)}
+            states[name], unsafe = plain_entries(kept)
+            left_out += [f"{name}.{attribute}" for attribute in unsafe]
+    return states, left_out
+
+
+def load_into(
+    group: Any,
+    saved: Mapping[str, Any],
+    title: str,
+    *,
+    only: set[str] | None = None,
+    moved: Mapping[str, torch.device] | None = None,
+) -> list[str]:
+    """Put saved states back into the members of a group.
+
+    Args:
+        group: Holds the members as attributes.
+        saved: States by name.
+        title: The user's name of the group, like `models`.
+        only: Names to restore; all by default.
+        moved: Devices of tensors of an attribute, like `{"ema.shadow": cuda:0}`; others stay on the CPU.
+
+    Returns:
+        One line for each member that was not restored.
+
+    Raises:
+        ConfigError: A model or an optimizer has no counterpart, or its state does not fit.
+    """
+    present = {name: member for name, member in members(group).items() if _has_state(member)}
+    if only is not None:
+        present = {name: member for name, member in present.items() if name in only}
+        saved = {name: state for name, state in saved.items() if name in only}
+    unmatched = sorted(set(present) ^ set(saved))
+    if unmatched and title in ("models", "optimizers"):
+        sides = ", ".join(f"{name} ({'only in the code' if name in present else 'only there'})" for name in unmatched)
+        raise ConfigError(
+            f"the checkpoint does not fit: {title} {sides}. Restore with the code that saved it, or load the weights "
+            "that fit with cfg.restore_strict=false"
+        )
+    for name in sorted(set(present) & set(saved)):
+        devices = {key.removeprefix(f"{name}."): device for key, device in (moved or {}).items()}
+        try:
+            _load_member(present[name], saved[name], devices)
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            detail = " ".join(str(error).split())
+            raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
+    return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
+
+
+def load_what_fits(models: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Load the weights whose name and shape fit. Return one line for each of the others."""
+    lines = []
+    present = {name: unwrap(item) for name, item in members(models).items() if isinstance(item, nn.Module)}
+    for name in sorted(set(present) | set(saved)):
+        if name not in saved or name not in present:
+            lines.append(f"models.{name} is {'new' if name in present else 'in the checkpoint only'}")
+            continue
+        own, state = present[name].state_dict(), saved[name]
+        fits = {key: item for key, item in state.items() if key in own and _shape(own[key]) == _shape(item)}
+        for key in sorted((set(own) | set(state)) - set(fits)):
+            if key in own and key in state:
+                lines.append(
+                    f"models.{name}.{key} is {_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
+                )
+            else:
+                lines.append(f"models.{name}.{key} is {'new' if key in own else 'in the checkpoint only'}")
+        present[name].load_state_dict(fits, strict=False)
+    return lines
+
+
+def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> tuple[State, list[str]]:
+    """Merge the states of metrics on several ranks, for a group of a different size.
+
+    Args:
+        states_of_ranks: States by name, one mapping per rank.
+        group: Holds the metrics as attributes.
+
+    Returns:
+        The merged states by name, and the names of metrics that cannot be merged.
+    """
+    states: State = {}
+    lost = []
+    for name, member in members(group).items():
+        saved = [rank[name] for rank in states_of_ranks if name in rank]
+        if len(saved) < len(states_of_ranks):
+            continue
+        if not metric_states.is_metric(member):
+            states[name] = saved[0]
+            continue
+        if len(saved) > 1 and not metric_states.is_mergeable(member):
+            lost.append(name)
+            continue
+        try:
+            states[name] = metric_states.merge_states(member, saved)
+        except KeyError:  # it was saved with other parts, and cannot be loaded
+            states[name] = saved[0]
+    return states, lost
+
+
+def on_device(group: Any) -> list[str]:
+    """Return the attributes of plain tools that hold tensors on a GPU, like `ema.shadow`."""
+    return [
+        f"{name}.{attribute}"
+        for name, member in members(group).items()
+        if not hasattr(member, "state_dict") and _has_state(member)
+        for attribute, value in vars(member).items()
+        if any(tensor.device.type != "cpu" for tensor in tensors(value))
+    ]
+
+
+def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device]) -> None:
+    if metric_states.is_metric(member):
+        metric_states.load_state(member, saved)
+    elif hasattr(member, "load_state_dict"):
+        unwrap(member).load_state_dict(copy.deepcopy(saved))
+    else:
+        for key, item in saved.items():
+            value = copy.deepcopy(item)
+            setattr(member, key, moved_to(value, devices[key]) if key in devices else value)
+
+
+def _has_state(member: Any) -> bool:
+    return hasattr(member, "state_dict") or (hasattr(member, "__dict__") and not isinstance(member, type))
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,216 @@
+"""The checkpoints of one run on disk: stored, verified and loaded, pruned."""
+
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import IO, Any, cast
+
+import torch
+
+from mlx_runtime.errors import ConfigError, StorageError, short_message
+from mlx_runtime.runs.checkpoint_index import (
+    ABOUT,
+    STATE,
+    Checkpoint,
+    checkpoints_by_name,
+    list_checkpoints,
+    read_description,
+)
+from mlx_runtime.runs.checkpoints.retention import superfluous
+from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
+from mlx_runtime.storage.hashing import HashingReader, HashingWriter
+from mlx_runtime.storage.publishing import Publication, recover, unpublish
+
+PARTS = {
+    *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
+    *("loaders", "numbers", "on_device", "ranks", "scaler", "tracking"),
+}
+"""Keys of a state."""
+
+State = dict[str, Any]
+
+LEFT_BY_0_1 = (".saving-", ".removed-")
+"""Prefix of the names of folders that a killed save of version 0.1 left behind."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Methods raise StorageError if the storage does not answer, or refuses to write.
+
+    Args:
+        root: Folder or URI that holds them.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._storage = Storage(root)
+        self._damaged: list[str] = []
+        self._newest: tuple[Checkpoint, State] | None = None
+
+    def all(self) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first."""
+        return list_checkpoints(self._storage)
+
+    def any(self) -> bool:
+        """Return True if there are checkpoints, even damaged ones."""
+        return bool(checkpoints_by_name(self._storage))
+
+    def path(self, checkpoint: Checkpoint) -> str:
+        """Return the folder or URI of a checkpoint."""
+        return joined(self._storage.root, checkpoint.name)
+
+    def save(self, state: State, checkpoint: Checkpoint, allowed: Callable[[], None] = lambda: None) -> Checkpoint:
+        """Store a checkpoint, whole or not at all.
+
+        Args:
+            state: Plain values and tensors.
+            checkpoint: Its description.
+            allowed: Called before it becomes visible; raises if another driver has the run.
+
+        Returns:
+            The description with the checksum.
+        """
+        try:
+            with Publication(self._storage, checkpoint.name, ABOUT) as publication:
+                file_name = publication.unique(STATE)
+                with HashingWriter(publication.create(file_name)) as file:
+                    torch.save(state, cast("IO[bytes]", file))  # it only writes
+                about = replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
+                allowed()
+                publication.commit(to_json(asdict(about)).encode())
+                publication.remove_others()
+        except (OSError, RuntimeError) as error:
+            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides a full disk
+            raise StorageError(f"cannot write a checkpoint to {self._storage.root}: {short_message(reason)}") from error
+        return about
+
+    def load(self, checkpoint: Checkpoint) -> State:
+        """Return the state of a checkpoint on the CPU. The one that `newest` returned is read only once.
+
+        Raises:
+            ConfigError: It is damaged.
+        """
+        loaded, self._newest = self._newest, None
+        if loaded is not None and loaded[0] == checkpoint:
+            return loaded[1]
+        return _loaded(self._storage, checkpoint.name, checkpoint)
+
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """Return the newest checkpoint that is not damaged.
+
+        Args:
+            warn: Called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
+
+        Returns:
+            None if there are no checkpoints.
+
+        Raises:
+            ConfigError: All are damaged.
+        """
+        checkpoints = checkpoints_by_name(self._storage)
+        problems = {
+            name: f"{joined(self._storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
+            for name, item in checkpoints.items()
+            if item is None
+        }
+        self._newest = None
+        for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
+            try:
+                self._newest = item, _loaded(self._storage, item.name, item)
+                break
+            except _DamagedError as error:
+                problems[item.name] = str(error)
+        if problems and self._newest is None:
+            raise ConfigError(
+                "; ".join(problems.values()) + ". No other checkpoint is left to resume from. "
+                "Put a good copy back, or start over in a new run with --from"
+            )
+        self._damaged = list(problems)
+        for text in problems.values():
+            warn(f"{text}; resuming from the checkpoint before it")
+        return self._newest and self._newest[0]
+
+    def set_damaged_aside(self) -> None:
+        """Rename the checkpoints that `newest` found damaged to `damaged_…`, so that no save overwrites them."""
+        damaged, self._damaged = self._damaged, []
+        with storage_errors(f"cannot write to {self._storage.root}"):
+            for name in damaged:
+                self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
+
+    def prune(self, keep: int, monitor: str | None, mode: str) -> None:
+        """Keep the best by a metric (without one the newest) and the latest, and remove the rest; see `superfluous`."""
+        for item in superfluous(self.all(), keep, monitor, mode):
+            self.remove(item)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        with contextlib.suppress(OSError):
+            unpublish(self._storage, checkpoint.name, ABOUT)
+
+    def clean(self) -> None:
+        """Clean up after saves that were killed; only for the driver that has the run."""
+        with storage_errors(f"cannot write to {self._storage.root}"):
+            recover(self._storage)
+            for name in self._storage.names():
+                if name.startswith(LEFT_BY_0_1) and not name.endswith("-old"):
+                    self._storage.remove_folder(name)
+
+
+def read(path: str) -> State:
+    """Return the state of the checkpoint in any folder or URI, on the CPU.
+
+    Raises:
+        ConfigError: There is none, or it is damaged.
+        StorageError: The storage does not answer.
+    """
+    storage, name = parent_of(path)
+    with storage_errors(f"cannot read {path}"):
+        about = read_description(storage, name)
+        exists = about is not None or storage.size_bytes(name, STATE) is not None
+    if not exists:
+        others = ", ".join(item.name for item in list_checkpoints(storage))
+        beside = f" The folder also contains: {others}." if others else ""
+        raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}.{beside}")
+    return _loaded(storage, name, about)
+
+
+class _DamagedError(ConfigError):
+    """A state is missing or does not have the checksum that it was saved with."""
+
+
+def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
+    """Load a state, comparing the bytes that are read with their checksum. Loading never runs code.
+
+    Args:
+        storage: Storage that holds the checkpoint.
+        name: Folder of the checkpoint.
+        about: Its description, if it has one.
+
+    Raises:
+        ConfigError: It is damaged, or not a state of this version.
+        StorageError: The storage does not answer.
+    """
+    file_name = about.file if about is not None else STATE
+    path = joined(storage.root, name, file_name)
+    state, unreadable = None, ""
+    try:
+        with storage.open(name, file_name) as file:
+            hashing = HashingReader(file)
+            try:
+                state = torch.load(cast("IO[bytes]", hashing), map_location="cpu", weights_only=True)
+            except Exception as error:  # bytes that are no state raise errors of all kinds
+                unreadable = short_message(error)
+            if hashing.failure is not None:
+                raise hashing.failure
+            sha256, size = hashing.finish()
+    except FileNotFoundError as error:
+        raise _DamagedError(f"{path} is damaged: there is no such file") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
+    if about is not None and size != about.size_bytes:
+        raise _DamagedError(f"{path} is damaged: it has {size:,} bytes of {about.size_bytes:,}")
+    if about is not None and sha256 != about.sha256:
+        raise _DamagedError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
+    if unreadable:
+        raise ConfigError(f"{path} is damaged: {unreadable}")
+    if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
+        raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
+    return cast("State", state)

@@ -1,0 +1,160 @@
+"""Compare runs: the best checkpoint of an experiment, and the differences between two runs."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.listing import (
+    AskJobs,
+    Row,
+    ask_nobody,
+    list_rows,
+    map_concurrently,
+    mode_of,
+    suggest_metric,
+    summarize,
+)
+from mlx_runtime.runs.tables import format_duration, format_number
+from mlx_runtime.storage.files import joined
+from mlx_runtime.storage.redaction import redacted_tree
+
+
+def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
+    """Find the run and the checkpoint of an experiment in which a metric is best.
+
+    Args:
+        name: name of an experiment in the storage.
+        metric: name of the metric; by default the one that its latest run monitors.
+        mode: `max` or `min`; by default `cfg.mode` of the runs that monitor the metric.
+
+    Returns:
+        `metric`, `mode`, `value`, `experiment`, `run`, `epoch`, `checkpoint`. A value that no checkpoint was saved
+        with, like that of a final test, comes with the latest checkpoint of the run.
+
+    Raises:
+        UsageError: no such experiment or metric, or its mode is unknown.
+        StorageError: the storage does not answer.
+    """
+    rows = [row for row in list_rows(name) if row.problem is None]
+    chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)
+    if chosen is None:
+        raise UsageError(f"the runs of {name} have no cfg.monitor; pass --metric.{suggest_metric(rows, '')}")
+    chosen_mode = mode or mode_of(rows, chosen)
+    if chosen_mode is None:
+        raise UsageError(f"no run of {name} monitors {chosen}; pass --mode max or --mode min")
+
+    def candidates(row: Row) -> list[dict[str, Any]]:
+        values: list[tuple[float | None, int | None, str | None]] = [
+            (item.metrics[chosen], item.epoch + 1, joined(row.folder.checkpoints, item.name))
+            for item in list_checkpoints(row.folder.checkpoints)
+            if item.finished and chosen in item.metrics
+        ]
+        if not values:
+            values = [(row.metrics.get(chosen), row.epoch, (row.record.get("latest") or {}).get("path"))]
+        facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
+        return [
+            facts | {"value": value, "epoch": epoch, "checkpoint": checkpoint}
+            for value, epoch, checkpoint in values
+            if value is not None and not math.isnan(value)
+        ]
+
+    found = [item for items in map_concurrently(candidates, rows) for item in items]
+    if not found:
+        raise UsageError(f"no run of {name} has a value of {chosen}.{suggest_metric(rows, chosen)}")
+    sign = 1 if chosen_mode == "max" else -1
+    return max(reversed(found), key=lambda item: sign * item["value"])  # the later one of equals
+
+
+def best_lines(found: Mapping[str, Any]) -> list[str]:
+    """Format the result of `best` for the terminal."""
+    epoch = f" (epoch {found['epoch']})" if found["epoch"] is not None else ""
+    rows = {
+        found["metric"]: f"{format_number(found['value'])} ({found['mode']})",
+        "run": f"{found['experiment']}/{found['run']}",
+        "checkpoint": f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept",
+    }
+    width = max(len(name) for name in rows) + 2
+    return [f"{name:<{width}}{value}" for name, value in rows.items()]
+
+
+def difference(first: RunFolder, second: RunFolder, ask: AskJobs = ask_nobody) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what differs between two runs.
+
+    Returns:
+        `run` (status, seed, commit, versions, …), `config` and `metrics`, each by name with
+        the values `a` and `b`, or only one of them.
+
+    Raises:
+        StorageError: one of them cannot be read.
+    """
+    a, b = (_describe(folder, ask) for folder in (first, second))
+    return {
+        part: {
+            name: {side: values[name] for side, values in (("a", a[part]), ("b", b[part])) if name in values}
+            for name in a[part] | b[part]
+            if name not in a[part] or name not in b[part] or a[part][name] != b[part][name]
+        }
+        for part in a
+    }
+
+
+def table(
+    first: RunFolder, second: RunFolder, differing: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> list[dict[str, str]]:
+    """Format the result of `difference` as rows of a table."""
+    a, b = (
+        (folder.title for folder in (first, second))
+        if first.title != second.title
+        else (first.location, second.location)
+    )
+    return [
+        {"": name, a: _cell(part, values, "a"), b: _cell(part, values, "b")}
+        for part, names in differing.items()
+        for name, values in names.items()
+    ]
+
+
+def _cell(part: str, values: Mapping[str, Any], side: str) -> str:
+    if side not in values:
+        return "-"
+    value = values[side]
+    return format_number(value) if isinstance(value, float) and part != "config" else str(value)
+
+
+def _describe(folder: RunFolder, ask: AskJobs) -> dict[str, dict[str, Any]]:
+    """Return facts, config and metrics of a run, each as a flat dict."""
+    from mlx_runtime.config.interpolation import parsed
+
+    [row] = summarize([folder], ask)
+    if row.problem:
+        raise StorageError(row.problem)
+    try:
+        config = redacted_tree(parsed(folder.read(folder.conf.name), environment=False))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {folder.location}/{folder.conf.name}: {short_message(error)}") from error
+    record = row.record
+    git = record.get("git") or {}
+    facts = {
+        "status": row.status,
+        "epoch": row.epoch,
+        f"best {row.monitor}": row.best,
+        "duration": format_duration(row.duration_s),
+    }
+    facts |= {name: record.get(name) for name in ("seed", "workers", "device", "host", "python")}
+    facts |= {"commit": git.get("commit"), "uncommitted changes": bool(git.get("diff"))}
+    facts |= {f"{name} version": version for name, version in (record.get("packages") or {}).items()}
+    return {"run": facts, "config": _flatten(config), "metrics": dict(row.metrics)}
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"cfg": {"seed": 0}}` → `{"cfg.seed": 0}`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

@@ -1,0 +1,248 @@
+"""A folder in the storage that one job fills, whole or not at all.
+
+<storage>/data/
+    digits/                appears when the job is done; job.json says what made it
+    .digits.part-3f2a9c41  while it works; what a killed job left is removed by the next one
+
+On an object store, what an earlier job left is removed first, files are written where they belong, and the folder is
+whole once its `job.json` says SUCCEEDED.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import records
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.documents import now
+from mlx_runtime.storage.files import Storage, parent_of, to_json
+from mlx_runtime.storage.publishing import Publication, leftovers, recover
+
+RECORD = "job.json"
+"""Name of the file that says what made a folder, and whether it is whole."""
+
+
+class Output(Storage):
+    """The folder that a data job fills, in a folder or on an object store.
+
+    What `Storage` offers for reading works as well. Any task on any node may write files.
+
+    Args:
+        root: Folder, which must exist, or URI.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """The folder itself, for plain `open(...)` and libraries that want a path.
+
+        Raises:
+            UsageError: It is on an object store, which has no folders; use `write`, `create` or `upload`.
+            StorageError: This node does not see it.
+        """
+        if not self.local:
+            raise UsageError(f"{self.root} is not a folder on this machine; use self.output.write, .create or .upload")
+        self._check_visible()
+        return Path(self.path)
+
+    def write(self, data: bytes | str, *parts: str) -> None:
+        """Store a file, whole or not at all.
+
+        Args:
+            data: Its content.
+            parts: Its path below the output, like `"train", "shard_000.npy"`; folders are created.
+
+        Raises:
+            StorageError: This node does not see the output.
+            OSError: The storage refuses it.
+        """
+        self._make_folders(parts)
+        super().write(data.encode() if isinstance(data, str) else data, *parts)
+
+    def upload(self, file: Path, *parts: str) -> None:
+        """Copy a file on this machine to the output; otherwise like `write`."""
+        self._make_folders(parts)
+        super().upload(file, *parts)
+
+    def create(self, *parts: str) -> BinaryIO:
+        """Open a file of the output for writing; otherwise like `write`."""
+        self._make_folders(parts)
+        return super().create(*parts)
+
+    def _make_folders(self, parts: Sequence[str]) -> None:
+        if self.local:
+            self._check_visible()
+            folder = Path(self.path)
+            for name in Path(*parts).parts[:-1]:  # never the output itself: a job that has ended took it away
+                folder /= name
+                folder.mkdir(exist_ok=True)
+
+    def _check_visible(self) -> None:
+        if not Path(self.path).is_dir():
+            raise StorageError(
+                f"{os.uname().nodename} does not see {self.path}; the storage must be a folder that all nodes share, "
+                "or an object store: set cfg.storage_path or MLX_STORAGE"
+            )
+
+
+class Filling:
+    """A folder in the storage that one job is filling, as a context manager: only `commit` makes it count.
+
+    Args:
+        location: Folder or URI.
+        overwrite: Replace what an earlier job left there.
+        facts: Further fields of `job.json`.
+
+    Attributes:
+        output: Where to write.
+
+    Raises:
+        UsageError: The folder exists, or another job is filling it.
+        OSError: The storage refuses it.
+    """
+
+    def __init__(self, location: str, *, overwrite: bool, **facts: Any) -> None:
+        self._location, self._overwrite = location, overwrite
+        self._target = Storage(location)
+        self._above, name = _parent(self._target)
+        recover(self._above, name, lambda leftover: False)
+        refuse_present(location, overwrite=overwrite)
+        if self._above.local:
+            Path(self._above.path).mkdir(parents=True, exist_ok=True)
+            recover(self._above, name, self._is_abandoned)
+        else:
+            self._target.remove_file(RECORD)  # what is there no longer counts
+            self._target.remove_folder()
+        self._publication = Publication(self._above, name, RECORD)
+        self._facts = leases.this_process() | facts | {"status": "RUNNING", "filling": self._publication.id}
+        self._publication.__enter__()
+        self.output = Output(str(Path(self._above.path, self._publication.folder)) if self._above.local else location)
+        self._committed = False
+        self._lock = threading.Lock()
+        self._heartbeat = contextlib.ExitStack()
+        self._write_record()
+
+    def __enter__(self) -> "Filling":
+        self._heartbeat.enter_context(leases.heartbeat(self._beat))
+        return self
+
+    def commit(self) -> tuple[int, int]:
+        """Make the folder count. Return the number of its files, and their size in bytes.
+
+        Raises:
+            UsageError: Another job has filled it meanwhile.
+            OSError: The storage refuses it.
+        """
+        if not self._is_ours() or (self._target.local and not self._overwrite and Path(self._target.path).exists()):
+            raise UsageError(f"another job has filled {self._location} meanwhile; the work of this one is discarded")
+        self._heartbeat.close()
+        files = [info for info in self.output.below() if info.base_name != RECORD]
+        size = sum(info.size or 0 for info in files)
+        self._facts |= {"status": "SUCCEEDED", "end": now(), "files": len(files), "size_bytes": size}
+        self._publication.commit(self._record())
+        self._committed = True
+        return len(files), size
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._heartbeat.close()
+        self._publication.__exit__()
+        if not self._committed and not self._target.local:
+            with contextlib.suppress(OSError):  # the storage may be what failed
+                if self._is_ours():
+                    stopped = isinstance(error, KeyboardInterrupt)
+                    self._facts |= {"status": "STOPPED" if stopped else "FAILED", "end": now()}
+                    self._write_record()
+
+    def _record(self) -> bytes:
+        self._facts["heartbeat"] = now()
+        return to_json(self._facts).encode()
+
+    def _write_record(self) -> None:
+        with self._lock:
+            self.output.write(self._record(), RECORD)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError, StorageError):  # the job reports what is wrong when it writes
+            if self._is_ours():
+                self._write_record()
+
+    def _is_ours(self) -> bool:
+        """Return False if another job has begun to fill the same folder of an object store."""
+        if self._target.local:
+            return True
+        record = job_record(self._target)
+        return record is not None and bool(record.get("filling") == self._facts["filling"])
+
+    def _is_abandoned(self, leftover: str) -> bool:
+        """Return True unless a job may just have made a folder that has no record yet."""
+        folder = Path(self._above.of(leftover))
+        return (folder / RECORD).exists() or time.time() - folder.stat().st_mtime > leases.STALE_S
+
+
+def refuse_present(location: str, *, overwrite: bool) -> None:
+    """Refuse to fill a folder that exists, or that another job is filling.
+
+    Args:
+        location: Folder or URI.
+        overwrite: True if what an earlier data job left there may be replaced.
+
+    Raises:
+        UsageError: It exists, or another job is filling it; the message says what to do.
+        OSError: The storage does not answer.
+    """
+    target = Storage(location)
+    filler = _filler(target)
+    if filler is not None:
+        raise UsageError(
+            f"{location} is being filled by {leases.holder(filler)}; wait for it, or choose another cfg.path"
+        )
+    if not (Path(target.path).exists() if target.local else target.names()):
+        return
+    record = job_record(target)
+    if record is None:
+        raise UsageError(
+            f"{location} already exists, and no data job made it; choose another cfg.path, or move it away"
+        )
+    if not overwrite and (target.local or job_status(record) == "SUCCEEDED"):
+        raise UsageError(
+            f"{location} already exists, made {str(record.get('end'))[:10]}; replace it with cfg.overwrite=true, or "
+            "choose another cfg.path"
+        )
+
+
+def being_filled(location: str) -> bool:
+    """Return True if a job is filling a folder or was until a moment ago."""
+    return _filler(Storage(location)) is not None
+
+
+def job_status(record: Mapping[str, Any]) -> str:
+    """Return RUNNING SUCCEEDED FAILED STOPPED, or STALE if the job died, from the `job.json` of a folder."""
+    return records.status_of(record) if "heartbeat" in record else "FAILED"
+
+
+def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
+    """Return the `job.json` of a folder, or None if it has no readable one.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    try:
+        return records.parsed(storage.read(*parts, RECORD))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+
+
+def _filler(target: Storage) -> dict[str, Any] | None:
+    """Return the record of the job that is filling a folder or was until a moment ago."""
+    above, name = _parent(target)
+    folders = [name, *(leftover for leftover, _, _ in leftovers(above, name))]
+    found = (job_record(above, folder) for folder in folders)
+    return next((record for record in found if record and job_status(record) in records.LIVING), None)
+
+
+def _parent(target: Storage) -> tuple[Storage, str]:
+    return parent_of(target.path if target.local else target.root)

@@ -1,0 +1,370 @@
+"""The folder of a run: its paths, its numbering, and which driver owns it.
+
+<storage>/<experiment>/run_001/
+    run.json              status, versions, command, best metrics (see `records`)
+    conf.yaml             the resolved config
+    code.zip              the experiment's code (see `snapshots`)
+    metrics.jsonl         one line per report (see `tracking`)
+    events.out.tfevents.* TensorBoard
+    checkpoints/epoch_0001/  state.pt, checkpoint.json (see `checkpoints`)
+    profile/              traces of training steps, with `cfg.profile` (see `profiling`)
+    logs/driver.log       output of the driver; rank_0.log and so on, of the workers (see `logs`)
+    evaluations/*.json    results of `mlx train eval`, one file each
+    report.html           a page about the run, on request (see `report`)
+    .attempt-001          one file per driver that has claimed the run: its process and its last heartbeat
+    .reserve              space for recording the end of the run on a full disk
+    .stop                 asks the driver to stop
+
+Functions that touch the storage raise StorageError if it does not answer, or refuses to write.
+"""
+
+import contextlib
+import fnmatch
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import StorageError, UsageError, short_message, suggest
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
+
+STOP_NOTE = ".stop"
+"""Name of the file that asks a run to stop."""
+
+EVALUATIONS = "evaluations"
+"""Name of the folder of evaluation results."""
+
+ATTEMPT = ".attempt-"
+"""Start of the names of the files with which drivers claim a run."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    Attributes:
+        path: Folder on this machine; with a URI, a working copy of it.
+        uri: URI of the run on an object store, or None.
+    """
+
+    path: Path
+    uri: str | None = None
+
+    @property
+    def experiment(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def location(self) -> str:
+        """URI of the run, or its folder when there is none."""
+        return self.uri or str(self.path)
+
+    @property
+    def root(self) -> str:
+        """Root of the storage that the run is in."""
+        base, options = split_options(self.location)
+        return base.removesuffix(f"/{self.experiment}/{self.name}") + options
+
+    @property
+    def title(self) -> str:
+        """Name that every command accepts, like `digits/run_003`."""
+        return f"{self.experiment}/{self.name}"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def conf(self) -> Path:
+        return self.path / "conf.yaml"
+
+    @property
+    def code(self) -> Path:
+        return self.path / "code.zip"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder or URI of the checkpoints."""
+        return joined(self.location, "checkpoints")
+
+    @property
+    def reserve(self) -> Path:
+        """File that reserves space for recording the end of the run on a full disk."""
+        return self.path / ".reserve"
+
+    def read(self, *parts: str) -> bytes:
+        """Return the content of a file of the run, from the object store if the run is on one.
+
+        Raises:
+            OSError: There is no such file, or the storage does not answer.
+            StorageError: There is no such storage.
+        """
+        return self.path.joinpath(*parts).read_bytes() if self.uri is None else Storage(self.uri).read(*parts)
+
+    def push(self, *files: Path, must: bool = False) -> None:
+        """Copy files of the run folder to the object store, if the run is on one.
+
+        Args:
+            files: Files of the run folder.
+            must: Raise on failure. Not needed for files that are pushed repeatedly.
+
+        Raises:
+            StorageError: With `must`, the storage refuses them.
+        """
+        if self.uri is None:
+            return
+        try:
+            for file in files:
+                Storage(self.uri).upload(file, *file.relative_to(self.path).parts)
+        except (OSError, StorageError) as error:
+            if must:
+                raise StorageError(f"cannot write {self.uri}: {short_message(error)}") from error
+
+    def forget(self, *files: Path) -> None:
+        """Remove files from the object store, if the run is on one."""
+        if self.uri is not None:
+            with contextlib.suppress(OSError, StorageError):
+                for file in files:
+                    Storage(self.uri).remove_file(file.name)
+
+    def pull(self, *patterns: str) -> None:
+        """Copy files from the object store to the run folder, if the run is on one.
+
+        Args:
+            patterns: Patterns of their names.
+        """
+        if self.uri is None:
+            return
+        storage = Storage(self.uri)
+        self.path.mkdir(parents=True, exist_ok=True)
+        with storage_errors(f"cannot read {self.uri}"):
+            for old in [file for pattern in patterns for file in self.path.glob(pattern)]:
+                old.unlink()
+            for name in storage.names():
+                if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                    storage.download(self.path / name, name)
+
+    def ask_to_stop(self) -> None:
+        """Ask the driver of the run to stop, whatever machine it is on."""
+        with storage_errors(f"cannot write {self.location}"):
+            Storage(self.location).write(b"", STOP_NOTE)
+
+    def asked_to_stop(self) -> bool:
+        """Return True if somebody asked the driver to stop."""
+        with contextlib.suppress(OSError, StorageError):
+            return Storage(self.location).size_bytes(STOP_NOTE) is not None
+        return False
+
+    def withdraw_stop(self) -> None:
+        """Take back a request to stop."""
+        with contextlib.suppress(OSError, StorageError):
+            Storage(self.location).remove_file(STOP_NOTE)
+
+    def begun(self) -> bool:
+        """Return True if the run has a config, so that it can be resumed; also if the storage does not answer."""
+        with contextlib.suppress(OSError):
+            return Storage(self.location).size_bytes(self.conf.name) is not None
+        return True
+
+    def hold_reserve(self) -> None:
+        """Reserve the space for recording the end."""
+        with contextlib.suppress(OSError):
+            _reserve(self.reserve)
+
+    def attempts(self) -> int:
+        """Return how many drivers have claimed this run so far."""
+        with storage_errors(f"cannot read {self.location}"):
+            names = Storage(self.location).names()
+        matches = [re.fullmatch(rf"{re.escape(ATTEMPT)}(\d{{3,9}})", name) for name in names]
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def claim_attempt(self, number: int, driver: Mapping[str, Any] | None = None) -> bool:
+        """Become the driver of a run. Return True for exactly one of several callers.
+
+        Args:
+            number: Number of the attempt.
+            driver: Lease of the driver.
+
+        Raises:
+            StorageError: The storage cannot be written, or cannot keep two drivers from claiming the same run.
+        """
+        storage, name = Storage(self.location), _attempt(number)
+        content = to_json(dict(driver or {})).encode()
+        with storage_errors(f"cannot write {self.location}"):
+            if number == 1 and not storage.exclusive:
+                storage.write(content, name)  # of a new run, which was claimed with its folder
+                return True
+            try:
+                return storage.create_exclusively(content, name)
+            except StorageError as error:
+                raise StorageError(
+                    f"{error}, so two drivers could train {self.title} at once. "
+                    f"Start a new run with its config and weights: mlx train run --from {self.title} "
+                    "cfg.restore_checkpoint_path=CHECKPOINT"
+                ) from error
+
+    def note_attempt(self, number: int, driver: Mapping[str, Any]) -> None:
+        """Refresh the lease of the driver of an attempt."""
+        with storage_errors(f"cannot write {self.location}"):
+            Storage(self.location).write(to_json(dict(driver)).encode(), _attempt(number))
+
+    def attempt(self, number: int) -> bytes:
+        """Return the lease of the driver of an attempt, empty if it was killed before it wrote one."""
+        with storage_errors(f"cannot read {self.location}"):
+            try:
+                return Storage(self.location).read(_attempt(number))
+            except (FileNotFoundError, IsADirectoryError):
+                return b""
+
+
+def run_folder(root: str, experiment: str, run: str) -> RunFolder:
+    """Return the folder of a run in the storage, without touching the disk."""
+    if not is_uri(root):
+        return RunFolder(Path(root, experiment, run))
+    copies = Settings.read().cache / "runs" / hashlib.sha256(root.encode()).hexdigest()[:12]
+    return RunFolder(copies / experiment / run, joined(root, experiment, run))
+
+
+def names_folder(name: str) -> bool:
+    """Return True if a folder in the storage may have this name, which users type and read in lists."""
+    return bool(name) and name.isprintable() and name == name.strip() and name[0] != "." and not {*"/?#"} & {*name}
+
+
+def claim_run(root: str, experiment: str) -> RunFolder:
+    """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
+
+    Args:
+        root: Root of the storage.
+        experiment: Name of the experiment.
+
+    Raises:
+        UsageError: The experiment's name is not a valid folder name.
+        StorageError: The folder is not writable, or the disk is full.
+    """
+    if not names_folder(experiment):
+        raise UsageError(
+            f"cfg.name is {experiment!r}, which is not a valid folder name; leave out / ? #, line breaks and other "
+            "characters that do not print, a leading dot, and spaces around it"
+        )
+    storage = Storage(root)
+    try:
+        if storage.local:
+            Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
+        number = max((_number(name) for name in storage.names(experiment)), default=0)
+        while True:
+            number += 1
+            folder = run_folder(root, experiment, f"run_{number:03d}")
+            if storage.claim(experiment, folder.name):
+                break
+        try:
+            if folder.uri is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)  # left by a storage that was emptied
+                folder.path.mkdir(parents=True)
+            else:
+                (folder.path / "checkpoints").mkdir()
+            _reserve(folder.reserve)
+        except OSError:
+            shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise StorageError(
+            f"cannot write runs to {root}: {error.strerror or short_message(error)}. "
+            "Free or unlock it, or choose another with cfg.storage_path=FOLDER"
+        ) from error
+    return folder
+
+
+def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
+    """Return all runs, or those of one experiment, oldest first per experiment."""
+    storage = Storage(root)
+    with storage_errors(f"cannot read {root}"):
+        experiments = storage.names() if experiment is None else [experiment]
+        runs = {name: _numbered(storage, name) for name in experiments if _is_folder(storage, name)}
+    return [run_folder(root, name, run) for name in runs for run in sorted(runs[name], key=_number)]
+
+
+def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
+    """Return a run by name (`run_003`), number (`3`) or `latest`.
+
+    Raises:
+        UsageError: There is no such experiment or run; the message suggests similar names.
+    """
+    runs = list_runs(root, experiment)
+    if not runs:
+        known = {folder.experiment for folder in list_runs(root)}
+        raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
+    if run == "latest":
+        return runs[-1]
+    wanted = f"run_{int(run):03d}" if run.isdecimal() else run
+    for folder in runs:
+        if folder.name == wanted:
+            return folder
+    raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, (folder.name for folder in runs))}")
+
+
+def named_run(text: str, root: str, experiment: str) -> RunFolder:
+    """Return the run that a user named: `run_003`, `3`, `latest`, `digits/run_003`, or its path or URI.
+
+    Args:
+        text: What was typed.
+        root: Root of the storage.
+        experiment: Experiment to look in if the text does not name one.
+
+    Raises:
+        UsageError: There is no such run.
+    """
+    base, options = split_options(text.rstrip("/"))
+    if is_uri(text) or Path(text, "run.json").is_file():
+        parts = base if is_uri(text) else str(Path(base).resolve())
+        if parts.count("/") < 2 + 2 * is_uri(text):
+            raise UsageError(f"{text!r} is not the folder of a run; those end with name/run_003")
+        above, name, run = parts.rsplit("/", 2)
+        return find_run(above + options, name, run)
+    name, _, run = text.rpartition("/")
+    return find_run(root, name or experiment, run)
+
+
+def _is_folder(storage: Storage, name: str) -> bool:
+    return not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
+
+
+def _numbered(storage: Storage, experiment: str) -> list[str]:
+    """Return the names of the runs in an experiment's folder."""
+    runs = [name for name in storage.names(experiment) if _number(name)]
+    if storage.local:
+        return runs
+    # On an object store a number that two claimed at once stays behind as an empty folder.
+    with ThreadPoolExecutor(16) as pool:
+        contents = pool.map(lambda run: storage.names(experiment, run), runs)
+        return [run for run, names in zip(runs, contents, strict=True) if names]
+
+
+def _attempt(number: int) -> str:
+    return f"{ATTEMPT}{number:03d}"
+
+
+def _number(name: str) -> int:
+    match = re.fullmatch(r"run_(\d{3,})", name)
+    return int(match.group(1)) if match else 0
+
+
+def _reserve(file: Path, size_bytes: int = 1 << 20) -> None:
+    """Write a megabyte: a full disk still accepts empty files and folders."""
+    with file.open("wb") as stream:
+        stream.write(b"\0" * size_bytes)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -1,0 +1,269 @@
+"""List runs and their status, from their records alone: their machine or cluster may be gone.
+
+Epochs count from 1 here, as they are printed.
+"""
+
+import collections
+import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mlx_runtime.errors import StorageError, UsageError, suggest
+from mlx_runtime.runs import lookup, records
+from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
+from mlx_runtime.runs.tables import format_duration, format_number
+from mlx_runtime.storage import documents
+
+UNREADABLE = "UNREADABLE"
+"""Status of a run whose run.json is missing or not a record."""
+
+STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "STALE", UNREADABLE)
+
+THREADS = 16
+"""Records read at the same time; an object store is slow, but answers many requests at once."""
+
+SLOW_S = 0.02
+"""Average time to read a record above which many are read at the same time."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in a listing.
+
+    Attributes:
+        folder: folder of the run.
+        status: one of `STATUSES`.
+        record: content of run.json; empty if it cannot be read.
+        problem: why it cannot be read, else None.
+    """
+
+    folder: RunFolder
+    status: str
+    record: Mapping[str, Any]
+    problem: str | None = None
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that decides which checkpoint is best."""
+        return self.record.get("monitor")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Latest value of each metric."""
+        return self.record.get("metrics") or {}
+
+    @property
+    def best(self) -> float | None:
+        """Best value of `monitor`."""
+        return (self.record.get("best") or {}).get("value")
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of finished epochs."""
+        if self.record.get("epoch") is not None:
+            return int(self.record["epoch"]) + 1
+        latest = self.record.get("latest")  # checkpoint, perhaps in the middle of an epoch
+        return int(latest["epoch"]) + ("step" not in latest) if latest else None
+
+    @property
+    def start(self) -> str | None:
+        """Start of the first attempt, in UTC."""
+        first: Mapping[str, Any] = (self.record.get("attempts") or [self.record])[0]
+        return first.get("start") or self.record.get("start")
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the start."""
+        return _seconds_between(self.start, documents.now())
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds of work in all attempts; the latest lasts until its end, its last heartbeat, or now."""
+        last_seen = documents.now() if self.status in records.LIVING else self.record.get("heartbeat")
+        latest = _seconds_between(self.record.get("start"), self.record.get("end") or last_seen)
+        earlier = [_seconds_between(item.get("start"), item.get("end")) for item in self.record.get("attempts") or []]
+        known = [seconds for seconds in [*earlier, latest] if seconds is not None]
+        return sum(known) if known else None
+
+    def value(self, metric: str) -> float | None:
+        """Return the value to rank by: the best one if the run monitors the metric, else the latest."""
+        return self.best if metric == self.monitor and self.best is not None else self.metrics.get(metric)
+
+    def fields(self) -> dict[str, Any]:
+        """Return plain values for `--json`."""
+        best = self.record.get("best") or {}
+        return {
+            "experiment": self.folder.experiment,
+            "run": self.folder.name,
+            "status": self.status,
+            "problem": self.problem,
+            "epoch": self.epoch,
+            "epochs": self.record.get("epochs"),
+            "monitor": self.monitor,
+            "mode": self.record.get("mode"),
+            "best": self.best,
+            "best_epoch": best["epoch"] + 1 if best else None,
+            "best_checkpoint": best.get("path"),
+            "metrics": dict(self.metrics),
+            "workers": self.record.get("workers"),
+            "start": self.start,
+            "end": self.record.get("end"),
+            "age_s": self.age_s,
+            "duration_s": self.duration_s,
+            "error": self.record.get("error"),
+            "job": self.record.get("job"),
+            "place": self.folder.location,
+        }
+
+    def cells(self, metric: str | None = None) -> dict[str, str]:
+        """Return the cells of a table row as text, by column.
+
+        Args:
+            metric: metric to show; by default the run's monitor, else its first metric.
+        """
+        shown = metric or self.monitor or next(iter(self.metrics), None)
+        epochs = self.record.get("epochs")
+        epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
+        workers = self.record.get("workers")
+        values = {
+            "experiment": self.folder.experiment,
+            "run": self.folder.name,
+            "status": self.status,
+            "epoch": epoch,
+            "metric": shown or "",
+            "best": format_number(self.best) if shown == self.monitor else "",
+            "last": format_number(self.metrics.get(shown or "")),
+            "workers": "" if workers is None else str(workers),
+            "age": format_duration(self.age_s, units=1),
+            "duration": format_duration(self.duration_s),
+        }
+        return {name: value or "-" for name, value in values.items()}
+
+
+AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
+"""Returns the status of jobs by address and id, where their clusters know it."""
+
+
+def ask_nobody(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Leave the status of runs at what their records say."""
+    return {}
+
+
+def list_rows(
+    name: str | None = None,
+    *,
+    status: str | None = None,
+    sort: str | None = None,
+    mode: str | None = None,
+    ask: AskJobs = ask_nobody,
+) -> list[Row]:
+    """List the runs of an experiment, or of the whole storage, oldest first.
+
+    Args:
+        name: name of an experiment in the storage.
+        status: only runs with this status.
+        sort: metric to sort by, best first: by the `cfg.mode` of the runs that monitor it, otherwise smallest first.
+            Runs without a value come last.
+        mode: `max` or `min`, instead of that of the runs.
+        ask: asks clusters about the jobs of unfinished runs.
+
+    Raises:
+        UsageError: no such experiment, or no run has such a metric.
+        StorageError: the storage does not answer.
+    """
+    root = lookup.storage_root()
+    folders = list_runs(root, name)
+    if name is not None and not folders:
+        find_run(root, name)  # raises, with the experiments that exist
+    found = summarize(folders, ask)
+    if sort is not None:
+        found = _sort(found, sort, mode)
+    return [row for row in found if status in (None, row.status)]
+
+
+def empty_message(status: str | None) -> str:
+    """Explain an empty listing."""
+    root = lookup.storage_root()
+    if status is not None:
+        return f"no run in {root} is {status}"
+    return f"there are no runs in {root} yet; start one with: mlx train run"
+
+
+def summarize(folders: Sequence[RunFolder], ask: AskJobs = ask_nobody) -> list[Row]:
+    """Read the records of runs, and ask the clusters of those that are alive."""
+    found = map_concurrently(_read_record, folders)
+    jobs = {job for record in found if isinstance(record, dict) and (job := _live_job(record)) is not None}
+    statuses = ask(jobs) if jobs else {}
+    return [_row(folder, record, statuses) for folder, record in zip(folders, found, strict=True)]
+
+
+def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Call a function for many runs, in threads only if the storage is slow.
+
+    Threads that parse what a local disk returns at once would only wait for each other.
+    """
+    waiting, results = iter(items), []
+    started = time.monotonic()
+    for item in waiting:
+        results.append(function(item))
+        if time.monotonic() - started > SLOW_S * len(results):
+            break
+    with ThreadPoolExecutor(THREADS) as pool:
+        return results + list(pool.map(function, waiting))
+
+
+def mode_of(rows: Iterable[Row], metric: str) -> str | None:
+    """Return `max` or `min`, whichever most of the runs that monitor a metric use; None if no run monitors it."""
+    modes = collections.Counter(str(row.record.get("mode") or "min") for row in rows if row.monitor == metric)
+    return modes.most_common(1)[0][0] if modes else None
+
+
+def suggest_metric(rows: Iterable[Row], metric: str) -> str:
+    """Suggest a metric that runs have, for the message that says they lack this one."""
+    names = {name for row in rows for name in row.metrics}
+    return suggest(metric, names) if len(names) <= 30 else " See all with: mlx xp ls --json"
+
+
+def _read_record(folder: RunFolder) -> dict[str, Any] | StorageError:
+    try:
+        return records.recorded(folder)
+    except StorageError as error:
+        return error
+
+
+def _live_job(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the address and id of a live run's job."""
+    job = record.get("job")
+    if record.get("status") not in records.LIVING or not isinstance(job, dict):
+        return None
+    return str(job.get("address")), str(job.get("id"))
+
+
+def _row(folder: RunFolder, record: dict[str, Any] | StorageError, statuses: Mapping[tuple[str, str], str]) -> Row:
+    if isinstance(record, StorageError):
+        return Row(folder, UNREADABLE, {}, str(record))
+    job = _live_job(record)
+    return Row(folder, records.status_of(record, statuses.get(job) if job else None), record)
+
+
+def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
+    values = [(row.value(metric), row) for row in rows]
+    if rows and all(value is None for value, _ in values):
+        raise UsageError(f"no run has a value of {metric}.{suggest_metric(rows, metric)}")
+    sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
+    ranked = [(sign * value, row) for value, row in values if value is not None]
+    ranked.sort(key=lambda pair: pair[0])
+    return [row for _, row in ranked] + [row for value, row in values if value is None]
+
+
+def _seconds_between(start: Any, end: Any) -> float | None:
+    if not start or not end:
+        return None
+    first, last = (datetime.datetime.fromisoformat(str(item)) for item in (start, end))
+    return (last - first).total_seconds()

@@ -1,0 +1,162 @@
+"""Output of a run's processes, stored in its folder: `logs/driver.log` and one `logs/rank_N.log` per worker."""
+
+import contextlib
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO, cast
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import Storage
+
+DRIVER = "driver"
+
+PUSH_S = 10.0
+"""Interval at which a log is copied to an object store."""
+
+
+def log_name(rank: int | None = None) -> str:
+    """Return the path of the log of a rank, or of the driver, in the run folder."""
+    return f"logs/{DRIVER if rank is None else f'rank_{rank}'}.log"
+
+
+class LogFile:
+    """A log in the folder of a run, copied to its object store periodically. A full disk ends the log, not the run.
+
+    Args:
+        folder: folder of the run.
+        name: path in the folder.
+    """
+
+    def __init__(self, folder: RunFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._path = folder.path / name
+        self._file: TextIO | None = None
+        self._done = threading.Event()
+        self._pushed = 0
+        with contextlib.suppress(OSError, StorageError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if folder.uri is not None:  # this process may continue the log of another machine
+                self._path.unlink(missing_ok=True)
+                storage = Storage(folder.uri)
+                if storage.size_bytes(name) is not None:
+                    storage.download(self._path, name)
+                threading.Thread(target=self._push_often, name="log", daemon=True).start()
+            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
+
+    def write(self, text: str) -> None:
+        """Append text; each line is on disk at once."""
+        if self._file is not None:
+            try:
+                self._file.write(text)
+            except (OSError, ValueError):
+                self._file = None
+
+    def close(self) -> None:
+        self._done.set()
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+            self._push()
+
+    def _push_often(self) -> None:
+        while not self._done.wait(PUSH_S):
+            self._push()
+
+    def _push(self) -> None:
+        with contextlib.suppress(OSError):
+            size = self._path.stat().st_size
+            if size != self._pushed:
+                self._folder.push(self._path)
+                self._pushed = size
+
+
+class Log:
+    """Copies the output of this process to a log while the block runs.
+
+    Args:
+        folder: folder of the run.
+        rank: rank of this process if it is a worker; None for the driver.
+
+    Attributes:
+        screen: the original `sys.stdout`.
+    """
+
+    def __init__(self, folder: RunFolder, rank: int | None = None) -> None:
+        self.screen: TextIO = sys.stdout
+        self._folder, self._name = folder, log_name(rank)
+        self._file: LogFile | None = None
+        self._before: tuple[TextIO, TextIO] | None = None
+
+    @property
+    def copy(self) -> TextIO | None:
+        """Stream for a copy of what is drawn on a terminal; None if the log receives everything that is printed."""
+        return cast(TextIO, self) if self.screen.isatty() else None
+
+    def write(self, text: str) -> None:
+        """Write to the log only."""
+        if self._file is not None:
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Do nothing; part of the interface of text streams."""
+
+    def __enter__(self) -> "Log":
+        self._before = sys.stdout, sys.stderr
+        self._file = LogFile(self._folder, self._name)
+        sys.stdout, sys.stderr = (cast(TextIO, _Tee(stream, self)) for stream in self._before)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._before is not None
+        assert self._file is not None
+        sys.stdout, sys.stderr = self._before
+        self._file.close()
+
+
+class _Tee:
+    """A text stream that also writes to a log, unless it is a terminal: progress bars do not belong in files."""
+
+    def __init__(self, stream: TextIO, log: Log) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        if not self._stream.isatty():
+            self._log.write(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def read_log(folder: RunFolder, rank: int | None = None) -> bytes | None:
+    """Return the stored part of a log, or None if there is none.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    name = log_name(rank)
+    try:
+        if folder.uri is None:
+            return (folder.path / name).read_bytes()
+        return Storage(folder.uri).read(name)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read {folder.location}/{name}: {error}") from error
+
+
+def last_lines(text: str, count: int) -> str:
+    """Return the last lines of a text."""
+    return "".join(text.splitlines(keepends=True)[-count:]) if count > 0 else ""
+
+
+def logged_ranks(folder: RunFolder) -> list[str]:
+    """Return the ranks whose logs are stored."""
+    names = [Path(name).stem for name in Storage(folder.location).names("logs")]
+    return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)

@@ -1,0 +1,167 @@
+"""States of TorchMetrics objects: read, restored, merged over workers, and computed without changing the metric.
+
+The one home of private attributes of TorchMetrics.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+AnyMetric = Metric | MetricCollection
+
+State = dict[str, dict[str, Any]]
+"""`{"states": {name: value}, "updates": count}` for each metric within a metric, by path; `""` is the metric itself."""
+
+_RESTORABLE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
+
+
+def metric_parts(metric: AnyMetric) -> dict[str, Metric]:
+    """Return the metric itself and those within it, by path."""
+    if isinstance(metric, Metric) and not metric._modules:  # most are, and metrics are recorded often
+        return {"": metric}
+    return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
+
+
+def keeps_rows(metric: AnyMetric) -> bool:
+    """Return True if the state grows with each row, as that of AUROC does."""
+    return any(isinstance(item, list) for part in metric_parts(metric).values() for item in part._defaults.values())
+
+
+def syncs_itself(metric: AnyMetric) -> bool:
+    """Return True if the metric implements its own synchronization, or was told when and among whom to synchronize."""
+    return any(
+        part.dist_sync_fn is not None
+        or part.process_group is not None
+        or not part.sync_on_compute
+        or (type(part)._sync_dist is not Metric._sync_dist and part._reductions)
+        for part in metric_parts(metric).values()
+    )
+
+
+def is_updated(metric: AnyMetric) -> bool:
+    """Return True if the metric has seen data; of a collection, if every member has."""
+    if isinstance(metric, MetricCollection):
+        return all(map(is_updated, metric.values()))
+    return any(part.update_called for part in metric_parts(metric).values())
+
+
+def state_of(metric: AnyMetric) -> State:
+    """Return the state; tensors are not copied."""
+    if isinstance(metric, MetricCollection):
+        list(metric.values())  # gives members of one compute group their own, up-to-date states
+    return {
+        path: {"states": {name: getattr(part, name) for name in part._reductions}, "updates": part._update_count}
+        for path, part in metric_parts(metric).items()
+    }
+
+
+def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Restore a state.
+
+    Raises:
+        ValueError: the state belongs to a metric with other parts.
+        KeyError: a part has no such state.
+    """
+    parts = metric_parts(metric)
+    if set(parts) != set(state):
+        raise ValueError(f"saved with the parts {', '.join(sorted(state))}; it has {', '.join(sorted(parts))}")
+    for path, part in parts.items():
+        part.reset()
+        for name, value in state[path]["states"].items():
+            if name not in part._defaults:
+                raise KeyError(name)
+            setattr(part, name, _on(copy.deepcopy(value), part.device))
+        part._update_count = state[path]["updates"]
+
+
+def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
+    """Merge the states of several workers, for a value over all of them.
+
+    Args:
+        metric: metric of this worker, which defines how each state is reduced.
+        states: one per worker.
+    """
+    return {
+        path: {
+            "states": {
+                name: _merged([state[path]["states"][name] for state in states], reduction, _updates(states, path))
+                for name, reduction in part._reductions.items()
+            },
+            "updates": sum(_updates(states, path)),
+        }
+        for path, part in metric_parts(metric).items()
+    }
+
+
+def is_mergeable(metric: AnyMetric) -> bool:
+    """Return True if a merged state is again the state of one worker, which more data may update."""
+    return all(
+        isinstance(part._defaults[name], list) or reduction in _RESTORABLE
+        for part in metric_parts(metric).values()
+        for name, reduction in part._reductions.items()
+    )
+
+
+def compute_from(metric: AnyMetric, state: State) -> Any:
+    """Return what `metric.compute()` returns for a state. The metric does not change, and no worker synchronizes."""
+    return _stand_in(metric, state, "").compute()
+
+
+def _holds_metrics(module: Any) -> bool:
+    return module is not None and any(isinstance(item, Metric) for item in module.modules())
+
+
+def _stand_in(metric: Any, state: State, path: str) -> Any:
+    """Return an object that shares everything with a metric but its state.
+
+    It uses the methods of the class, because those that TorchMetrics sets on each object cache values and synchronize.
+    """
+    made = object.__new__(type(metric))
+    prefix = f"{path}." if path else ""
+    shared = {name: value for name, value in vars(metric).items() if name not in ("compute", "update")}
+    modules = {
+        name: _stand_in(module, state, f"{prefix}{name}") if _holds_metrics(module) else module
+        for name, module in metric._modules.items()
+    }
+    vars(made).update(shared, _modules=modules)
+    if path in state and isinstance(metric, Metric):
+        for name, value in state[path]["states"].items():
+            cat = isinstance(value, list) and value and metric._reductions[name] is dim_zero_cat
+            vars(made)[name] = _on(dim_zero_cat(value) if cat else value, metric.device)
+        vars(made).update(_computed=None, _update_count=state[path]["updates"])
+    return made
+
+
+def _updates(states: Sequence[State], path: str) -> list[int]:
+    return [state[path]["updates"] for state in states]
+
+
+def _merged(values: Sequence[Any], reduction: Any, updates: Sequence[int]) -> Any:
+    if isinstance(values[0], list):
+        return [item for value in values for item in value]
+    if len(values) == 1:
+        return values[0]
+    if reduction is dim_zero_cat:
+        return torch.cat([value.reshape(-1) if value.ndim == 0 else value for value in values])
+    if reduction is dim_zero_sum:
+        return sum(values[1:], values[0])
+    total = sum(updates)
+    if reduction is dim_zero_mean and total:
+        return sum(value * count for value, count in zip(values, updates, strict=True)) / total
+    stacked = torch.stack(tuple(values))
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_on(item, device) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def is_metric(item: Any) -> bool:
+    """Return True for metrics and collections of them."""
+    return isinstance(item, AnyMetric)

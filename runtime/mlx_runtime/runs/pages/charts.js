@@ -1,0 +1,46 @@
+"use strict";
+// Draws the curves of the page with Plotly, in the colours of the page, and redraws them when the colour scheme changes.
+const charts = JSON.parse(document.getElementById("charts").textContent);
+const plots = document.querySelectorAll(".plot");
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+function layout() {
+  const styles = getComputedStyle(document.documentElement);
+  const colour = (name) => styles.getPropertyValue(name).trim();
+  const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true};
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: {family: "inherit", size: 12, color: colour("--text")},
+    colorway: ["--first", "--second", "--third", "--fourth", "--fifth"].map(colour),
+    margin: {l: 44, r: 8, t: 8, b: 36},
+    height: 260,
+    showlegend: true,
+    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0},
+    hovermode: "x unified",
+    hoverlabel: {bgcolor: colour("--card"), font: {color: colour("--text")}},
+    xaxis: {...axis, title: {text: "step", standoff: 4}},
+    yaxis: axis,
+  };
+}
+
+function trace(curve) {
+  return {
+    type: "scatter",
+    mode: curve.x.length > 60 ? "lines" : "lines+markers",
+    name: curve.name,
+    x: curve.x,
+    y: curve.y,
+    customdata: curve.epochs,
+    hovertemplate: "%{y:.5g} (epoch %{customdata})<extra>" + curve.name + "</extra>",
+  };
+}
+
+function draw() {
+  charts.forEach((chart, index) => {
+    Plotly.react(plots[index], chart.curves.map(trace), layout(), {responsive: true, displaylogo: false, displayModeBar: false});
+  });
+}
+
+draw();
+dark.addEventListener("change", draw);

@@ -1,0 +1,169 @@
+"""Read a run back in a notebook or a script: its record, config, metrics and weights."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mlx_runtime.config.building import build
+from mlx_runtime.config.interpolation import parsed, unset_variables
+from mlx_runtime.config.projects import EXPERIMENT
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
+from mlx_runtime.runs import checkpoints, lookup, records, snapshots
+from mlx_runtime.runs.checkpoints import Checkpoints, State
+from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
+from mlx_runtime.storage.documents import from_json
+from mlx_runtime.storage.files import Storage, is_uri
+
+if TYPE_CHECKING:
+    import pandas
+
+Which = Literal["latest", "best"]
+
+
+def open_run(run: str | Path) -> "Run":
+    """Open a run for reading, even while it trains.
+
+    Args:
+        run: `name/run_003`, or the path or URI of its folder. A name is looked up in the storage of the experiment in
+            the working directory, or in `MLX_STORAGE`.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    text = str(run)
+    if "/" not in text and not is_uri(text) and not Path(text, "run.json").is_file():
+        raise UsageError(f"{text!r} does not name a run; write name/run_003, or the path of its folder")
+    return Run(lookup.resolve_run(text))
+
+
+class Run:
+    """A stored run. Nothing is cached, so each call reads the current state.
+
+    Args:
+        folder: folder of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Content of `run.json`: status, command, versions, seed, best metrics, …
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return records.recorded(self._folder)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved conf.yaml as plain dicts; `${oc.env:NAME}` remains where that variable is not set here.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        content = self._read("conf.yaml")
+        try:
+            return parsed(content)
+        except ValueError as error:
+            raise StorageError(f"cannot read {self._folder.location}/conf.yaml: {error}") from error
+
+    def metrics(self) -> "pandas.DataFrame":
+        """Return all recorded metrics: one row per report, with `step`, `epoch`, `timestamp` (seconds since 1970) and a
+        column per metric, NaN where a report lacks it.
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        import pandas
+
+        complete = self._read("metrics.jsonl").rpartition("\n")[0]  # a live run may be writing the next line
+        try:
+            return pandas.DataFrame([from_json(line.encode(), {}) for line in complete.splitlines()])
+        except ValueError as error:
+            raise StorageError(f"cannot read {self._folder.location}/metrics.jsonl: {error}") from error
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of `mlx train eval`, oldest first: `time`, `checkpoint`, `metrics`, `command`, versions, …
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        try:
+            names = sorted(Storage(self._folder.location).names(EVALUATIONS))
+            return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot read {self._folder.location}/{EVALUATIONS}: {short_message(error)}") from error
+
+    def state(self, which: Which = "latest") -> State:
+        """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
+
+        Names in state dicts are those of the model itself, without the prefix of DDP.
+
+        Args:
+            which: the `latest`, or the `best` by `cfg.monitor`.
+
+        Raises:
+            UsageError: there is no checkpoint yet, or none with a value of `cfg.monitor`.
+            ConfigError: it is damaged.
+        """
+        saved = Checkpoints(self._folder.checkpoints)
+        found = saved.all()
+        if which == "best":
+            cfg = self.config["cfg"]
+            scored = [(checkpoints.score(item.metrics, cfg["monitor"], cfg["mode"]), item) for item in found]
+            known = [(value, item) for value, item in scored if item.finished and value > float("-inf")]
+            found = [item for _, item in sorted(known, key=lambda pair: (pair[0], pair[1].order))]
+        if not found:
+            problem = "no checkpoint yet" if which == "latest" else "no checkpoint with a value of cfg.monitor"
+            raise UsageError(f"{self._folder.title} has {problem}")
+        return saved.load(found[-1])
+
+    def load_models(self, which: Which = "latest", *, trust: bool = False) -> Any:
+        """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
+
+        Args:
+            which: the same as for `state`.
+            trust: use the code that was stored with the run, from any working directory. Anyone who can write to the
+                storage could have put any code there. The default is the code in the working directory.
+
+        Raises:
+            UsageError: there is no such checkpoint, or no code.
+            ConfigError: the code does not match the run.
+        """
+        state = self.state(which)
+        models = build(self._importable("models", trust), "models")
+        checkpoints.load_into(models, state["models"], "models")
+        return models
+
+    def _importable(self, group: str, trust: bool) -> Any:
+        """Return a group of the config whose `_target_`s can be imported here."""
+        node = self.config[group]
+        if unset := sorted(unset_variables(node)):
+            raise ConfigError(f"{group} of {self._folder.title} read the environment: set {', '.join(unset)}")
+        if trust:
+            return snapshots.private(node, snapshots.unpacked(self._folder))
+        here = Path.cwd()
+        if not Path(here, EXPERIMENT).is_file():
+            raise UsageError(
+                f"{here} is not the experiment of {self._folder.title}, whose code its models need. Change to it or, "
+                "if you trust everyone who can write to that storage, use the stored code: load_models(trust=True)"
+            )
+        loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
+        if str(here / "src") not in map(str, loaded):  # `src` of another experiment
+            return snapshots.private(node, here)
+        if str(here) not in sys.path:
+            sys.path.insert(0, str(here))
+        return node
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(StorageError):
+            return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
+        return f"<Run {self._folder.title}>"
+
+    def _read(self, name: str) -> str:
+        try:
+            return self._folder.read(name).decode()
+        except (OSError, ValueError) as error:
+            raise StorageError(f"cannot read {self._folder.location}/{name}: {short_message(error)}") from error

@@ -1,0 +1,337 @@
+"""The record of a run, `run.json`: enough to list, judge and repeat it when everything else is lost.
+
+Only the driver that owns the run writes it, atomically.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.documents import (
+    COUNT,
+    NUMBER,
+    TEXT,
+    TIME,
+    Kind,
+    from_json,
+    list_of,
+    mapping_of,
+    mapping_with,
+    misfit,
+    now,
+    one_of,
+)
+from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
+from mlx_runtime.storage.local import discard_unfinished, write_atomic
+
+CLAIM_S = 0.5
+"""How long a driver may take between claiming a run and writing its lease."""
+
+LIVING = ("PENDING", "RUNNING")
+
+REPLACED = "replaced"
+"""Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
+
+_DRIVER = {
+    "start": TIME.or_null(),
+    "end": TIME.or_null(),
+    "status": TEXT.or_null(),
+    "command": TEXT.or_null(),
+    "overrides": list_of(TEXT).or_null(),
+    "host": TEXT.or_null(),
+    "pid": COUNT.or_null(),
+    "job": mapping_with({"id": TEXT, "address": TEXT}, needs=("id", "address")).or_null(),
+}
+_CHECKPOINT = mapping_with(
+    {"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()}, needs=("epoch",)
+)
+SHAPE: dict[str, Kind] = _DRIVER | {
+    "experiment": TEXT,
+    "run": TEXT,
+    "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
+    "heartbeat": TIME,
+    "boot": TEXT.or_null(),
+    "pid_started": TEXT.or_null(),
+    "attempt": COUNT,
+    "attempts": list_of(mapping_with(_DRIVER)),
+    "error": TEXT.or_null(),
+    "epoch": COUNT.or_null(),
+    "epochs": COUNT.or_null(),
+    "failures": COUNT.or_null(),
+    "workers": COUNT.or_null(),
+    "seed": COUNT.or_null(),
+    "parameters": COUNT.or_null(),
+    "device": TEXT.or_null(),
+    "monitor": TEXT.or_null(),
+    "mode": one_of("max", "min").or_null(),
+    "metrics": mapping_of(NUMBER.or_null()).or_null(),
+    "best": _CHECKPOINT.or_null(),
+    "latest": _CHECKPOINT.or_null(),
+    "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
+    "packages": mapping_of(TEXT.or_null()).or_null(),
+    "files": COUNT,
+    REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
+}
+"""Types of the fields of the record of a run or a data job. Anybody may have written the file."""
+
+
+class Record:
+    """The record of a run, kept up to date on disk. Statuses: PENDING RUNNING SUCCEEDED FAILED STOPPED.
+
+    Args:
+        folder: Folder of the run.
+        before: Stored record, if the run resumes.
+        held: Leave the stored record unchanged until `begin`; meanwhile only the lease shows that the driver lives.
+        fields: First fields.
+    """
+
+    def __init__(
+        self, folder: RunFolder, before: Mapping[str, Any] | None = None, *, held: bool = False, **fields: Any
+    ) -> None:
+        self.folder = folder
+        self.held = held
+        self._lock = threading.Lock()
+        self._ours = True
+        self._fields: dict[str, Any] = {"experiment": folder.experiment, "run": folder.name, "status": "PENDING"}
+        self._fields |= before or {}
+        self._replaced = fields.get(REPLACED) or self._fields.pop(REPLACED, None)
+        self.update(**fields)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields.get(name)
+
+    def update(self, **fields: Any) -> None:
+        """Change fields and store the record.
+
+        Raises:
+            StorageError: The run folder cannot be written.
+        """
+        with self._lock:
+            self._fields |= fields | {"heartbeat": now()}
+            if not self._ours:
+                return
+            if self.held:
+                self.folder.note_attempt(self._fields["attempt"], lease(status=self._fields["status"]))
+            else:
+                self._write(self.folder.record, to_json(self._fields))
+
+    def begin(self, conf: str) -> None:
+        """Store the config, then the record and its later changes: the run has begun to do what they say.
+
+        Args:
+            conf: conf.yaml of the run.
+
+        Raises:
+            StorageError: The run folder cannot be written.
+        """
+        with self._lock:
+            self.held = False
+            self._write(self.folder.conf, conf, must=True)
+        self.update()
+
+    def withdraw(self) -> None:
+        """Give up resuming the run, and restore its previous record if it was replaced.
+
+        Raises:
+            StorageError: The run folder cannot be written.
+        """
+        self.folder.reserve.unlink(missing_ok=True)
+        with self._lock:
+            if self.held:
+                self.folder.note_attempt(self._fields["attempt"], lease(status="FAILED"))
+            if self._replaced is not None:
+                self._write(self.folder.record, to_json(self._replaced))
+            self._ours = False
+
+    def _write(self, file: Path, content: str, *, must: bool = False) -> None:
+        """Replace a file of the run unless another driver has claimed the run.
+
+        The check comes after the new file is written and before it is renamed. A driver that takes over claims the run
+        first and then removes such files, so one of the two always notices the other. (An object store has no rename:
+        a driver that freezes between check and write can still replace one file.)
+        """
+        try:
+            write_atomic(file, content, self._look)
+        except _TakenOver:
+            return
+        except OSError as error:
+            if self._taken_over():
+                return
+            raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
+        self.folder.push(file, must=must)
+
+    def _look(self) -> None:
+        if self._taken_over():
+            raise _TakenOver
+
+    def _taken_over(self) -> bool:
+        """Return True if another driver has claimed the run."""
+        attempt = self._fields.get("attempt")
+        with contextlib.suppress(StorageError):
+            self._ours = self._ours and (attempt is None or self.folder.attempts() <= attempt)
+        return not self._ours
+
+    def disown(self) -> None:
+        """Stop writing: the run has another driver."""
+        with self._lock:
+            self._ours = False
+
+    def note(self, **fields: Any) -> None:
+        """Change fields, to be stored with the next heartbeat."""
+        with self._lock:
+            self._fields |= fields
+
+    def finish(self, status: str, **fields: Any) -> None:
+        """Record how the run ended, in the space that was reserved for it.
+
+        Raises:
+            StorageError: The run folder cannot be written.
+        """
+        self.folder.reserve.unlink(missing_ok=True)
+        self.update(status=status, end=now(), **fields)
+
+    @contextlib.contextmanager
+    def alive(self) -> Iterator[None]:
+        """Refresh the heartbeat while the block runs."""
+
+        def beat() -> None:
+            with contextlib.suppress(StorageError):  # a full disk must not hide why a run ends
+                self.update()
+
+        with heartbeat(beat):
+            yield
+
+
+class _TakenOver(Exception):  # noqa: N818 - not a failure
+    """Another driver has the run."""
+
+
+def recorded(folder: RunFolder) -> dict[str, Any]:
+    """Return the stored record of a run.
+
+    Raises:
+        StorageError: There is none, or it cannot be read.
+    """
+    try:
+        return parsed(folder.read(folder.record.name))
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {folder.location}/run.json: {short_message(error)}") from error
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """Return the fields of a record, of the types in `SHAPE`.
+
+    Raises:
+        ValueError: It is not a record.
+    """
+    record = from_json(content, SHAPE, needs=("status",))
+    if record["status"] in LIVING and "heartbeat" not in record:
+        raise ValueError("heartbeat is missing")
+    return record
+
+
+def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
+    """Return the status of a run: PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE if its driver died silently.
+
+    Args:
+        record: Record of the run.
+        job: Status of its job according to the cluster, if known.
+    """
+    status = str(record.get("status"))
+    if status not in LIVING:
+        return status
+    if job in ("SUCCEEDED", "FAILED", "STOPPED"):
+        return job
+    if job is not None and status == "PENDING":
+        return status  # it waits for resources or for its environment
+    return status if is_alive(record) else "STALE"
+
+
+def refuse_living(folder: RunFolder) -> dict[str, Any]:
+    """Return the record of a run unless a driver is training it.
+
+    Raises:
+        UsageError: Its driver lives.
+        StorageError: The record cannot be read.
+    """
+    record = recorded(folder)
+    name = f"{folder.experiment} {folder.name}"
+    job = record.get("job") or {}
+    status = status_of(record)
+    if status == "PENDING" and job:
+        ours = Settings.read().job
+        if ours is None or ours["id"] != job["id"]:
+            raise UsageError(
+                f"{name} is about to start as the job {job['id']}. Wait, or end it with: mlx xp stop {name}"
+            )
+        status = "STALE"  # its launcher has ended
+    driver = record if status in LIVING else resuming(folder, record)
+    if driver:
+        raise UsageError(
+            f"{name} is being trained by {holder(driver)}. Wait for it, or end it with: mlx xp stop {name}"
+        )
+    return record
+
+
+def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lease of a living driver that has claimed a run and not changed its record yet, else nothing.
+
+    Raises:
+        StorageError: The storage does not answer.
+    """
+    newest = folder.attempts()
+    if newest <= record.get("attempt", newest):
+        return {}
+    content = folder.attempt(newest)
+    if not content:
+        time.sleep(CLAIM_S)  # it is about to write its lease, unless it died
+        content = folder.attempt(newest)
+    with contextlib.suppress(ValueError):
+        driver = parsed(content)
+        return driver if driver["status"] in LIVING and is_alive(driver) else {}
+    return {}
+
+
+def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the history of a run that resumes: one entry per attempt, including the one that ended last."""
+    kept = ("start", "end", "status", "command", "overrides", "host", "pid", "job")
+    return [*record.get("attempts", []), {name: record.get(name) for name in kept}]
+
+
+def take_over(folder: RunFolder) -> int:
+    """Become the driver of a run whose driver has ended. Return the number of this attempt.
+
+    Raises:
+        UsageError: Its driver lives, or another one has just taken over.
+        StorageError: The storage cannot keep two drivers from taking over at once.
+    """
+    refuse_living(folder)
+    number = folder.attempts() + 1
+    if not folder.claim_attempt(number, lease()):
+        raise UsageError(
+            f"another driver has just taken over {folder.title}; wait for it, or end it with: mlx xp stop "
+            f"{folder.experiment} {folder.name}"
+        )
+    for file in (folder.record, folder.conf):  # which a driver that seemed dead is about to rename
+        discard_unfinished(file)
+    return number
+
+
+FACTS = (
+    "training_iteration",
+    "timestamp",
+    "date",
+    "time_this_iter_s",
+    "time_total_s",
+    "hostname",
+    "node_ip",
+    "pid",
+)
+"""Fields of a report that are not metrics, beside `step` and `epoch`."""

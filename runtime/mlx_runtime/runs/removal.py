@@ -1,0 +1,197 @@
+"""Remove data and runs from the storage, but nothing that is in use or has changed since the user was asked."""
+
+import contextlib
+import os
+import shutil
+import stat
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs import lookup, records
+from mlx_runtime.runs.filling import RECORD, job_record, job_status
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.listing import AskJobs, ask_nobody, summarize
+from mlx_runtime.runs.storage_paths import StoragePath
+from mlx_runtime.runs.survey import REMOVING, RUN, Survey, survey
+from mlx_runtime.storage.files import Storage, joined, size_text
+from mlx_runtime.storage.local import opened, remove_tree
+
+MANIFEST = "manifest.json"
+"""File that makes a prepared dataset complete."""
+
+
+def refuse_in_use(path: StoragePath, found: Survey) -> None:
+    """Refuse to remove what is not data, or what is in use.
+
+    Args:
+        path: path to remove.
+        found: its survey.
+
+    Raises:
+        UsageError: it is the storage itself, belongs to a run, or is being read or written.
+    """
+    if not path.parts:
+        raise UsageError(f"{path.title} is the storage itself; name a folder in it")
+    storage = Storage(path.root)
+    runs = [path.parts + _split(run) for run in sorted(found.runs)]
+    jobs = [path.parts + _split(job) for job in sorted(found.jobs)]
+    for count in range(1, len(path.parts)):
+        above = path.parts[:count]
+        if storage.size_bytes(*above, RUN) is not None:
+            runs.append(above)
+        jobs.append(above)
+    for parts in runs:
+        if not any(REMOVING in part for part in parts):  # the rest of a run that was partly removed
+            _refuse_run(path.root, parts)
+    for parts in jobs:
+        record = job_record(storage, *parts)
+        if record is not None and job_status(record) in records.LIVING:
+            raise UsageError(
+                f"{joined(path.root, *parts)} is being filled by process {record.get('pid')} on {record.get('host')}; "
+                "end that first"
+            )
+    if found.reading:
+        read = joined(path.root, *path.parts, *_split(min(found.reading)))
+        raise UsageError(f"{read} is being read; wait for the runs that read it")
+
+
+def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
+    above = joined(root, *parts[:-2])
+    folder = run_folder(above, *parts[-2:]) if len(parts) > 1 else RunFolder(Path(joined(root, *parts)))
+    with contextlib.suppress(StorageError):  # a run that has not begun has no record
+        records.refuse_living(folder)
+    storage = f"MLX_STORAGE={above} " if len(parts) > 2 else ""
+    command = f"{storage}mlx xp rm {' '.join(parts[-2:])}"
+    raise UsageError(f"{joined(root, *parts)} is a run; remove it with: {command}")
+
+
+def _split(relative: str) -> tuple[str, ...]:
+    return tuple(part for part in relative.split("/") if part)
+
+
+def remove(path: StoragePath) -> None:
+    """Remove a file or folder; call `refuse_in_use` first. If it is a link, its target is kept.
+
+    Raises:
+        StorageError: not all of it could be removed; the message names what remains.
+    """
+    storage = Storage(path.root)
+    if storage.local:
+        _remove_local(storage, path)
+    else:
+        _remove_objects(storage, path)
+
+
+def _remove_local(storage: Storage, path: StoragePath) -> None:
+    """Remove from a folder on this machine, renaming a folder first, so that a part is never taken for the whole."""
+    *above, name = path.parts
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(opened(storage.path, *above))
+            if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=folder)
+                return
+            hidden = name
+            if REMOVING not in name:
+                hidden = f".{name.lstrip('.')}{REMOVING}{uuid.uuid4().hex[:8]}"
+                os.rename(name, hidden, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as error:
+            raise StorageError(f"cannot remove {path.title}: {error.strerror or error}; nothing was removed") from error
+        problem = remove_tree(hidden, folder)
+    if problem is not None:
+        cause = f"{problem.strerror or problem}: {problem.filename}"
+        raise _partly_removed(path, StoragePath(path.root, (*above, hidden)), cause) from problem
+
+
+def _remove_objects(storage: Storage, path: StoragePath) -> None:
+    cause = "objects were added meanwhile"
+    try:
+        if storage.fs.get_file_info(path.path).is_file:
+            storage.remove_file(*path.parts)
+            return
+        for mark in (RECORD, MANIFEST):  # without it a part is never taken for the whole
+            storage.remove_file(*path.parts, mark)
+        storage.remove_folder(*path.parts)
+    except OSError as error:
+        cause = short_message(error)
+    if survey(path, 0, 0).top.files:
+        raise _partly_removed(path, path, cause)
+
+
+def _partly_removed(path: StoragePath, rest: StoragePath, cause: str) -> StorageError:
+    left = survey(rest, 0, 0).top
+    return StorageError(
+        f"only a part of {path.title} was removed ({cause}): {left.files:,} files, {size_text(left.size_bytes)}, are "
+        f"left. Make them removable, then: mlx data rm {'/'.join(rest.parts)}"
+    )
+
+
+@dataclass(frozen=True)
+class RunRemoval:
+    """A run that may be removed.
+
+    Attributes:
+        folder: folder of the run.
+        files: how many it has.
+        size_bytes: size of all files together.
+        warning: what the user should know first, or nothing.
+    """
+
+    folder: RunFolder
+    files: int
+    size_bytes: int
+    warning: str = ""
+
+    @property
+    def title(self) -> str:
+        """What is removed."""
+        return f"{self.folder.title}, {self.files:,} files, {size_text(self.size_bytes)}, in {self.folder.location}"
+
+
+def plan_run(name: str, run: str, ask: AskJobs = ask_nobody) -> RunRemoval:
+    """Measure a run, and refuse it if it must not be removed.
+
+    Args:
+        name: name of an experiment in the storage, or a run's `name/run_003`, path or URI.
+        run: `run_003`, `3` or `latest`.
+        ask: asks a cluster about the job of the run.
+
+    Raises:
+        UsageError: there is no such run, it is alive, or it is not in the storage.
+        StorageError: the storage does not answer.
+    """
+    return _plan(lookup.resolve_run(name, run), ask)
+
+
+def _plan(folder: RunFolder, ask: AskJobs) -> RunRemoval:
+    path = _path(folder)
+    [row] = summarize([folder], ask)
+    title = f"{folder.experiment} {folder.name}"
+    if row.status in records.LIVING:
+        raise UsageError(f"{title} is {row.status}; stop it first: mlx xp stop {title}")
+    if driver := records.resuming(folder, row.record):
+        raise UsageError(f"{title} is being resumed by process {driver.get('pid')} on {driver.get('host')}")
+    top = survey(path, 0, 0).top
+    warning = f"{row.problem}; it may still be running" if row.problem else ""
+    return RunRemoval(folder, top.files, top.size_bytes, warning)
+
+
+def remove_run(plan: RunRemoval, ask: AskJobs = ask_nobody) -> None:
+    """Remove the folder of a run and its working copy on this machine, unless it has changed since `plan_run`.
+
+    Raises:
+        UsageError: the run has changed or is alive; nothing was removed.
+        StorageError: not all of it could be removed; the message names what remains.
+    """
+    folder = plan.folder
+    if _plan(folder, ask) != plan:
+        raise UsageError(f"{folder.title} has changed since it was measured; nothing was removed. See: mlx xp ls")
+    remove(_path(folder))
+    if folder.uri is not None:
+        shutil.rmtree(folder.path, ignore_errors=True)
+
+
+def _path(folder: RunFolder) -> StoragePath:
+    return StoragePath.parse(lookup.storage_root(), folder.location)

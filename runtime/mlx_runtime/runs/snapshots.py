@@ -1,0 +1,142 @@
+"""The code of a run: stored with it, and imported under a private name.
+
+All experiments call their package `src`. Modules of a snapshot are imported into a private package, in which `src`
+means that package's own, so that one process can open models of several experiments.
+"""
+
+import builtins
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.uploads import RUNTIME, Upload
+
+FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
+"""Maximum size of a file in a snapshot, and of all files together; larger ones are data, not code."""
+
+PREFIX = "_mlx_code_"
+
+
+def store(project: Path, folder: RunFolder) -> None:
+    """Store the files of a project that an upload would include as `code.zip` of a run, `src` first.
+
+    Raises:
+        StorageError: The run folder cannot be written.
+    """
+    part = folder.code.with_suffix(".part")
+    try:
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+            left = ALL_BYTES
+            for path, size in sorted(Upload.of(project).files, key=lambda item: (item[0].parts[0] != "src", item)):
+                if size > min(FILE_BYTES, left) or path.parts[0] == RUNTIME.name:  # which comes with every job
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # removed just now
+                    archive.write(project / path, path)
+                    left -= size
+        part.replace(folder.code)
+    except OSError as error:
+        raise StorageError(f"cannot write {folder.code}: {error.strerror or error}") from error
+    folder.push(folder.code, must=True)
+
+
+def unpacked(folder: RunFolder) -> Path:
+    """Unpack the stored code of a run into a temporary folder, once per process and version of the code.
+
+    Raises:
+        UsageError: The run has none.
+        StorageError: It cannot be read.
+    """
+    storage = Storage(folder.location)
+    with storage_errors(f"cannot read {folder.location}/{folder.code.name}"):
+        if storage.size_bytes(folder.code.name) is None:
+            raise UsageError(f"{folder.title} has no stored code; open it in the folder of its experiment")
+        content = storage.read(folder.code.name)
+    digest = hashlib.sha256(content).hexdigest()[:16]
+    if digest not in _unpacked:
+        temporary = tempfile.TemporaryDirectory(prefix="mlx-code-")
+        archive = Path(temporary.name, "code.zip")
+        archive.write_bytes(content)
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                opened.extractall(Path(temporary.name, "code"))
+        except (zipfile.BadZipFile, OSError) as error:
+            raise StorageError(f"{folder.location}/{folder.code.name} is damaged: {short_message(error)}") from error
+        _unpacked[digest] = temporary  # removed when this process exits
+    return Path(_unpacked[digest].name, "code")
+
+
+_unpacked: "dict[str, tempfile.TemporaryDirectory[str]]" = {}
+
+
+def private(tree: Any, project: Path) -> Any:
+    """Return a config whose `_target_`s in `src` name the modules of a project, whatever `src` is in this process."""
+    prefix = PREFIX + hashlib.sha256(str(project.resolve()).encode()).hexdigest()[:16]
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+    if prefix not in sys.modules:
+        package = types.ModuleType(prefix)
+        package.__path__ = [str(project)]
+        sys.modules[prefix] = package
+    return _renamed(tree, prefix)
+
+
+def _renamed(node: Any, prefix: str) -> Any:
+    if isinstance(node, list):
+        return [_renamed(item, prefix) for item in node]
+    if not isinstance(node, dict):
+        return node
+    made = {name: _renamed(item, prefix) for name, item in node.items()}
+    target = made.get("_target_")
+    if isinstance(target, str) and target.startswith("src."):
+        made["_target_"] = f"{prefix}.{target}"
+    return made
+
+
+class _Finder:
+    """Find modules of private packages, and let them import each other by the names in their code."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith(PREFIX):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        prefix = module.__name__.partition(".")[0]
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": _importing(prefix)}
+        super().exec_module(module)
+
+
+def _importing(prefix: str) -> Any:
+    """Return the `__import__` of modules in a private package."""
+
+    def imported(
+        name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
+    ) -> Any:
+        top = name.partition(".")[0]
+        spec = importlib.util.find_spec(f"{prefix}.{top}") if top and not level else None
+        if spec is None or (spec.origin is None and top != "src"):  # a folder without __init__.py may be anything
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        found = builtins.__import__(f"{prefix}.{name}", globals, locals, fromlist or (), 0)
+        return found if fromlist else sys.modules[f"{prefix}.{top}"]
+
+    return imported

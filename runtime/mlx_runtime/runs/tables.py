@@ -1,0 +1,68 @@
+"""Tables and numbers as commands and pages print them."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from mlx_runtime.errors import printable
+
+WRAPPED = ("experiment", "metric")
+"""Columns of listings that a narrow terminal breaks into several lines; the others of a listing stay on one."""
+
+COLUMNS = ("experiment", "run", "status", "epoch", "metric", "best", "last", "workers", "age", "duration")
+"""Columns of a listing of runs."""
+
+COLORS = {"RUNNING": "cyan", "SUCCEEDED": "green", "FAILED": "red", "STALE": "red", "UNREADABLE": "red"}
+
+MIN_WIDTH = 80
+
+
+def print_table(rows: Sequence[Mapping[str, str]], stream: TextIO) -> None:
+    """Print rows with the same columns: drawn on a terminal, plain and aligned in a pipe or a narrow terminal."""
+    if not rows:
+        return
+    rows = [
+        {printable(key, one_line=True): printable(text, one_line=True) for key, text in row.items()} for row in rows
+    ]
+    width = shutil.get_terminal_size().columns if stream.isatty() else 0
+    if width >= MIN_WIDTH:
+        _draw(rows, stream, width)
+        return
+    # Importing rich would take half as long again as all of `mlx xp ls` (see docs/decisions/0014-libraries.md).
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(map(str.ljust, line, widths)).rstrip(), file=stream)
+
+
+def _draw(rows: Sequence[Mapping[str, str]], stream: TextIO, width: int) -> None:
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    fixed = [name for name in COLUMNS if name not in WRAPPED]
+    columns = [Column(name, no_wrap=name in fixed, min_width=None if name in fixed else 8) for name in rows[0]]
+    gap = 2 if width >= 100 else 1
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
+    for row in rows:
+        table.add_row(*(Text(text, style=COLORS.get(text, ""), overflow="fold") for text in row.values()))
+    Console(file=stream).print(table)
+
+
+def format_number(value: Any) -> str:
+    """Format a metric; empty if it is not a number."""
+    if not isinstance(value, int | float):
+        return ""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
+
+
+def format_duration(seconds: float | None, units: int = 2) -> str:
+    """Format a duration in its largest units: `45 s`, `3 min 20 s`, `2 d 4 h`; empty if unknown."""
+    if seconds is None:
+        return ""
+    rest, parts = max(0, round(seconds)), []
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, rest = divmod(rest, length)
+        parts.append((count, unit))
+    first = next((index for index, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + units] if count) or "0 s"

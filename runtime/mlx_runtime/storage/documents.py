@@ -1,0 +1,202 @@
+"""Read untrusted JSON and YAML: within limits and of the expected shape, or refused with a reason."""
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DEPTH = 50
+"""Maximum nesting of a file."""
+
+NODES = 200_000
+"""Maximum number of values in a YAML file, each counted as often as aliases repeat it."""
+
+LARGEST = 2**63
+"""Limit of integers; larger ones cannot be printed or stored everywhere."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Type of a field of a document.
+
+    Attributes:
+        title: Name for error messages, like `a number`.
+        fits: Returns True for a value of the type.
+    """
+
+    title: str
+    fits: Callable[[Any], bool]
+
+    def or_null(self) -> "Kind":
+        """Return the type that also allows null."""
+        return Kind(f"{self.title} or null", lambda value: value is None or self.fits(value))
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and datetime.datetime.fromisoformat(value).tzinfo is not None
+    except ValueError:
+        return False
+
+
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FILE_NAME = Kind("the name of a file", lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+", value)))
+COUNT = Kind("a whole number", lambda value: type(value) is int and abs(value) < LARGEST)
+NUMBER = Kind("a number", lambda value: COUNT.fits(value) or isinstance(value, float))
+TIME = Kind("a time with its offset from UTC", _is_time)
+
+
+def one_of(*words: str) -> Kind:
+    return Kind(f"one of {', '.join(words)}", lambda value: isinstance(value, str) and value in words)
+
+
+def list_of(kind: Kind) -> Kind:
+    return Kind(f"a list of {kind.title}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+
+
+def mapping_of(kind: Kind) -> Kind:
+    """Return the type of a mapping of names to values of one type."""
+    return Kind(
+        f"a mapping of names to {kind.title}",
+        lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())),
+    )
+
+
+def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
+    """Return the type of a mapping of a certain shape; names that are not in the shape may hold anything."""
+    return Kind("a mapping", lambda value: isinstance(value, dict) and misfit(value, shape, needs) is None)
+
+
+def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> str | None:
+    """Return what is wrong with a document, or None if it has the expected shape.
+
+    Args:
+        document: What was read.
+        shape: Types of its fields; others may hold anything.
+        needs: Required fields.
+    """
+    if not isinstance(document, dict):
+        return f"it is {_shown(document)}, not a mapping"
+    for name in needs:
+        if name not in document:
+            return f"{name} is missing"
+    for name, value in document.items():
+        kind = shape.get(name)
+        if kind is not None and not kind.fits(value):
+            wanted = f"{kind.title} of the right shape" if isinstance(value, dict) else kind.title
+            return f"{name} is {_shown(value)}, not {wanted}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a mapping"
+    if type(value) is int and abs(value) >= LARGEST:
+        return "a huge number"
+    text = "null" if value is None else ascii(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the fields of a JSON document.
+
+    Raises:
+        ValueError: It is not JSON, is nested too deeply, or has the wrong shape; the message is one line.
+    """
+    try:
+        document = json.loads(content)
+        if rb"\ud" in content.lower():  # half of a pair, which cannot be printed or stored
+            json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds text that is not Unicode") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if problem := misfit(document, shape, needs):
+        raise ValueError(problem)
+    return document  # type: ignore[no-any-return]
+
+
+def from_yaml(content: bytes) -> Any:
+    """Return a YAML document as OmegaConf reads it, with `${...}` not resolved yet.
+
+    Raises:
+        ValueError: It is not YAML, too large, nested too deeply, or not a mapping; the message is one line.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    check_yaml(content)
+    try:
+        document = OmegaConf.create(content.decode())
+    except Exception as error:  # YAML and OmegaConf raise many kinds
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(document, DictConfig):
+        raise ValueError("it is not a mapping")
+    if odd := [name for name in document if not isinstance(name, str)]:
+        raise ValueError(f"the key {odd[0]!r} is not text; write it in quotes")
+    return document
+
+
+def selected(content: bytes, key: str) -> str | None:
+    """Return a string or number of a YAML document as text, with `${...}` resolved; None if the key is missing.
+
+    Raises:
+        ValueError: The document or the value cannot be read; the message is one line.
+    """
+    from omegaconf import OmegaConf
+
+    tree = from_yaml(content)
+    try:
+        value = OmegaConf.select(tree, key)
+    except Exception as error:  # resolvers may raise anything
+        raise ValueError(" ".join(str(error).split())) from error
+    if value is not None and not isinstance(value, str | int | float):
+        raise ValueError(f"{key} is not text")
+    return None if value is None else str(value)
+
+
+def check_yaml(content: bytes) -> None:
+    """Check the size of a YAML document before it is built: aliases can make a small file endless.
+
+    Raises:
+        ValueError: It is not YAML, too large or nested too deeply.
+    """
+    import yaml
+
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    parse: Any = yaml.parse  # it has no annotations
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []
+    count = 0
+    try:
+        for event in parse(content.decode(), Loader=loader):
+            if isinstance(event, yaml.AliasEvent):
+                if event.anchor not in sizes:
+                    raise ValueError(f"the alias *{event.anchor:.40} is recursive, or has no anchor before it")
+                count += sizes[event.anchor]
+            elif isinstance(event, yaml.ScalarEvent):
+                count += 1
+                if event.anchor:
+                    sizes[event.anchor] = 1
+            elif isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, count))
+                if event.anchor:
+                    sizes.pop(event.anchor, None)
+                count += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = open_nodes.pop()
+                if anchor:
+                    sizes[anchor] = count - before
+            if len(open_nodes) > DEPTH:
+                raise ValueError(f"it is nested more than {DEPTH} levels deep")
+            if count > NODES:
+                raise ValueError(f"it has more than {NODES:,} values")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def now() -> str:
+    """Return the current time in UTC, to the second, in ISO format."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,307 @@
+"""Storages: a folder or an object store, with the few operations that runs and prepared datasets need.
+
+A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`; the options after `?` are those of pyarrow's file
+systems. Folders are accessed without pyarrow, so that commands that only look at runs start fast.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.storage.local import opened, remove_tree, write_atomic
+from mlx_runtime.storage.s3 import put_new
+
+if TYPE_CHECKING:
+    import pyarrow.fs
+
+
+def is_uri(root: str) -> bool:
+    return "://" in root
+
+
+def joined(root: str, *parts: str) -> str:
+    """Return a path or URI below a root: the parts go before the options of a URI."""
+    if not is_uri(root):
+        return os.path.join(root, *parts)  # noqa: PTH118 - listings do this for each run
+    base, options = split_options(root)
+    return "/".join([base.rstrip("/"), *parts]) + options
+
+
+def split_options(root: str) -> tuple[str, str]:
+    """Return a URI without its options, and the options with their `?`. A folder has none, whatever its name."""
+    if not is_uri(root):
+        return root, ""
+    base, mark, options = root.partition("?")
+    return base, mark + options
+
+
+class Storage:
+    """A folder or an object store.
+
+    Attributes:
+        root: The folder or URI, as given.
+        path: Path of the root in its file system.
+        local: True for a folder on this machine, perhaps a shared one.
+
+    Raises:
+        StorageError: There is no file system for such a URI.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.local = not is_uri(root) or root.startswith("file:")
+        path = root
+        try:
+            if is_uri(root):
+                import pyarrow.fs
+
+                try:
+                    self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
+                except pyarrow.ArrowException as error:
+                    raise ValueError(short_message(error)) from error
+            else:
+                path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
+        except (RuntimeError, ValueError, OSError) as error:
+            raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
+        self.path = path.rstrip("/")
+        if not self.path:
+            raise StorageError(f"cannot reach {root}: it names no folder")
+
+    @cached_property
+    def fs(self) -> "pyarrow.fs.FileSystem":
+        """File system of the storage."""
+        import pyarrow.fs
+
+        return pyarrow.fs.LocalFileSystem()
+
+    def of(self, *parts: str) -> str:
+        """Return a path below the root, as its file system names it."""
+        return "/".join([self.path, *parts])
+
+    def listed(self, *parts: str, recursive: bool = False) -> "list[pyarrow.fs.FileInfo]":
+        """Return the files and folders in a folder; nothing if there is none."""
+        import pyarrow.fs
+
+        selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
+        infos: list[pyarrow.fs.FileInfo] = self.fs.get_file_info(selector)
+        return infos
+
+    def below(self, *parts: str) -> "list[pyarrow.fs.FileInfo]":
+        """Return all files in a folder and its subfolders."""
+        return [info for info in self.listed(*parts, recursive=True) if info.is_file]
+
+    def names(self, *parts: str) -> list[str]:
+        """Return the names in a folder, sorted; nothing if there is none."""
+        if not self.local:
+            return sorted(info.base_name for info in self.listed(*parts))
+        try:
+            return sorted(os.listdir(self.of(*parts)))
+        except FileNotFoundError:
+            return []
+
+    def size_bytes(self, *parts: str) -> int | None:
+        """Return the size of a file, or None if there is none."""
+        if not self.local:
+            info = self.fs.get_file_info(self.of(*parts))
+            return info.size if info.is_file else None
+        path = Path(self.of(*parts))
+        return path.stat().st_size if path.is_file() else None
+
+    def open(self, *parts: str) -> Any:
+        """Open a file for reading; it is seekable.
+
+        Raises:
+            OSError: There is no such file, or the storage does not answer.
+        """
+        if not self.local:
+            return self.fs.open_input_file(self.of(*parts))
+        return open(self.of(*parts), "rb")  # noqa: PTH123 - listings do this for each run
+
+    def create(self, *parts: str) -> BinaryIO:
+        """Open a file for writing; on an object store it appears once it is closed."""
+        stream: BinaryIO = open(self.of(*parts), "wb") if self.local else self.fs.open_output_stream(self.of(*parts))  # noqa: PTH123, SIM115
+        return stream
+
+    def read(self, *parts: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            OSError: There is no such file, or the storage does not answer.
+        """
+        with self.open(*parts) as stream:
+            content: bytes = stream.read()
+        return content
+
+    def write(self, data: bytes, *parts: str) -> None:
+        """Replace the content of a file so that readers see the old or the new content, never a part.
+
+        Raises:
+            OSError: The storage refuses it.
+        """
+        if self.local:
+            write_atomic(Path(self.of(*parts)), data)
+        else:
+            with self.create(*parts) as stream:
+                stream.write(data)
+
+    def upload(self, file: Path, *parts: str) -> None:
+        """Copy a file on this machine to the storage."""
+        with file.open("rb") as source, self.create(*parts) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def download(self, file: Path, *parts: str) -> None:
+        """Copy a file from the storage to this machine."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with self.open(*parts) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    def claim(self, *parts: str) -> bool:
+        """Create a folder unless it exists. Return True for at most one of several callers at the same instant.
+
+        Raises:
+            OSError: The storage refuses it.
+        """
+        if self.local:
+            try:
+                Path(self.of(*parts)).mkdir()
+            except FileExistsError:
+                return False
+            return True
+        mine = f".claim-{uuid.uuid4().hex}"
+        self.write(b"", *parts, mine)
+        # A listing shows what was written before it, so of two callers one at least sees the other and gives way.
+        if self.names(*parts) == [mine]:
+            return True
+        self.remove_file(*parts, mine)
+        return False
+
+    @property
+    def exclusive(self) -> bool:
+        """True if `create_exclusively` works: on file systems, and on object stores with the API of S3."""
+        return self.local or self.fs.type_name == "s3"
+
+    def create_exclusively(self, data: bytes, *parts: str) -> bool:
+        """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
+
+        Raises:
+            OSError: The storage refuses it.
+            StorageError: It has no such operation, so no caller could be sure that it alone created the file.
+        """
+        if self.local:
+            try:
+                with Path(self.of(*parts)).open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except FileExistsError:
+                return False
+            return True
+        if not self.exclusive:
+            raise StorageError(f"{self.root} does not support conditional writes")
+        put = self.root, self.fs.region, self.of(*parts), data
+        if not put_new(*put):
+            return False
+        if put_new(*put):  # a store that ignores the condition would have accepted everyone
+            raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
+        return True
+
+    def move(self, old: str, new: str) -> None:
+        """Rename a folder; on an object store file by file.
+
+        Raises:
+            OSError: The storage refuses it.
+        """
+        if self.local:
+            Path(self.of(old)).rename(self.of(new))
+        else:
+            for name in self.names(old):
+                self.fs.move(self.of(old, name), self.of(new, name))
+
+    def remove_file(self, *parts: str) -> None:
+        """Remove a file if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.local:
+                os.unlink(self.of(*parts))  # noqa: PTH108 - like `open`
+            else:
+                self.fs.delete_file(self.of(*parts))
+
+    def remove_folder(self, *parts: str) -> None:
+        """Remove a folder with everything in it, without following links.
+
+        Raises:
+            OSError: Something is left.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if not self.local:
+                self.fs.delete_dir(self.of(*parts))
+                return
+            with opened(self.path, *parts[:-1]) if parts else opened(str(Path(self.path).parent)) as above:
+                error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
+            if error is not None:
+                raise error
+
+
+@contextlib.contextmanager
+def storage_errors(problem: str) -> Iterator[None]:
+    """Raise an OSError of the block as a StorageError that begins with the problem, like `cannot read s3://…`."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{problem}: {short_message(error)}") from error
+
+
+def parent_of(root: str) -> tuple[Storage, str]:
+    """Return the storage that a folder or URI is in, and its name there."""
+    base, options = split_options(root)
+    above, _, name = base.rstrip("/").rpartition("/")
+    return Storage((above or ("/" if base.startswith("/") else ".")) + options), name
+
+
+def storage_root(storage_path: str) -> str:
+    """Return the absolute folder or the URI that `cfg.storage_path` names.
+
+    Raises:
+        UsageError: It is empty, or the URI holds a key, which every record and dashboard would show.
+    """
+    if not storage_path.strip():
+        raise UsageError("cfg.storage_path is empty; name a folder or a URI")
+    if is_uri(storage_path) and re.search(r"://[^/?]+@|(access_key|secret_key|session_token)=", storage_path):
+        raise UsageError(
+            "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
+    try:
+        return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UsageError(f"{storage_path!r:.200} cannot be the storage: {short_message(error)}") from error
+
+
+def size_text(size_bytes: float) -> str:
+    """Return a human-readable size, like `1.2 GB`."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if size_bytes < 1000 or unit == "TB":
+            break
+        size_bytes /= 1000
+    return f"{size_bytes:,.0f} bytes" if unit == "bytes" else f"{size_bytes:,.1f} {unit}"
+
+
+def to_json(value: Any) -> str:
+    """Return JSON text that ends with a newline. NaN and infinity, which JSON lacks, become null."""
+    return json.dumps(_finite(value), indent=2) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

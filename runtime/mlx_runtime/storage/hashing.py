@@ -1,0 +1,110 @@
+"""Compute the SHA-256 of files while they are written or read, so that nothing is read twice."""
+
+import contextlib
+import hashlib
+import io
+import os
+from typing import Any, BinaryIO
+
+BLOCK_BYTES = 1 << 20
+
+
+class HashingWriter:
+    """A file to write to, on disk once it is closed.
+
+    Args:
+        file: File that takes the bytes; closed at the end of the `with` block.
+
+    Attributes:
+        size_bytes: Bytes written so far.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._digest.update(data)
+        size = memoryview(data).nbytes
+        self.size_bytes += size
+        return size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of what was written, in hexadecimal."""
+        return self._digest.hexdigest()
+
+    def __enter__(self) -> "HashingWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.flush()
+            with contextlib.suppress(OSError, AttributeError, ValueError):  # an object store has no descriptor
+                os.fsync(self._file.fileno())
+
+
+class HashingReader(io.RawIOBase):
+    """A seekable file to read from that hashes the bytes it hands out.
+
+    The hash needs every byte in order. Readers of archives skip little and return to few places, so skipped bytes are
+    read for the hash alone, and those after the last read by `finish`.
+
+    Args:
+        file: Seekable file.
+
+    Attributes:
+        failure: Error of the last read that failed, which callers may have hidden behind one of their own.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+        self.failure: OSError | None = None
+        self._hashed = 0
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = self._file.seek(offset, whence)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            return self._read(buffer)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def _read(self, buffer: Any) -> int:
+        if self._hashed < self._position <= self._hashed + BLOCK_BYTES:
+            self._hash_until(self._position)
+        self._file.seek(self._position)
+        size: int = self._file.readinto(buffer)
+        if self._position <= self._hashed < self._position + size:
+            self._digest.update(memoryview(buffer)[self._hashed - self._position : size])
+            self._hashed = self._position + size
+        self._position += size
+        return size
+
+    def finish(self) -> tuple[str, int]:
+        """Read what is left. Return the SHA-256 of the whole file, in hexadecimal, and its size in bytes."""
+        self._hash_until(None)
+        return self._digest.hexdigest(), self._hashed
+
+    def _hash_until(self, stop: int | None) -> None:
+        self._file.seek(self._hashed)
+        while block := self._file.read(BLOCK_BYTES if stop is None else min(BLOCK_BYTES, stop - self._hashed)):
+            self._digest.update(block)
+            self._hashed += len(block)

@@ -1,0 +1,127 @@
+"""Leases: which process holds a run or a folder, and whether it is still alive.
+
+A lease is a small file that its holder refreshes: a record that names the process, or an empty mark whose age counts.
+"""
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.storage.documents import now
+from mlx_runtime.storage.files import Storage
+
+HEARTBEAT_S = 10
+"""How often a holder refreshes its record."""
+
+STALE_S = 60
+"""Age at which the record of a process on another machine has expired."""
+
+MARK_S = 300
+"""Age at which a mark has expired; holders refresh theirs more often."""
+
+
+def this_process() -> dict[str, Any]:
+    """Return what identifies this process among those of all machines."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": _started(pid)}
+
+
+def lease(**fields: Any) -> dict[str, Any]:
+    """Return a record by which this process holds something from now on."""
+    return this_process() | {"status": "RUNNING", "heartbeat": now()} | fields
+
+
+def is_alive(record: Mapping[str, Any]) -> bool:
+    """Return True if the process that wrote a record lives: as this machine knows it, else by its heartbeat."""
+    boot = _boot()
+    if boot is not None and record.get("boot") == boot:
+        return _started(record.get("pid", 0)) == record.get("pid_started")
+    return age_s(record) < STALE_S
+
+
+def age_s(record: Mapping[str, Any]) -> float:
+    """Return the seconds since the last heartbeat."""
+    then = datetime.datetime.fromisoformat(record["heartbeat"])
+    return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+
+
+def holder(record: Mapping[str, Any]) -> str:
+    """Describe who holds something, for error messages: `process 123 on host, last heard from 5 s ago`."""
+    seconds = max(0, age_s(record))
+    return f"process {record.get('pid')} on {record.get('host')}, last heard from {seconds:.0f} s ago"
+
+
+@contextlib.contextmanager
+def heartbeat(beat: Callable[[], None], every_s: float | None = None) -> Iterator[None]:
+    """Call a function again and again in a thread while the block runs.
+
+    Args:
+        beat: Refreshes a lease; handles its own errors.
+        every_s: Seconds between two calls; `HEARTBEAT_S` by default.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(HEARTBEAT_S if every_s is None else every_s):
+            beat()
+
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def mark(storage: Storage, folder: str, prefix: str) -> Iterator[None]:
+    """Keep a fresh mark in a folder while the block runs, or none if the storage is not writable.
+
+    Args:
+        storage: Storage that holds the folder.
+        folder: Name of the folder.
+        prefix: Start of the file's name.
+    """
+    name = f"{prefix}{uuid.uuid4().hex}"
+
+    def refresh() -> None:
+        with contextlib.suppress(OSError):
+            storage.write(b"", folder, name)
+
+    refresh()
+    try:
+        with heartbeat(refresh, MARK_S / 5):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            storage.remove_file(folder, name)
+
+
+def is_fresh(changed_s: float) -> bool:
+    """Return True if a mark that was last written then, in seconds since 1970, still counts."""
+    return time.time() - changed_s < MARK_S
+
+
+def _boot() -> str | None:
+    """Return an id of this machine's boot and of this container's processes, where the kernel has one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process on this machine started, in ticks since boot; None without such a process or /proc."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state == "Z" else fields[18]

@@ -1,0 +1,99 @@
+"""Files on this machine: replaced atomically, removed without following links."""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
+    """Replace the content of a file so that readers see the old or the new content, never a part.
+
+    Args:
+        path: Path of the file.
+        content: New content.
+        allowed: Called between writing the new file and renaming it; raises to keep the old one. If somebody removes
+            the new file with `discard_unfinished` afterwards, it can no longer be renamed.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        allowed()
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def discard_unfinished(path: Path) -> None:
+    """Remove what calls to `write_atomic` for a file have written but not yet renamed."""
+    for temporary in path.parent.glob(f".{path.name}.*"):
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened(root: str, *parts: str) -> Iterator[int]:
+    """Open a folder while the block runs. Yield its descriptor.
+
+    Args:
+        root: An existing folder; it may be a link.
+        parts: Path below it, of which no part may be a link: somebody may have just created it.
+
+    Raises:
+        OSError: A part is missing, a link, or not a folder.
+    """
+    with contextlib.ExitStack() as stack:
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, folder)
+        for part in parts:
+            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            stack.callback(os.close, folder)
+        yield folder
+
+
+def remove_tree(name: str, above: int) -> OSError | None:
+    """Remove a folder and everything below it that can be removed, without following links.
+
+    Each step goes through the descriptor of a folder, so that replacing a folder with a link meanwhile has no effect.
+    (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
+
+    Args:
+        name: Name of the folder.
+        above: Descriptor of the folder that it is in.
+
+    Returns:
+        The first error if something is left, else None.
+    """
+    errors: list[OSError] = []
+
+    def remove(name: str, folder: int, shown: str) -> None:
+        try:
+            try:
+                os.rmdir(name, dir_fd=folder)
+            except NotADirectoryError:
+                os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            error.filename = shown
+            errors.append(error)
+
+    try:
+        for path, folders, files, folder in os.fwalk(name, topdown=False, onerror=errors.append, dir_fd=above):
+            for entry in [*files, *folders]:
+                remove(entry, folder, f"{path}/{entry}")
+    except OSError as error:  # the folder itself cannot be listed
+        errors.append(error)
+    remove(name, above, name)
+    try:
+        os.stat(name, dir_fd=above, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return errors[0] if errors else None

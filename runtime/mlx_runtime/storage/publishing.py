@@ -1,0 +1,203 @@
+"""Publish folders whole or not at all: whatever is killed, readers find the old content or the new.
+
+In a folder on this machine, content is staged beside its target, which it replaces once it is whole:
+
+    epoch_0004                  the target
+    .epoch_0004.part-3f2a9c41   staged content, or what is left of it after a kill
+    .epoch_0004.old-3f2a9c41    content that is being replaced; `recover` puts it back after a kill
+    .epoch_0004.gone-3f2a9c41   content that is being removed
+
+An object store cannot rename. There, files with unique names are written where they belong, and their folder counts
+once its marker, the one file that names the others, is written last.
+"""
+
+import contextlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.local import write_atomic
+
+LEFTOVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>part|old|gone)-[0-9a-f]{4,}")
+"""Names of folders that exist only while something is published, replaced or removed."""
+
+
+class Publication:
+    """One attempt to publish a folder, as a context manager that removes what it wrote unless `commit` was called.
+
+    Args:
+        storage: Storage that holds the folder.
+        name: Name of the folder, directly below the root of the storage.
+        marker: Name of the file without which the folder does not count.
+        in_place: Write files where they belong even if the storage could rename, for folders that several writers and
+            readers share. Object stores always do.
+
+    Attributes:
+        id: Differs from that of any other attempt.
+        folder: Name of the folder to write to.
+    """
+
+    def __init__(self, storage: Storage, name: str, marker: str, *, in_place: bool = False) -> None:
+        self._storage, self._name, self._marker = storage, name, marker
+        self.id = uuid.uuid4().hex[:8]
+        self._staged = storage.local and not in_place
+        self.folder = f".{name}.part-{self.id}" if self._staged else name
+        self._files: list[str] = []
+        self._committed = False
+
+    def __enter__(self) -> "Publication":
+        if self._storage.local:
+            Path(self._storage.of(self.folder)).mkdir(parents=True, exist_ok=not self._staged)
+        return self
+
+    def unique(self, file: str) -> str:
+        """Return a name for a file that no other attempt writes to, like `state-3f2a9c41.pt` for `state.pt`."""
+        path = Path(file)
+        return file if self._staged else f"{path.stem}-{self.id}{path.suffix}"
+
+    def create(self, file: str) -> BinaryIO:
+        """Open a new file of the folder for writing.
+
+        Args:
+            file: Its name, from `unique`.
+        """
+        self._files.append(file)
+        return self._storage.create(self.folder, file)
+
+    def commit(self, marker: bytes) -> None:
+        """Make the folder count, in place of an older one with its name.
+
+        Args:
+            marker: Content of the marker.
+
+        Raises:
+            OSError: The storage refuses it, or `recover` ran meanwhile.
+        """
+        self._storage.write(marker, self.folder, self._marker)
+        if self._staged:
+            self._replace_target()
+        self._committed = True
+
+    def commit_first(self, marker: bytes) -> bool:
+        """Make a folder written in place count unless another attempt did so before. Return True on success.
+
+        On an object store, of two attempts at the same instant the last one counts.
+
+        Raises:
+            OSError: The storage refuses it.
+        """
+        if self._storage.local:
+            self._committed = _create_whole(Path(self._storage.of(self._name, self._marker)), marker)
+        elif self._storage.size_bytes(self._name, self._marker) is None:
+            self.commit(marker)
+        return self._committed
+
+    def remove_others(self) -> None:
+        """Remove files that other attempts left in a folder written in place; none may still be under way."""
+        if not self._staged:
+            for file in self._storage.names(self._name):
+                if file != self._marker and file not in self._files:
+                    self._storage.remove_file(self._name, file)
+
+    def __exit__(self, *_: object) -> None:
+        if self._committed:
+            return
+        with contextlib.suppress(OSError):
+            if self._staged:
+                _remove_while_written(self._storage, self.folder, self._marker)
+                recover(self._storage, self._name, lambda name: name.endswith(self.id))
+            else:
+                for file in self._files:
+                    self._storage.remove_file(self._name, file)
+
+    def _replace_target(self) -> None:
+        old = f".{self._name}.old-{self.id}"
+        replaces = _exists(self._storage, self._name)
+        if replaces:
+            self._storage.move(self._name, old)
+        self._storage.move(self.folder, self._name)
+        if replaces:
+            with contextlib.suppress(OSError):  # `recover` removes what is left
+                self._storage.remove_folder(old)
+
+
+def unpublish(storage: Storage, name: str, marker: str) -> None:
+    """Remove a folder so that nobody takes a part of it for the whole.
+
+    Raises:
+        OSError: Something is left.
+    """
+    if storage.local:
+        gone = f".{name}.gone-{uuid.uuid4().hex[:8]}"
+        storage.move(name, gone)
+        storage.remove_folder(gone)
+    else:
+        storage.remove_file(name, marker)
+        storage.remove_folder(name)
+
+
+def leftovers(storage: Storage, name: str | None = None) -> list[tuple[str, str, str]]:
+    """Return the folders that attempts to publish have beside their targets: name, target and kind of each.
+
+    Args:
+        storage: Storage that holds them.
+        name: Target; all by default.
+
+    Raises:
+        OSError: The storage does not answer.
+    """
+    matches = filter(None, map(LEFTOVER.fullmatch, storage.names() if storage.local else ()))
+    return [(match[0], match["target"], match["kind"]) for match in matches if name in (None, match["target"])]
+
+
+def recover(
+    storage: Storage, name: str | None = None, abandoned: Callable[[str], bool] = lambda leftover: True
+) -> None:
+    """Clean up after attempts that were killed: put back what they were replacing, and remove what they had written.
+
+    Args:
+        storage: Storage that holds the folders.
+        name: Target; all by default.
+        abandoned: Return True for a leftover whose attempt is over, by its name.
+
+    Raises:
+        OSError: The storage does not answer, or refuses to put something back.
+    """
+    for leftover, target, kind in leftovers(storage, name):
+        if kind == "old" and not _exists(storage, target):
+            storage.move(leftover, target)
+        elif abandoned(leftover):
+            with contextlib.suppress(OSError):
+                storage.remove_folder(leftover)
+
+
+def _exists(storage: Storage, name: str) -> bool:
+    return Path(storage.of(name)).exists()
+
+
+def _create_whole(path: Path, content: bytes) -> bool:
+    """Create a file unless it exists; it never exists without its full content. Return True on success."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    write_atomic(temporary, content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _remove_while_written(storage: Storage, folder: str, marker: str, tries: int = 10) -> None:
+    """Remove a folder that a task which is being cancelled may still be writing to."""
+    storage.remove_file(folder, marker)
+    while tries and _exists(storage, folder):
+        with contextlib.suppress(OSError):
+            storage.remove_folder(folder)
+        tries -= 1
+        time.sleep(0.1 * _exists(storage, folder))

@@ -1,0 +1,1 @@
+"""Metrics and events leaving a run: synchronization, trackers, callbacks and the console."""

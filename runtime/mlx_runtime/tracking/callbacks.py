@@ -1,0 +1,85 @@
+"""Hooks of the objects that follow a run: `cfg.trackers`, called on rank 0, and `cfg.callbacks`, called in the driver.
+
+Any class with some of these methods will do; there is nothing to inherit from. Its constructor runs
+on every worker and should only store its arguments; open files and connections in `on_run_start`.
+
+    on_run_start(run)             before worker_loop, again after each restart; `run` is a `RunInfo`
+    on_report(report)             numbers were recorded; a `Report`
+    on_epoch_end(epoch, values)   an epoch has ended: its last value of each metric
+    on_checkpoint(checkpoint)     one is stored: a dict of path, epoch, finished, step and metrics
+    on_exception(error)           an exception ends the run early
+    on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric
+
+Trackers are called where the numbers are recorded, without delay: in the worker of rank 0, and `on_checkpoint` in the
+thread that stores checkpoints. Callbacks are called in the driver, which knows of all workers, including lost ones.
+An exception in a method is reported once and never ends the run.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mlx_runtime.errors import USER_ERRORS, short_message
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEnded, RunInfo, RunStarted
+
+__all__ = ["Listeners", "Report", "RunInfo"]
+
+
+class Listeners:
+    """Calls the hooks of several objects, and reports the first failure of each.
+
+    Args:
+        objects: objects by name.
+        kind: key in `cfg`: `trackers` or `callbacks`.
+        notify: called with a line about an object that failed.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], kind: str, notify: Callable[[str], None]) -> None:
+        self._objects = {name: item for name, item in objects.items() if item is not None}
+        self._kind, self._notify = kind, notify
+        self._failed: set[str] = set()
+        self._calling = threading.RLock()  # checkpoints are reported from a thread of their own
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._objects.values())
+
+    def wants(self, hook: str) -> bool:
+        """Return True if any object has this method."""
+        return any(hasattr(item, hook) for item in self._objects.values())
+
+    def handle(self, event: Event) -> None:
+        """Call the hooks for an event."""
+        match event:
+            case RunStarted(run):
+                self.call("on_run_start", run)
+            case Report():
+                self.call("on_report", event)
+            case EpochEnded(epoch, _, values):
+                self.call("on_epoch_end", epoch, values)
+            case CheckpointSaved():
+                self.call("on_checkpoint", dict(vars(event)))
+            case RunEnded(status, metrics, _, error):
+                if error is not None:
+                    self.call("on_exception", error)
+                self.call("on_run_end", status, metrics)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a method of all objects that have it. One that fails in `on_run_start` is not called again."""
+        with self._calling:
+            for name, item in list(self._objects.items()):
+                method = getattr(item, hook, None)
+                if method is None:
+                    continue
+                try:
+                    method(*arguments)
+                except USER_ERRORS as error:
+                    if hook == "on_run_start":
+                        del self._objects[name]
+                    self._report(name, hook, error)
+
+    def _report(self, name: str, hook: str, error: BaseException) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            then = "the run continues" if name in self._objects else "the run continues without it"
+            why = f"{type(error).__name__}: {short_message(error)}"
+            self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {why}")

@@ -1,0 +1,229 @@
+"""What the user sees while a run trains: progress bars on a terminal, lines in a pipe, a table of epochs."""
+
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from mlx_runtime.events import (
+    EpochEnded,
+    Event,
+    Notice,
+    PreparationProgress,
+    StepProgress,
+    WarningNotice,
+    WorkerOutput,
+)
+from mlx_runtime.tracking.epoch_table import EpochTable, duration, format_number
+
+LINES_PER_EPOCH = 5
+"""Maximum number of lines that a pass prints in a pipe."""
+
+RECENT_EPOCHS = 5
+"""Number of latest epochs that the estimate of the remaining time averages over; the first ones take longer."""
+
+SECONDS_PER_LINE = 2.0
+"""Minimum time between two lines of a pass in a pipe, so that short epochs print only their summary."""
+
+
+class _Screen(Console):
+    """A console that raises on a broken pipe; rich's own exits with status 1 and no message to record."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+class Display:
+    """Draws events on a terminal or in a pipe.
+
+    Args:
+        stream: stream to draw on.
+        copy: receives what a pipe would, whatever `stream` is.
+        epochs: total number, to estimate the remaining time.
+        quiet: draw only what is printed with `always=True`, warnings, and workers' output; `copy` is complete.
+    """
+
+    def __init__(
+        self, stream: TextIO, copy: TextIO | None = None, *, epochs: int | None = None, quiet: bool = False
+    ) -> None:
+        self._copy = Display(copy, epochs=epochs) if copy is not None else None
+        self._quiet = quiet
+        self._time_left = TimeLeft(epochs)
+        self._table = EpochTable()
+        self._shown_once: set[str] = set()
+        self._console = _Screen(file=stream, highlight=False, soft_wrap=True)
+        self._bars = _Bars(self._console)
+        self._stage: tuple[str, int] | None = None
+        self._last_line = time.monotonic()
+
+    def handle(self, event: Event) -> None:
+        """Draw an event; those that nobody needs to see are ignored."""
+        match event:
+            case WorkerOutput():
+                return self._output(event)
+            case PreparationProgress(name, done, rows):
+                return self.counting(f"prepare {name}", done, rows, " rows")
+        if self._copy is not None:
+            self._copy.handle(event)
+        if self._quiet and not isinstance(event, WarningNotice):
+            return None
+        match event:
+            case StepProgress():
+                self._step(event)
+            case EpochEnded():
+                self._epoch(event)
+            case Notice(text, once) if text not in self._shown_once:
+                self._shown_once |= {text} if once else set()
+                self._line(f"warning   {text}" if isinstance(event, WarningNotice) else text)
+
+    def print(self, text: str = "", *, always: bool = False) -> None:
+        """Print a line, above the bar if there is one.
+
+        Args:
+            text: the line.
+            always: print it even on a quiet display.
+        """
+        if self._copy is not None:
+            self._copy.print(text)
+        if always or not self._quiet:
+            self._line(text)
+
+    def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
+        """Show how many of `total` are done: a bar in a terminal, else at most one line per 10 %."""
+        if self._copy is not None:
+            self._copy.counting(title, done, total, unit)
+        if self._quiet:
+            return
+        if self._bars.enabled:
+            self._bars.draw(title, done, total)
+            if done == total:
+                self.close()
+        elif (stage := (title, 10 * done // total)) != self._stage and self._line_due():
+            self._stage = stage
+            self._line(f"{title} | {done:,}/{total:,}{unit}")
+
+    def step_aside(self) -> bool:
+        """Leave the terminal to a debugger: remove the bar, and draw only lines from now on. Returns True."""
+        self.close()
+        self._bars.enabled = False
+        return True
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bars.close()
+
+    def _output(self, event: WorkerOutput) -> None:
+        to_stderr = event.to_stderr and not self._bars.visible
+        logged = to_stderr and not sys.stderr.isatty()  # then the driver's own log has them from there
+        if self._copy is not None and not logged:
+            self._copy.handle(WorkerOutput(event.text, to_stderr=False))
+        if self._bars.visible:
+            self._bars.console.out(event.text, highlight=False)
+        else:
+            print(event.text, file=sys.stderr if to_stderr else self._console.file, flush=True)
+
+    def _step(self, event: StepProgress) -> None:
+        if (stage := (event.stage, event.epoch)) != self._stage:
+            self._stage, self._last_line = stage, time.monotonic()
+        numbers = _numbers(event, self._time_left.text(event))
+        if self._bars.enabled:
+            self._bars.draw(f"epoch {event.epoch + 1} {event.stage}", event.step, event.steps, " | ".join(numbers))
+        elif event.step % max(1, event.steps // LINES_PER_EPOCH) == 0 and self._line_due():
+            self._line(" | ".join([event.stage, f"{event.step}/{event.steps}", *numbers]))
+
+    def _epoch(self, event: EpochEnded) -> None:
+        self._time_left.epoch(event)
+        width = self._console.width if self._console.is_terminal else None
+        for text, is_header in self._table.lines(event, width):
+            self._line(text, style="bold" if is_header else "")
+
+    def _line_due(self) -> bool:
+        """Return True, and count it as printed, if the last line is long enough ago."""
+        if time.monotonic() - self._last_line < SECONDS_PER_LINE:
+            return False
+        self._last_line = time.monotonic()
+        return True
+
+    def _line(self, text: str, style: str = "") -> None:
+        # `style` of `print` itself would apply to the bar as well.
+        self._bars.console.print(Text(text, style=style) if style else text, markup=False)
+
+
+class _Bars:
+    """The progress bar of a terminal, drawn below all lines and removed at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self.enabled = console.is_terminal
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    @property
+    def visible(self) -> bool:
+        return self._bar is not None
+
+    @property
+    def console(self) -> Console:
+        """What prints lines above the bar."""
+        return self._bar.console if self._bar else self._console
+
+    def draw(self, title: str, done: int, total: int, note: str | None = None) -> None:
+        """Draw the bar, with a note, or with rich's own estimate of the remaining time."""
+        last = TimeRemainingColumn() if note is None else TextColumn("{task.fields[note]}")
+        if self._bar is None:
+            self._bar = Progress(console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(title, total=total, note=note)
+        self._bar.columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), last)
+        self._bar.update(self._task, description=title, total=total, completed=done, note=note)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class TimeLeft:
+    """Estimates the remaining time of a pass and of the whole run.
+
+    Args:
+        epochs: total number; without it, only the pass is estimated.
+    """
+
+    def __init__(self, epochs: int | None) -> None:
+        self._epochs = epochs
+        self._seconds: dict[int, float] = {}
+        self._epoch_started: float | None = None
+
+    def epoch(self, event: EpochEnded) -> None:
+        """Take the duration of an epoch, or of what followed its checkpoint, into account."""
+        self._seconds[event.epoch] = self._seconds.get(event.epoch, 0.0) + event.seconds
+        self._epoch_started = time.monotonic()
+
+    def text(self, event: StepProgress) -> str:
+        """Return the estimate, like `8 s left, 3 min in all`; with the second part only if it is known and longer."""
+        present = time.monotonic()
+        self._epoch_started = present if self._epoch_started is None else self._epoch_started
+        if not event.rate:
+            return ""
+        of_pass = (event.steps - event.step) / event.rate
+        text = f"{duration(of_pass, tenths=False)} left"
+        if self._epochs is None or event.epoch in self._seconds:
+            return text  # after the end of an epoch it is unknown whether another follows
+        elapsed = present - self._epoch_started
+        recent = list(self._seconds.values())[-RECENT_EPOCHS:]
+        of_one = sum(recent) / len(recent) if recent else elapsed + of_pass
+        of_epoch = max(of_pass, of_one - elapsed)
+        more = self._epochs - event.epoch - 1
+        if more <= 0 and of_epoch <= of_pass:
+            return text
+        return f"{text}, {duration(of_epoch + more * of_one, tenths=False)} in all"
+
+
+def _numbers(event: StepProgress, left: str) -> list[str]:
+    """Return `33.1 it/s`, `8 s left`, `loss 0.1234`; metrics without the name of the pass."""
+    numbers = [f"{name.partition('/')[2]} {format_number(value)}" for name, value in event.values.items()]
+    return ([f"{event.rate:.1f} it/s"] if event.rate else []) + ([left] if left else []) + numbers

@@ -1,0 +1,198 @@
+"""The table that a run prints while it trains: one row per epoch, no wider than the terminal."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_runtime.events import EpochEnded
+
+NARROWEST = 7
+"""Width of a number where space is scarce: `-0.1234`, `1.2e-05`."""
+
+NATURAL = 8
+"""Width of a number where there is enough space: `1234.568`, `1.23e-05`."""
+
+WAITING_PCT = 10
+"""Percentage of an epoch's time spent waiting for data above which the table says so."""
+
+WAITING_S = 1.0
+"""Minimum duration of an epoch for the table to say so."""
+
+RATE, TIME = "samples/s", "time"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns of the table.
+
+    Attributes:
+        names: metrics shown, in order.
+        left_out: metrics for which there is no room.
+        columns: width and title lines of each column, including the first and the last ones.
+        groups: offset in characters and name of each stage.
+        rate: True if there is a column for samples per second.
+    """
+
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
+    columns: tuple[tuple[int, tuple[str, ...]], ...]
+    groups: tuple[tuple[int, str], ...]
+    rate: bool
+
+    @property
+    def header(self) -> list[str]:
+        """Lines above the rows."""
+        stages = ""
+        for start, name in self.groups:
+            stages = f"{stages:<{start}}{name}"
+        height = max(len(title) for _, title in self.columns)
+        titles = [[""] * (height - len(title)) + list(title) for _, title in self.columns]
+        lines = [self.row([title[line] for title in titles]) for line in range(height)]
+        return [stages, *lines] if stages.strip() else lines
+
+    def row(self, cells: Sequence[str]) -> str:
+        """Return a line of the table, with a gap before each stage."""
+        text, starts = "", {start for start, _ in self.groups}
+        for cell, (width, _) in zip(cells, self.columns, strict=True):
+            gap = bool(text) + (len(text) + 2 in starts)
+            text += f"{'':<{gap}}{cell:>{width}}"
+        return text.rstrip()
+
+    @property
+    def width(self) -> int:
+        """Length of the longest line, in characters."""
+        return max(map(len, [self.row(["x" * width for width, _ in self.columns]), *self.header]))
+
+
+class EpochTable:
+    """Turns epochs into lines of text. A header appears only when the columns have changed."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._request: tuple[Any, ...] = ()
+        self._previous: set[str] = set()
+
+    def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
+        """Yield the lines of an epoch, and True with those of a header.
+
+        Args:
+            event: the epoch.
+            width: width of the terminal in characters, or None for no limit.
+        """
+        label = f"{event.epoch + 1}/{event.epochs}"
+        size = max(len("epoch"), 2 * len(str(event.epochs)) + 1, len(label))
+        known = set(self._layout.names + self._layout.left_out) if self._layout else set()
+        new, names = set(event.values), list(event.values)
+        if new <= known and self._layout is not None:
+            names = [*self._layout.names, *self._layout.left_out]
+        elif new <= self._previous:  # a loop that records different metrics in turn
+            names += [name for name in sorted(known) if name not in new]
+        had_rate = self._layout is not None and self._request[3] and not known.isdisjoint(names)
+        request = (tuple(names), width, size, event.samples_per_s is not None or had_rate)
+        if self._layout is None or request != self._request:
+            self._previous = known
+            self._layout = layout(names, width, size, rate=request[3])
+            self._request = ((*self._layout.names, *self._layout.left_out), *request[1:])
+            yield from ((line, True) for line in self._layout.header)
+            if self._layout.left_out:
+                yield f"no room for {', '.join(self._layout.left_out)}; metrics.jsonl has them", False
+        yield from ((line, False) for line in _rows(self._layout, label, event, width))
+
+
+def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> Iterator[str]:
+    widths = [size for size, _ in columns.columns[1:]]
+    cells = [
+        format_number(event.values[name], size) if name in event.values else ""
+        for name, size in zip(columns.names, widths, strict=False)
+    ]
+    rate = [f"{event.samples_per_s:,.0f}" if event.samples_per_s is not None else ""] if columns.rate else []
+    row = columns.row([label, *cells, *rate, duration(event.seconds)])
+    waited = event.data_wait_pct or 0
+    note = f"{waited:.0f} % waiting for data" if waited >= WAITING_PCT and event.seconds >= WAITING_S else ""
+    if note and width is not None and len(row) + 2 + len(note) > width:
+        yield row
+        yield f"{'':<{columns.columns[0][0]}} {note}"
+    else:
+        yield f"{row}  {note}".rstrip()
+
+
+def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -> Layout:
+    """Fit the metrics of an epoch into the terminal: break titles first, then drop the rate, then metrics.
+
+    Args:
+        names: like `train/loss`; those of a stage are grouped.
+        width: width of the terminal in characters, or None for no limit.
+        first: width of the first column.
+        rate: True to show a column for samples per second.
+    """
+    stages = list(dict.fromkeys(_stage(name) for name in names))
+    ordered = sorted(names, key=lambda name: (bool(_stage(name)), stages.index(_stage(name))))
+    for with_rate, roomy in ((rate, True), (rate, False), (False, True), (False, False)):
+        columns = _arranged(ordered, [], first, rate=with_rate, roomy=roomy)
+        if width is None or columns.width <= width:
+            return columns
+    assert width is not None
+    left_out: list[str] = []
+    while len(ordered) > 1 and columns.width > width:
+        training = [name for name in ordered if name.startswith("train")]
+        # The first metric of each stage is usually its loss.
+        others = [name for name in reversed(training or ordered) if name != ordered[0]]
+        left_out.insert(0, others[0] if others else ordered[-1])
+        ordered.remove(left_out[0])
+        columns = _arranged(ordered, left_out, first, rate=False, roomy=False)
+    return columns
+
+
+def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, *, rate: bool, roomy: bool) -> Layout:
+    narrowest = NATURAL if roomy else NARROWEST
+    columns: list[tuple[int, tuple[str, ...]]] = [(first, ("epoch",))]
+    groups: list[tuple[int, str]] = []
+    at, stage = first, None
+    for name in names:
+        if _stage(name) != stage:
+            stage = _stage(name)
+            at += roomy and bool(groups)
+            groups.append((at + 1, stage))
+        title = _wrapped(name.partition("/")[2] or name, narrowest, whole_words=roomy)
+        columns.append((max(narrowest, *map(len, title)), title))
+        at += 1 + columns[-1][0]
+    columns += [(len(RATE), (RATE,))] if rate else []
+    columns.append((6, (TIME,)))
+    return Layout(tuple(names), tuple(left_out), tuple(columns), tuple(groups), rate)
+
+
+def _wrapped(title: str, least: int, *, whole_words: bool) -> tuple[str, ...]:
+    """Wrap a name after `_` and `/`, and within long words unless they must stay whole."""
+    words = re.findall(r"[^_/]*[_/]?", title)[:-1]
+    if not whole_words:
+        words = [part for word in words for part in ([word] if len(word) <= 8 else re.findall(".{1,7}", word))]
+    width = max(least, *map(len, words))
+    lines = [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += word
+    return tuple(lines)
+
+
+def _stage(name: str) -> str:
+    stage, slash, _ = name.partition("/")
+    return stage if slash else ""
+
+
+def format_number(value: float, width: int = 99) -> str:
+    """Format a number with up to four digits after the point, fewer if `width` characters do not hold them."""
+    plain = value == 0 or 1e-3 <= abs(value) < 1e4
+    forms = [f"{value:.{digits}f}" for digits in (4, 3, 2, 1)] if plain else [f"{value:.2e}", f"{value:.1e}"]
+    return next((text for text in forms if len(text) <= width), f"{value:.0f}" if plain else f"{value:.0e}")
+
+
+def duration(seconds: float, *, tenths: bool = True) -> str:
+    """Format a time in at most six characters: `0.2 s`, `45 s`, `12 min`, `3.5 h`."""
+    if tenths and seconds < 9.95:
+        return f"{seconds:.1f} s"
+    for unit, length in (("s", 1), ("min", 60)):
+        if seconds < 99.5 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 3600:.1f} h"

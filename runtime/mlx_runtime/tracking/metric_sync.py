@@ -1,0 +1,234 @@
+"""Metrics over all workers, in one collective for any number of metrics.
+
+TorchMetrics would gather each state of each metric on its own. Here each worker packs all of them into one message;
+rank 0 merges the states as the metrics define it (`dist_reduce_fx`) and computes the values. The exchange runs in a
+group of its own on the CPU while training continues.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mlx_runtime.distributed.collectives import data_parallel_group
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs.metric_states import (
+    AnyMetric,
+    State,
+    compute_from,
+    is_updated,
+    keeps_rows,
+    merge_states,
+    state_of,
+    syncs_itself,
+)
+
+BUFFER_BYTES = 4096
+"""Initial size of a message; what does not fit is sent in a second collective."""
+
+MAX_BUFFER_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class MetricSnapshot:
+    """A copy of a metric's state on the CPU.
+
+    Attributes:
+        updated: True if the metric has seen data.
+        state: state of the metric and of the metrics within it.
+    """
+
+    updated: bool
+    state: State
+
+
+@dataclass(frozen=True)
+class SyncMessage:
+    """What one worker contributes to an exchange.
+
+    Attributes:
+        position: name of the pass and step; must be the same on all workers.
+        groups: what user code asked to record, like `losses` and `metrics`; must be the same on all workers.
+        number: a value of which the maximum over all workers is wanted.
+        snapshots: snapshots of the metrics by name.
+    """
+
+    position: tuple[str, int]
+    groups: frozenset[str]
+    number: float = 0.0
+    snapshots: Mapping[str, MetricSnapshot] = field(default_factory=dict)
+
+
+class MetricSync:
+    """Exchanges messages between all workers, one exchange at a time. Every worker must construct it.
+
+    Args:
+        topology: topology of this worker. Each replica of the model contributes once.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._rank, self._world_size = topology.data_parallel_rank, topology.data_parallel_size
+        self._group = data_parallel_group(topology)
+        self._buffer_bytes = BUFFER_BYTES
+        self._in_flight: tuple[Any, list[torch.Tensor], bytes] | None = None
+        self._local: list[SyncMessage] = []
+
+    def send(self, message: SyncMessage) -> None:
+        """Start an exchange in the background."""
+        if self._group is None:
+            self._local = [message]
+            return
+        head, body = pickle.dumps((message.position, message.groups, message.number)), _dumped(message.snapshots)
+        buffer = torch.zeros(self._buffer_bytes, dtype=torch.uint8)
+        data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head
+        data += body if len(data) + len(body) <= self._buffer_bytes else b""
+        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(buffer) for _ in range(self._world_size)]
+        work = torch.distributed.all_gather(received, buffer, group=self._group, async_op=True)
+        self._in_flight = work, received, body
+
+    def receive(self) -> list[SyncMessage]:
+        """Wait for the exchange, and return the messages by rank, snapshots on rank 0 only. Call once after `send`.
+
+        Raises:
+            MlxError: workers are at different positions, or record different groups.
+        """
+        if self._in_flight is None:
+            return self._local
+        (work, received, body), self._in_flight = self._in_flight, None
+        work.wait()
+        messages, sizes, bodies = [], [], []
+        for part in (tensor.numpy() for tensor in received):
+            head, size = int.from_bytes(part[:4].tobytes(), "big"), int.from_bytes(part[4:12].tobytes(), "big")
+            messages.append(SyncMessage(*pickle.loads(part[12 : 12 + head].tobytes())))
+            sizes.append(12 + head + size)
+            bodies.append(part[12 + head : 12 + head + size])
+        _check(messages)
+        bodies = self._gather_bodies(body, sizes) if max(sizes) > len(received[0]) else bodies
+        self._buffer_bytes = min(MAX_BUFFER_BYTES, max(self._buffer_bytes, 2 * max(sizes)))
+        if self._rank != 0:
+            return messages
+        return [
+            SyncMessage(item.position, item.groups, item.number, pickle.loads(part.tobytes()))
+            for item, part in zip(messages, bodies, strict=True)
+        ]
+
+    def _gather_bodies(self, body: bytes, sizes: Sequence[int]) -> list[Any]:
+        """Gather the snapshots of all workers on rank 0; those of one did not fit into its first message."""
+        buffer = torch.zeros(max(sizes), dtype=torch.uint8)
+        buffer[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        received = [torch.empty_like(buffer) for _ in sizes] if self._rank == 0 else None
+        torch.distributed.gather(buffer, received, group=self._group, group_dst=0)
+        return [part.numpy() for part in received or ()]
+
+
+class SyncedMetric:
+    """A metric of this worker whose value is computed over all workers.
+
+    Args:
+        metric: metric of this worker; it is never changed.
+    """
+
+    def __init__(self, metric: AnyMetric) -> None:
+        self.metric = metric
+
+    @cached_property
+    def keeps_rows(self) -> bool:
+        """True if its state grows with each row, as that of AUROC does."""
+        return keeps_rows(self.metric)
+
+    @cached_property
+    def syncs_itself(self) -> bool:
+        """True if it implements its own synchronization."""
+        return syncs_itself(self.metric)
+
+    def snapshot(self) -> MetricSnapshot:
+        """Copy its state."""
+        updated = is_updated(self.metric)
+        state = state_of(self.metric)
+        for part in state.values():
+            part["states"] = {name: _copied(value) for name, value in part["states"].items()}
+        return MetricSnapshot(updated, state)
+
+    def value(self, name: str, snapshots: Sequence[MetricSnapshot]) -> dict[str, float] | None:
+        """Return its value over all workers, as numbers by name; None if it has seen no data.
+
+        Args:
+            name: name of the metric, including the name of the pass.
+            snapshots: snapshots of all workers.
+
+        Raises:
+            MlxError: it was updated on some workers only.
+        """
+        updated = {item.updated for item in snapshots}
+        if len(updated) == 2:
+            raise MlxError(UPDATED_ON_SOME.format(name))
+        if updated == {False}:
+            return None
+        return numbers(name, compute_from(self.metric, merge_states(self.metric, [item.state for item in snapshots])))
+
+
+UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worker, or its value cannot be computed"
+
+
+def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[str, MetricSnapshot]:
+    """Copy the states of metrics by name, without those that synchronize themselves.
+
+    Args:
+        metrics: metrics by name.
+        whole_pass: True to include metrics that keep rows. Their states grow, so they are sent once per pass.
+    """
+    return {
+        name: item.snapshot()
+        for name, item in metrics.items()
+        if not item.syncs_itself and (whole_pass or not item.keeps_rows)
+    }
+
+
+def numbers(name: str, value: Any) -> dict[str, float]:
+    """Return the numbers in what `compute` returned, by name; arrays are left out."""
+    named = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    return {key: float(item) for key, item in named.items() if torch.as_tensor(item).numel() == 1}
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, list):
+        return [_copied(item) for item in state]
+    return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+
+
+def _check(messages: Sequence[SyncMessage]) -> None:
+    """Raise an error if workers are at different positions or record different groups."""
+    first = messages[0]
+    for rank, other in enumerate(messages):
+        if other.position != first.position:
+            here, there = (f"step {item.position[1]} of {item.position[0]}" for item in (first, other))
+            raise MlxError(f"rank 0 records at {here}, rank {rank} at {there}; every worker must run the same loop")
+    for name in sorted(frozenset().union(*(item.groups for item in messages))):
+        silent = [str(rank) for rank, item in enumerate(messages) if name not in item.groups]
+        if silent:
+            at = f"until step {first.position[1]} of {first.position[0]}"
+            raise MlxError(
+                f"{name} were saved on some workers only: not on rank {', '.join(silent)} {at}; every worker must make "
+                "the same calls of save_metrics_and_losses, save_metrics and save_losses"
+            )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, ten times as fast."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor) and item.dtype is not torch.bfloat16:
+            return torch.from_numpy, (item.numpy(),)
+        return NotImplemented
+
+
+def _dumped(snapshots: Mapping[str, MetricSnapshot]) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(dict(snapshots))
+    return stream.getvalue()

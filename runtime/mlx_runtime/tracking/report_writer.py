@@ -1,0 +1,162 @@
+"""Recording of metrics on rank 0: appends them to `metrics.jsonl`, and passes them to the trackers."""
+
+import contextlib
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard
+
+
+class ReportWriter:
+    """Writes the reports of a run to metrics.jsonl and to the trackers of `cfg.trackers`.
+
+    Args:
+        run: passed to the trackers.
+        folder: folder of the run.
+        trackers: trackers by name, from `cfg.trackers`.
+        warn: receives a line about a tracker that fails.
+        owned: returns True until another driver takes over the run.
+        host: address of this machine.
+    """
+
+    def __init__(
+        self,
+        run: RunInfo,
+        folder: RunFolder,
+        trackers: Mapping[str, Any],
+        warn: Callable[[str], None],
+        owned: Callable[[], bool] = lambda: True,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._run, self._folder, self._owned = run, folder, owned
+        self._record = JSONL(folder.metrics.name)
+        self.trackers = Listeners(trackers, "trackers", warn)
+        self._process = {"hostname": socket.gethostname(), "node_ip": host, "pid": os.getpid()}
+        self._reports = 0
+        self._trained_s = 0.0
+        self._started = self._reported = time.monotonic()
+        self._begun = self._over = False
+
+    def start(self) -> None:
+        """Start trackers, before the first report."""
+        self._record.on_run_start(self._run)
+        self.trackers.call("on_run_start", self._run)
+        self._begun = True
+
+    def report(self, values: Mapping[str, float], *, step: int, epoch: int) -> Report:
+        """Record metrics.
+
+        Args:
+            values: like `{"train/loss": 0.3}`.
+            step: global step, the x axis.
+            epoch: epoch, as user code counts epochs.
+        """
+        present, moment = time.monotonic(), time.time()
+        self._reports += 1
+        facts = {
+            "training_iteration": self._reports,
+            "timestamp": round(moment, 3),
+            "date": datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).isoformat(timespec="seconds"),
+            "time_this_iter_s": round(present - self._reported, 6),
+            "time_total_s": round(self._seconds(present), 6),
+            **self._process,
+        }
+        self._reported = present
+        report = Report(step, epoch, values, facts)
+        self._record.on_report(report)
+        self.trackers.call("on_report", report)
+        return report
+
+    def end_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
+        self.trackers.call("on_epoch_end", epoch, values)
+
+    def stored(self, checkpoint: Mapping[str, Any]) -> None:
+        self.trackers.call("on_checkpoint", checkpoint)
+
+    def end(self, status: str, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
+        """End trackers; only the first call has an effect."""
+        if not self._over and self._begun:
+            self._over = True
+            if error is not None:
+                self.trackers.call("on_exception", error)
+            self.trackers.call("on_run_end", status, metrics)
+
+    @property
+    def tensorboard(self) -> Any:
+        """Torch's SummaryWriter of this run, or None without a TensorBoard tracker."""
+        found = [item for item in self.trackers if isinstance(item, TensorBoard)]
+        return found[0].writer if found else None
+
+    def push(self, *, must: bool = False) -> None:
+        """Copy the files of trackers to the object store of the run.
+
+        Args:
+            must: raise if a copy fails; otherwise the next call tries again.
+
+        Raises:
+            StorageError: the storage rejects a file.
+        """
+        self._folder.push(*self._files(append_only=False), must=must)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for checkpoints: the length of each append-only file in bytes, and counters."""
+        self.trackers.call("flush")
+        sizes = {file.name: file.stat().st_size for file in self._files(append_only=True)}
+        return {"sizes": sizes, "reports": self._reports, "seconds": self._seconds(time.monotonic())}
+
+    def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
+        """Discard what was written after a checkpoint, so that no step is recorded twice.
+
+        Args:
+            state: state from the checkpoint, or None at the start of the run.
+            step: global step of the checkpoint.
+        """
+        sizes = state["sizes"] if state else {}
+        self._reports, self._trained_s = (state["reports"], state["seconds"]) if state else (0, 0.0)
+        self._started = self._reported = time.monotonic()
+        for file in self._files(append_only=True):
+            if file.name in sizes or file == self._folder.metrics:
+                # A new file, because a driver that was wrongly considered dead may still have the old one open.
+                with file.open("rb") as lines:
+                    write_atomic(file, lines.read(sizes.get(file.name, 0)))
+            else:
+                file.unlink()
+                self._folder.forget(file)
+        if self._begun:
+            self._record.on_run_end("", {})
+            self._record.on_run_start(self._run)
+        self.trackers.call("on_rewind", step if state else 0)
+
+    def _seconds(self, present: float) -> float:
+        return self._trained_s + present - self._started
+
+    def _files(self, *, append_only: bool) -> list[Path]:
+        """Return the files of metrics.jsonl and the trackers, all or the append-only ones."""
+        writers = [item for item in (self._record, *self.trackers) if not append_only or hasattr(item, "append_only")]
+        patterns = [pattern for item in writers for pattern in getattr(item, "files", ())]
+        found = {file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()}
+        return sorted(found)
+
+    def __enter__(self) -> "ReportWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            stopped = isinstance(error, KeyboardInterrupt)
+            self.end("STOPPED" if stopped else "FAILED", {}, error)
+        self._record.on_run_end("", {})
+        with contextlib.suppress(StorageError):
+            if self._folder.uri is not None and self._owned():
+                self.push()

@@ -1,0 +1,300 @@
+"""Trackers for `cfg.trackers`: TensorBoard, CSV, Weights & Biases, MLflow. They run on rank 0 (see `callbacks`).
+
+Independently of them, every run records all metrics in `metrics.jsonl` of its folder, which listings, reports and
+`open_run` read.
+"""
+
+import contextlib
+import csv
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TextIO
+
+from mlx_runtime.tracking.callbacks import Report, RunInfo
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class TensorBoard:
+    """Writes the metrics of every report, and what user code adds to `self.tensorboard`, as event files of the run.
+
+    Args:
+        hparams: at the end, write the values of conf.yaml and the last metrics to the page of hyperparameters.
+        flush_secs: seconds between two writes to disk.
+    """
+
+    files = ("events.out.tfevents.*",)
+    append_only = True
+
+    hparams: bool = True
+    flush_secs: int = 30
+    _writer: "SummaryWriter | None" = field(default=None, init=False, repr=False, compare=False)
+    _run: RunInfo | None = field(default=None, init=False, repr=False, compare=False)
+    _purge_step: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def writer(self) -> "SummaryWriter":
+        """Torch's writer, created on first use."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is None:
+            assert self._run is not None, "on_run_start was called"
+            settings = {"purge_step": self._purge_step, "flush_secs": self.flush_secs}
+            self._writer = SummaryWriter(str(self._run.folder), **settings)
+        return self._writer
+
+    def on_run_start(self, run: RunInfo) -> None:
+        import torch.utils.tensorboard  # noqa: F401 - half a second, before the first step
+
+        self._run = run
+
+    def on_rewind(self, step: int) -> None:
+        """Let a TensorBoard hide what it has already read after `step`, which is no longer in the files."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._purge_step = None, step + 1 if step else None
+
+    def on_report(self, report: Report) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = {**report.values, "epoch": report.epoch}
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        # One event for all values takes a fifth of the time of one event each.
+        self._add(Summary(value=scalars), report.step, report.facts["timestamp"])
+
+    def on_epoch_end(self, epoch: int, values: Mapping[str, float]) -> None:
+        self.flush()
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        if self.hparams and status == "SUCCEEDED" and metrics:
+            self._write_hparams(metrics)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write_hparams(self, metrics: Mapping[str, float]) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        assert self._run is not None
+        values = {
+            name: value for name, value in flatten(self._run.config) if isinstance(value, bool | int | float | str)
+        }
+        for summary in hparams(values, dict(metrics)):  # type: ignore[no-untyped-call] # torch's own
+            self._add(summary)
+
+    def _add(self, summary: Any, step: int | None = None, moment: float | None = None) -> None:
+        files: Any = self.writer.file_writer  # torch declares it as None
+        files.add_summary(summary, step, moment)
+
+
+class JSONL:
+    """Writes one line with a JSON object per report: step, epoch, facts, and the values, with null for NaN.
+
+    Args:
+        file: name in the run's folder.
+    """
+
+    append_only = True
+
+    def __init__(self, file: str = "metrics.jsonl"):
+        self.file = file
+        self._lines: TextIO | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.file,)
+
+    def on_run_start(self, run: RunInfo) -> None:
+        self._lines = (run.folder / self.file).open("a", encoding="utf-8", buffering=1)  # complete lines reach the disk
+
+    def on_report(self, report: Report) -> None:
+        assert self._lines is not None, "on_run_start was called"
+        self._lines.write(json.dumps(row(report)) + "\n")
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+class CSV:
+    """Writes one line per report and one column per metric; empty where a report lacks it.
+
+    A new metric adds a column, for which the file is rewritten from `metrics.jsonl`.
+
+    Args:
+        file: name in the run's folder.
+    """
+
+    def __init__(self, file: str = "metrics.csv"):
+        self.file = file
+        self._run: RunInfo | None = None
+        self._columns: list[str] = []
+        self._lines: TextIO | None = None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.file,)
+
+    def on_run_start(self, run: RunInfo) -> None:
+        self._run = run
+        self._rewrite()
+
+    def on_rewind(self, step: int) -> None:
+        if self._run is not None:
+            self._rewrite()
+
+    def on_report(self, report: Report) -> None:
+        line = row(report)
+        if not set(line) <= set(self._columns):
+            self._rewrite()  # metrics.jsonl already has this report
+        else:
+            assert self._lines is not None
+            self._writer(self._lines).writerow(line)
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def _writer(self, stream: TextIO) -> "csv.DictWriter[str]":
+        return csv.DictWriter(stream, self._columns, lineterminator="\n")
+
+    def _rewrite(self) -> None:
+        assert self._run is not None
+        if self._lines is not None:
+            self._lines.close()
+        rows = list(_rows(self._run.folder / "metrics.jsonl"))
+        self._columns = list(dict.fromkeys(name for line in rows for name in line))
+        file = self._run.folder / self.file
+        half = file.with_name(f".{file.name}.part")
+        with half.open("w", encoding="utf-8", newline="") as stream:
+            writer = self._writer(stream)
+            writer.writeheader()
+            writer.writerows(rows)
+        half.replace(file)
+        self._lines = file.open("a", encoding="utf-8", newline="", buffering=1)
+
+
+class WandB:
+    """Sends metrics to Weights & Biases (`pip install wandb`). A resumed run stays one run there.
+
+    Args:
+        project: name of the project; None means the experiment's name.
+        mode: `online`, or `offline`, which keeps everything in the run's folder for `wandb sync`.
+        entity: team, or None for your own.
+    """
+
+    files = ("wandb-run-id", "wandb/**/*")
+
+    def __init__(
+        self, project: str | None = None, mode: Literal["online", "offline"] = "online", entity: str | None = None
+    ):
+        self.project, self.mode, self.entity = project, mode, entity
+        self._run: Any = None
+
+    def on_run_start(self, run: RunInfo) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self.project or run.experiment,
+            entity=self.entity,
+            name=run.name,
+            id=_remembered(run.folder / "wandb-run-id", lambda: uuid.uuid4().hex),
+            group=run.experiment,
+            config=dict(run.config),
+            dir=str(run.folder),
+            mode=self.mode,
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+
+    def on_report(self, report: Report) -> None:
+        self._run.log({**report.values, "epoch": report.epoch, "global_step": report.step})
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        self._run.summary.update({**metrics, "status": status})
+        self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
+
+
+class MLflow:
+    """Sends metrics to an MLflow server or local store (`pip install mlflow`). A resumed run stays one run there.
+
+    Args:
+        tracking_uri: like `http://host:5000`; None keeps a SQLite file in the run's folder.
+        experiment: name of the experiment; None means that of the run.
+    """
+
+    files = ("mlflow-run-id", "mlflow.db")
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None):
+        self.tracking_uri, self.experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._id = ""
+
+    def on_run_start(self, run: RunInfo) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(self.tracking_uri or f"sqlite:///{run.folder / 'mlflow.db'}")
+        title = self.experiment or run.experiment
+        found = self._client.get_experiment_by_name(title)
+        home = found.experiment_id if found else self._client.create_experiment(title)
+        begin = partial(self._client.create_run, home, run_name=run.name, tags={"mlx.place": run.place})
+        self._id = _remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
+        self._client.update_run(self._id, status="RUNNING")
+        if run.attempt == 1:
+            params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]
+            for start in range(0, len(params), 100):  # limit of a request
+                self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def on_report(self, report: Report) -> None:
+        from mlflow.entities import Metric
+
+        moment = int(1000 * report.facts["timestamp"])
+        values = {**report.values, "epoch": report.epoch}
+        self._client.log_batch(self._id, [Metric(name, value, moment, report.step) for name, value in values.items()])
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}
+        self._client.set_terminated(self._id, ends.get(status, "FAILED"))
+
+
+def row(report: Report) -> dict[str, Any]:
+    """Return a report as one flat dict; None stands for NaN and infinity."""
+    values = {name: value if abs(value) < float("inf") else None for name, value in report.values.items()}
+    return {"step": report.step, "epoch": report.epoch, **report.facts, **values}
+
+
+def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a config with its full key: `("cfg.seed", 0)`, …"""
+    if isinstance(config, Mapping):
+        for name, item in config.items():
+            yield from flatten(item, f"{key}.{name}" if key else str(name))
+    elif isinstance(config, list):
+        for number, item in enumerate(config):
+            yield from flatten(item, f"{key}.{number}")
+    else:
+        yield key, config
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of a JSONL file."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from map(json.loads, file.read_text(encoding="utf-8").rpartition("\n")[0].splitlines())
+
+
+def _remembered(file: Path, make: Callable[[], str]) -> str:
+    """Return the content of a file, which is created the first time."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text()

@@ -1,0 +1,55 @@
+"""`breakpoint()` in user code: where pdb may start, and where nobody could answer it."""
+
+import contextlib
+import os
+import pdb
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mlx_runtime.events import Notice
+from mlx_runtime.training.channel import Sink
+
+
+@contextlib.contextmanager
+def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
+    """Call `allowed` at each `breakpoint()` within the block, and start the debugger if it returns True.
+
+    `PYTHONBREAKPOINT=0` turns breakpoints off, as usual.
+    """
+    before = sys.breakpointhook
+
+    def hook(*args: Any, **options: Any) -> Any:
+        debugger = os.environ.get("PYTHONBREAKPOINT", "")
+        if debugger == "0" or not allowed():
+            return None
+        if before is not sys.__breakpointhook__ or debugger not in ("", "pdb.set_trace"):
+            return before(*args, **options)
+        return pdb.Pdb().set_trace(sys._getframe().f_back)  # debug the user's frame; `before` would stop in this one
+
+    sys.breakpointhook = hook
+    try:
+        yield
+    finally:
+        sys.breakpointhook = before
+
+
+class RefusePdb:
+    """Refuses pdb on a worker, which has no terminal, with one notice; another debugger may need none.
+
+    Args:
+        sink: Called with the notice.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._noticed = sink, False
+
+    def __call__(self) -> bool:
+        debugger = os.environ.get("PYTHONBREAKPOINT", "")
+        if debugger and not debugger.startswith("ray."):  # Ray sets its own, which would wait for a user to attach
+            return debugger != "pdb.set_trace"
+        if not self._noticed:
+            text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
+            self._sink.send(Notice(text, once=True))
+            self._noticed = True
+        return False

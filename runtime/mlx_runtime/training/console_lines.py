@@ -1,0 +1,179 @@
+"""The lines that the user sees at the start of a run, at its end, and when something happens in between."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlx_runtime.data import loaders
+from mlx_runtime.events import (
+    DatasetsPrepared,
+    Event,
+    LoaderOpened,
+    LoopEnded,
+    RunEnded,
+    RunInfo,
+    RunStarted,
+    StopRequested,
+    WorkersLost,
+    WorkersStarted,
+)
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.redaction import redacted_override, secret_keys
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.planning import RunPlan
+
+
+class ConsoleLines:
+    """Prints events as lines on a display.
+
+    Args:
+        display: display to print on.
+        plan: plan of the run.
+    """
+
+    def __init__(self, display: Display, plan: RunPlan) -> None:
+        self._display, self._plan = display, plan
+        self._started = time.monotonic()
+        self._world_size = 0
+        self._logged: tuple[str, ...] = ()
+        self._run: RunInfo | None = None
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case RunStarted(run):
+                self._run = run
+                self._start(run)
+            case DatasetsPrepared(names, root, created):
+                self._print(f"prepared  {', '.join(names)}: read from {root} (made {created[:10]})")
+            case WorkersStarted():
+                self._workers_started(event)
+            case LoaderOpened(name, training, rows, steps, global_batch):
+                if training:
+                    self._print(f"{name:<9} {rows:,} rows in {steps:,} steps, global batch {global_batch:,}")
+            case WorkersLost(ranks, why):
+                self._print(f"lost      rank {', '.join(map(str, ranks))}: {why:.200}")
+            case StopRequested(why):
+                self._print(f"stopping  after this step, with a checkpoint ({why})", always=True)
+            case LoopEnded():
+                self._logged = event.logged
+            case RunEnded(status="SUCCEEDED"):
+                self._end(event)
+        self._display.handle(event)
+
+    def _print(self, text: str = "", *, always: bool = False) -> None:
+        self._display.print(text, always=always)
+
+    def _start(self, run: RunInfo) -> None:
+        config, cfg = self._plan.config, self._plan.config.cfg
+        if config.checkpoint is not None:
+            assert config.origin is not None
+            self._print(f"evaluate  {config.origin.title}, {config.checkpoint}")
+        elif config.fast:
+            batches = cfg.limit_batches or "all"
+            self._print(f"run       {run.experiment}, a quick look: {batches} batches of each pass, nothing is kept")
+        else:
+            self._print(f"run       {run.experiment} {run.name}")
+            self._print(f"folder    {run.place}", always=True)
+        if config.run is not None:
+            self._overrides()
+        self._workers()
+        if (written := list(secret_keys(config.unresolved))) and not config.fast:
+            self._print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
+            self._print("          to keep a secret out of it: ${oc.env:NAME}, a variable of the environment")
+        if cfg.prefetch_batches != TrainConfig.prefetch_batches and not loaders.reading_processes(cfg.loader):
+            self._print(
+                f"note      cfg.prefetch_batches={cfg.prefetch_batches} is ignored without cfg.loader=workers=N"
+            )
+
+    def _overrides(self) -> None:
+        """Print what differs from the config that the run had before, and which overrides change nothing."""
+        config = self._plan.config
+        for change in config.changes:
+            when = "" if change.key.startswith("cfg.") else ", set once its state is restored"
+            self._print(f"changed   {change}{when}")
+        for item in config.overrides:
+            key = item.lstrip("+~").partition("=")[0]
+            if not any(f"{change.key}.".startswith(f"{key}.") for change in config.changes):
+                self._print(f"unchanged {redacted_override(item)}")
+
+    def _workers(self) -> None:
+        cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
+        number = cfg.start_workers
+        why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}[cluster.engine]
+        workers = f"{_counted(number, 'DDP worker')} " if number else ""
+        self._print(f"workers   {workers}{cluster.title}{f' ({why})' if why else ''}")
+        if engine.notice:
+            self._print(f"          {engine.notice}")
+        if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
+            gpus = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}"
+            hint = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false chooses CPUs"
+            self._print(f"warning   training on CPUs, with {gpus} for {number} workers. {hint}", always=True)
+        cores = os.cpu_count() or 1
+        if (cluster.engine == "local" or cluster.embedded) and number * cfg.cpus_per_worker > cores:
+            self._print(f"          more workers than the {cores} cores here: they share them")
+
+    def _workers_started(self, event: WorkersStarted) -> None:
+        before, self._world_size = self._world_size, event.world_size
+        if before:
+            number = f"{before} → {event.world_size}" if before != event.world_size else str(before)
+            self._print(f"workers   {number}: restarted")
+            return
+        cfg = self._plan.config.cfg
+        threads = f"{_counted(cfg.cpus_per_worker, 'thread')} per worker"
+        precision = "fp32" if cfg.precision == 32 else cfg.precision
+        self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
+
+    def _end(self, event: RunEnded) -> None:
+        config, run = self._plan.config, self._run
+        assert run is not None
+        names = [name for name in event.metrics if name.startswith("test") or name in self._logged]
+        names = list(event.metrics) if config.checkpoint is not None else names
+        rows = {name: f"{event.metrics[name]:.4f}" for name in sorted(names)}
+        if event.best and config.kept:
+            path = event.best["path"].removeprefix(f"{run.place}/")
+            rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} (epoch {event.best['epoch'] + 1}, {path})"
+        rows["took"] = f"{time.monotonic() - self._started:.1f} s"
+        if event.evaluation is not None:
+            rows["recorded"] = event.evaluation
+        elif config.fast:
+            rows["run"] = "all code ran; nothing of this run is kept"
+        else:
+            rows |= {"run": run.place, "TensorBoard": _board_command(run, config.overrides)}
+        self._print_table(rows)
+
+    def _print_table(self, rows: Mapping[str, str]) -> None:
+        width = max(map(len, rows)) + 2
+        self._print(always=True)
+        for name, value in rows.items():
+            self._print(f"{name:<{width}}{value}", always=True)
+
+
+def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
+    """Return the command that resumes a run."""
+    named = any(item.startswith("cfg.name=") for item in overrides)
+    name = run.location if _elsewhere(overrides) else run.title if named else run.name
+    return shlex.join(["mlx", "train", "launch" if Settings.read().job else "run", f"--resume={name}"])
+
+
+def _board_command(run: RunInfo, overrides: tuple[str, ...]) -> str:
+    """Return the command that shows a run: the short form where it works, else one that works in any folder."""
+    words = [run.place] if _elsewhere(overrides) else [run.experiment, run.name]
+    if Settings.read().job or (shutil.which("mlx") and len(words) > 1):
+        return shlex.join(["mlx", "xp", "board", *words])
+    return shlex.join([str(Path(sys.executable).with_name("mlx")), "xp", "board", run.place])
+
+
+def _elsewhere(overrides: tuple[str, ...]) -> bool:
+    """Return True if a run is not in the storage that conf.yaml names, so that only its path identifies it."""
+    settings = Settings.read()
+    return bool(settings.job or settings.storage) or any(item.startswith("cfg.storage_path") for item in overrides)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,97 @@
+"""What the parts of a session share: the run, its progress, and the objects of the experiment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.runs.checkpoints import Checkpoints, members
+from mlx_runtime.runs.folder import RunFolder
+
+GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
+"""The groups of objects that make an experiment, as conf.yaml names them."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The run that a worker takes part in. It does not change.
+
+    Attributes:
+        folder: folder of the run.
+        topology: topology of this worker.
+        cfg: settings of the run.
+        config: conf.yaml of the run, resolved.
+        shown_config: the same without secrets.
+        evaluates: True if a checkpoint is evaluated and nothing is trained.
+    """
+
+    folder: RunFolder
+    topology: Topology
+    cfg: Any
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shown_config: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        """The stored checkpoints of the run."""
+        return Checkpoints(self.folder.checkpoints)
+
+
+@dataclass
+class Progress:
+    """How far a run has progressed.
+
+    Attributes:
+        epoch: epoch, counted from 0.
+        global_step: training steps taken in all epochs; steps that make one update together count once.
+        updates: steps that optimizers have taken in this process.
+        interrupted: True after a restart within an epoch, until its training pass is resumed.
+    """
+
+    epoch: int = 0
+    global_step: int = 0
+    updates: int = 0
+    interrupted: bool = False
+
+
+class Groups:
+    """The objects of an experiment. User code may replace them at any time.
+
+    Args:
+        experiment: an object with one attribute per group.
+    """
+
+    def __init__(self, experiment: Any) -> None:
+        self._experiment = experiment
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a group; `own` holds the objects with a state that user code put on the experiment itself."""
+        return getattr(self._experiment, name) if name != "own" else SimpleNamespace(**self._own())
+
+    def members(self, name: str) -> dict[str, Any]:
+        """Return the objects of a group by name."""
+        return members(self[name])
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        return {name: item for name, item in self.members("optimizers").items() if isinstance(item, Optimizer)}
+
+    def _own(self) -> dict[str, Any]:
+        grouped = {id(item) for group in GROUPS for item in self.members(group).values()}
+        grouped |= {id(unwrap(item)) for item in self.members("models").values()}
+        return {
+            name: item
+            for name, item in vars(self._experiment).items()
+            if name not in GROUPS
+            and not isinstance(item, Loader | type)
+            and hasattr(item, "state_dict")
+            and hasattr(item, "load_state_dict")
+            and id(item) not in grouped
+        }

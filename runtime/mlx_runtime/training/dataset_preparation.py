@@ -1,0 +1,132 @@
+"""Prepared datasets of a run: which to read, which to make first, and marks that keep others from removing them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.building import declare_group
+from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.config.targets import object_at, path_of
+from mlx_runtime.data import loaders, preparation
+from mlx_runtime.data.prepared import PreparedSet, Store, prepared_root
+from mlx_runtime.data.streams import dataset_nodes, stream_names
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.events import Event, Notice, PreparationProgress
+from mlx_runtime.training.engines.placement import start_ray
+from mlx_runtime.training.request import RunConfig
+
+
+def check_datasets(config: RunConfig) -> None:
+    """Refuse datasets and `cfg.loader` that no worker could read.
+
+    Raises:
+        DatasetError: a dataset cannot be batched.
+        ConfigError: `cfg.loader` is malformed.
+    """
+    for name, node in config.tree.get("datasets", {}).items():
+        target = object_at(node["_target_"]) if isinstance(node, dict) else None
+        if isinstance(target, type):
+            loaders.check(target, f"datasets.{name}")
+    loaders.reading_processes(config.cfg.loader)
+
+
+def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
+    """Return the prepared datasets to read instead of samples, and make them first if `cfg.prepared` is `make`.
+
+    Args:
+        config: config of the run.
+        project: folder of the experiment.
+        emit: called with notices and progress events.
+
+    Raises:
+        DatasetError: a dataset cannot be prepared.
+        StorageError: the store cannot be written.
+    """
+    cfg = config.cfg
+    if cfg.prepared == "never":
+        return {}
+    if cfg.prepared == "auto":
+        sets = find_prepared(config, project, lambda text: emit(Notice(text)))
+    else:
+        sets = _make(config, project, emit)
+    return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in sets.items()}
+
+
+def find_prepared(config: RunConfig, project: Path, notify: Callable[[str], None]) -> dict[str, PreparedSet]:
+    """Return the prepared datasets that match the config, without making any.
+
+    Args:
+        config: config of the run.
+        project: folder of the experiment.
+        notify: called with a line about each stale one.
+    """
+    tree, _ = _preparable(config.tree)
+    shown = config.shown.get("datasets", {})
+    return preparation.find(tree, store_of(config), shown=shown, seed=config.cfg.seed, project=project, tell=notify)
+
+
+def unprepared_streams(config: RunConfig, project: Path) -> list[str]:
+    """Return the names of the streams of Ray Data that have to be read as such."""
+    streams = stream_names(config.tree)
+    if not streams or config.cfg.prepared == "never":
+        return streams
+    prepared = find_prepared(config, project, lambda _: None)
+    return [name for name in streams if name not in prepared]
+
+
+def store_of(config: RunConfig) -> str:
+    """Return the folder or URI of prepared datasets."""
+    return prepared_root(config.cfg.storage_path, config.cfg.prepared_path)
+
+
+@contextlib.contextmanager
+def mark_used(item: PreparedSet) -> Iterator[bool]:
+    """Keep others from removing a prepared dataset within the block. Yields False if it has just been removed."""
+    store = Store(item.root)
+    with store.used(item.manifest.name):
+        yield store.find(item.manifest.name) is not None
+
+
+def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
+    cfg, root = config.cfg, store_of(config)
+    tree, left_out = _preparable(config.tree)
+    for name in left_out:
+        emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))
+    sets = preparation.make(
+        tree,
+        root,
+        shown=config.shown.get("datasets", {}),
+        seed=cfg.seed,
+        project=project,
+        tell=lambda text: emit(Notice(text)),
+        progress=lambda name, done, rows: emit(PreparationProgress(name, done, rows)),
+        cluster=lambda: start_ray(cfg),
+    )
+    keep = [item.manifest.name for item in sets.values()]
+    limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
+    for removed in Store(root).clean(**limits, keep=keep):
+        size = f"{removed.size_bytes / 1e6:,.1f} MB"
+        emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))
+    return sets
+
+
+def _preparable(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the config with only those datasets that can be prepared, and the names of the others."""
+    if "datasets" not in tree:
+        return dict(tree), []
+    nodes = dataset_nodes(tree)
+    kept = _unreplaced(tree["datasets"], nodes)
+    return dict(tree) | {"datasets": {name: nodes[name] for name in kept}}, [name for name in nodes if name not in kept]
+
+
+def _unreplaced(group_node: Any, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the names of the datasets that the constructor of `Datasets` does not replace with others."""
+    try:
+        group = declare_group(group_node, "datasets")
+    except (ConfigError, TypeError):
+        return []  # its constructor reads them
+    held = {name: vars(group).get(name) for name in nodes}
+    classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
+    return [name for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]]

@@ -1,0 +1,236 @@
+"""One run from the outside: claim its folder, start the workers, follow their events, record how it ends."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from mlx_runtime.config.targets import path_of
+from mlx_runtime.data.prepared import PreparedSet
+from mlx_runtime.data.streams import stream_names
+from mlx_runtime.errors import MlxError
+from mlx_runtime.events import (
+    DatasetsPrepared,
+    Event,
+    Notice,
+    RunInfo,
+    RunStarted,
+    StepProgress,
+    StopRequested,
+    WorkerConnected,
+)
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.records import Record
+from mlx_runtime.tracking.callbacks import Listeners
+from mlx_runtime.training.channel import LOCATE, STOP, Receiver
+from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
+from mlx_runtime.training.engines.placement import start_ray
+from mlx_runtime.training.job import Job
+from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.request import RunConfig
+from mlx_runtime.training.run_recorder import RunRecorder, claim
+from mlx_runtime.training.stop_requests import StopRequests, Terminated
+from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
+
+SLOW_START_S = 2.0
+"""Workers that take longer to start are announced."""
+
+Listener = Callable[[Event], None]
+
+
+class Driver:
+    """Trains one run, and tells its listeners what happens.
+
+    A driver installs no signal handlers, prints nothing and may run in any thread, so that a command, a notebook, a
+    sweep and a test can all use one:
+
+        config = load_config(Experiment)
+        with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
+            driver = Driver(plan)
+            for event in driver.run():
+                match event:
+                    case EpochEnded(epoch, values=values) if values["val/loss"] > 2:
+                        driver.stop("no progress")
+
+    Args:
+        plan: plan of the run, from `planned`.
+        listeners: called with each event, in the driver's thread.
+        control: decides when the run ends early.
+        guard: entered before the record says that the run is alive, and left once its end is certain to be recorded.
+
+    Attributes:
+        control: control through which the run can be stopped.
+        recorder: writes the record; None before the run is claimed.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        listeners: Sequence[Listener] = (),
+        *,
+        control: StopRequests | None = None,
+        guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.control = control or StopRequests()
+        self.recorder: RunRecorder | None = None
+        self._plan, self._guard = plan, guard
+        callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(Notice(text)))
+        self._listeners = (*listeners, callbacks.handle)
+        self._unread: deque[Event] = deque()
+        self._stop_announced = False
+
+    @property
+    def folder(self) -> RunFolder:
+        """Folder of the run, once it has been claimed."""
+        assert self.recorder is not None
+        return self.recorder.record.folder
+
+    @property
+    def resuming(self) -> bool:
+        """True while the run that this one resumes is still as it was."""
+        return self.recorder is not None and self.recorder.record.held
+
+    def stop(self, reason: str = "stop()") -> None:
+        """End the run, after a checkpoint if workers train. May be called from any thread."""
+        self.control.request(reason)
+
+    def run(self) -> Iterator[Event]:
+        """Train, and yield each event after the listeners have seen it. The last one is `RunEnded`.
+
+        With `cfg.start_workers=0` the loop runs within `next()`, so all its events come when it is done; listeners see
+        them at once. Closing the iterator early stops the run without a checkpoint.
+
+        Raises:
+            UsageError: another driver trains the run.
+            StorageError: the run folder cannot be written.
+            WorkerLoopError: user code raised.
+            WorkerLostError: workers were lost more than `cfg.max_failures` times.
+            HangError: the workers deadlocked.
+        """
+        with contextlib.ExitStack() as guard:
+            record = claim(self._plan, lambda: guard.enter_context(self._guard()))
+            recorder = self.recorder = RunRecorder(record, self._plan)
+            try:
+                with (
+                    self.control.watching(record.folder, record["attempt"]),
+                    contextlib.ExitStack() as stack,
+                    record.alive(),
+                ):
+                    guard.close()
+                    yield from self._train(recorder, stack)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
+                    record.disown()
+                    text = f"{record.folder.title} was taken over by another driver; this one has ended"
+                    raise MlxError(text) from None
+                stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
+                ended = recorder.end_early("STOPPED" if stopped else "FAILED", error)
+                if isinstance(error, GeneratorExit):
+                    self._emit(ended)
+                    raise
+            else:
+                ended = recorder.succeed()
+        self._emit(ended)
+        yield from self._pending()
+        if ended.error is not None and not isinstance(ended.error, Terminated):
+            raise ended.error
+
+    def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[Event]:
+        """Prepare the datasets, start the workers, and follow them to the end."""
+        plan, config, record = self._plan, self._plan.config, recorder.record
+        if not record.held:
+            recorder.begin()
+        self._emit(RunStarted(_info(record, config)))
+        if plan.cluster.engine == "in_process" and stream_names(config.tree):
+            stack.enter_context(start_ray(config.cfg))
+        sets = prepare_datasets(config, plan.project, self._emit)
+        sets = {name: item for name, item in sets.items() if stack.enter_context(mark_used(item))}
+        if sets:
+            names = {name: item.manifest.name for name, item in sets.items()}
+            created = max(item.manifest.created for item in sets.values())
+            self._emit(DatasetsPrepared(names, next(iter(sets.values())).root, created))
+        yield from self._pending()
+        self.control.check()
+        with contextlib.closing(Receiver(plan.cluster.host)) as receiver:
+            job = _job(plan, record, sets, receiver)
+            yield from self._follow(job, receiver, recorder)
+        if recorder.stopped:
+            raise Terminated
+
+    def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[Event]:
+        """Start the workers, and yield their events until they are done."""
+        busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
+        deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
+        started, announced, stop_sent = time.monotonic(), False, False
+        self.control.allow_checkpoint()
+        with contextlib.ExitStack() as stack:
+            group = self._plan.engine.start(job, self._emit, self._stop_requested)
+            stack.callback(group.close)
+            try:
+                while group.poll():
+                    for event in receiver.events(timeout_s=0.1):
+                        self._emit(event)
+                        deadlocks.handle(event)
+                        stop_sent = stop_sent and not isinstance(event, WorkerConnected)  # it does not know yet
+                    if not announced and not recorder.world_size and time.monotonic() - started > SLOW_START_S:
+                        self._emit(Notice("starting  workers"))
+                        announced = True
+                    self.control.check()
+                    if self._stop_requested() and not stop_sent:
+                        receiver.broadcast(STOP)
+                        stop_sent = True
+                    deadlocks.check(recorder.world_size)
+                    yield from self._pending()
+                for event in receiver.drain():
+                    self._emit(event)
+            except MlxError:  # what workers reported before they failed belongs in the record
+                for event in receiver.events(timeout_s=0.1):
+                    self._emit(event)
+                raise
+
+    def _stop_requested(self) -> bool:
+        """Return True once the workers should stop."""
+        if self.control.reason is not None and not self._stop_announced:
+            self._stop_announced = True
+            self._emit(StopRequested(self.control.reason))
+        return self.control.requested()
+
+    def _emit(self, event: Event) -> None:
+        if self.recorder is not None:
+            self.recorder.handle(event)
+        for listener in self._listeners:
+            listener(event)
+        if self._unread and isinstance(event, StepProgress) and isinstance(self._unread[-1], StepProgress):
+            self._unread.pop()  # nobody has read it yet, and it is outdated
+        self._unread.append(event)
+
+    def _pending(self) -> Iterator[Event]:
+        while self._unread:
+            yield self._unread.popleft()
+
+
+def _info(record: Record, config: RunConfig) -> RunInfo:
+    folder = record.folder
+    return RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, record["attempt"])
+
+
+def _job(plan: RunPlan, record: Record, sets: dict[str, PreparedSet], receiver: Receiver) -> Job:
+    """Return what each worker needs to know."""
+    folder, config, engine = record.folder, plan.config, plan.cluster.engine
+    return Job(
+        experiment=path_of(plan.experiment),
+        tree=config.tree,
+        shown=config.shown,
+        root=folder.root,
+        name=folder.experiment,
+        run=folder.name,
+        attempt=record["attempt"],
+        project=plan.project,
+        engine=engine,
+        preemptible=engine == "ray" and not plan.cluster.embedded,
+        verbose=plan.verbose,
+        prepared=sets,
+        address=receiver.address,
+        key=receiver.key,
+        evaluate=config.checkpoint is not None,
+    )

@@ -1,0 +1,114 @@
+"""Signals, parents and forks of the local engine's processes."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
+"""Threads that survive a fork; importing pyarrow starts one."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def unsafe_to_fork() -> str | None:
+    """Return why workers cannot be forked from this process, or None if they can."""
+    if sys.platform != "linux":
+        return f"forking is not reliable on {sys.platform}"
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        return "this process has already initialized CUDA"
+    threads = sum(name not in FORK_SAFE_THREADS for name in _thread_names()) - 1
+    if threads > 0:
+        return f"this process already has {threads} other thread{'s' * (threads > 1)}"
+    return None
+
+
+def _thread_names() -> Iterator[str]:
+    """Yield the names of this process's threads, including those of native libraries."""
+    for entry in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            yield (Path("/proc/self/task") / entry / "comm").read_text().strip()
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM from processes started in the block until they call `leave_the_terminal`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_the_terminal() -> None:
+    """Ignore Ctrl-C and SIGTERM, which the driver handles. Processes started from here handle them as usual."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    os.register_at_fork(after_in_child=_restore_signals)
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing. Programs started from here would inherit SIG_IGN, but do not inherit a handler."""
+
+
+def _restore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is _ignore:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
+    """End this process when its parent is gone, even by SIGKILL.
+
+    Args:
+        end: Called in the main thread; by default this process is killed.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if sys.platform == "linux":
+        number = signal.SIGRTMIN if end else signal.SIGKILL
+        if end:
+            signal.signal(number, end)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent.pid:  # it ended before the call
+            os.kill(os.getpid(), number)
+    elif end is None:  # a parent that calls `end` notices that the connection is closed
+        threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
+
+
+def _kill_after(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_group(process: Any) -> None:
+    """Kill a `multiprocessing.Process` together with all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # a new interpreter may not lead a group yet
+
+
+def exit_reason(code: int | None) -> str:
+    """Return how a process ended, as the predicate of a sentence.
+
+    Args:
+        code: Its exit code; negative for a signal, None while it has not ended.
+    """
+    if code is None:
+        return "closed its connection"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # only two of the real-time signals have names
+        name = f"signal {-code}"
+    memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{memory}"

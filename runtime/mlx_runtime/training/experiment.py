@@ -1,0 +1,234 @@
+"""`BaseModule`: what an experiment inherits, and everything that user code calls during training."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, overload
+
+import torch
+
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.metric_states import is_metric
+from mlx_runtime.training.context import GROUPS
+from mlx_runtime.training.session import Session
+
+
+class BaseModule:
+    """An experiment: groups of objects built from conf.yaml, and the loop that trains them.
+
+    Inherit, name the groups, and write `worker_loop`, which every worker runs:
+
+        class Experiment(BaseModule):
+            cfg: TrainConfig
+            datasets: Datasets
+            models: Models
+            optimizers: Optimizers
+            losses: Losses
+            metrics: Metrics
+            tools: Tools
+
+            def worker_loop(self, dataset_shards): ...
+
+    An `__init__` that takes the groups and passes them to `super().__init__` works as well. When the loop runs, all
+    objects are real: models are on the worker's device, and optimizers hold their parameters.
+    """
+
+    cfg: Any
+    datasets: Any
+    models: Any
+    optimizers: Any
+    losses: Any
+    metrics: Any
+    tools: Any
+
+    def __init__(self, **groups: Any) -> None:
+        for name in GROUPS:
+            setattr(self, name, groups.pop(name, None))
+        if groups:
+            raise TypeError(f"BaseModule has no group {', '.join(map(repr, groups))}")
+        self._run: Session | None = None
+
+    @property
+    def _session(self) -> Session:
+        if self._run is None:
+            raise MlxError("this method works inside worker_loop, during a run")
+        return self._run
+
+    # -- what the user writes
+
+    def worker_loop(self, dataset_shards: DatasetShards) -> None:
+        """Train. Every worker runs this with its own shards.
+
+        Args:
+            dataset_shards: one shard per dataset, by the names of `Datasets`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a worker_loop(self, dataset_shards)")
+
+    def eval_loop(self, dataset_shards: DatasetShards) -> None:
+        """Evaluate a restored checkpoint without training. Every worker runs this for `mlx train eval`.
+
+        What is recorded here is stored in the folder of the run that the checkpoint belongs to.
+
+        Args:
+            dataset_shards: the same as for `worker_loop`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs an eval_loop(self, dataset_shards)")
+
+    # -- what the user calls
+
+    @overload
+    def generate_loaders(self, dataset_shards: DatasetShards) -> list[Loader]: ...
+
+    @overload
+    def generate_loaders(self, dataset_shards: DatasetShard) -> Loader: ...
+
+    def generate_loaders(self, dataset_shards: DatasetShards | DatasetShard) -> list[Loader] | Loader:
+        """Return one loader per dataset, in the order of `Datasets`. Every worker must call this.
+
+        With a single dataset unpack the list, `(train,) = self.generate_loaders(dataset_shards)`, or ask for that one
+        loader, `train = self.generate_loaders(dataset_shards.train)`.
+
+        A dataset is made when its loader is first read or asked for its length, so an unused one costs nothing.
+
+        Returns:
+            Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps.
+            Anything else in a batch, like a list of strings, stays on the host.
+        """
+        if isinstance(dataset_shards, DatasetShard):
+            return self._session.watch(dataset_shards.iter_torch_batches())
+        return [self._session.watch(shard.iter_torch_batches()) for shard in dataset_shards]
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Call `loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` require. Every worker calls it.
+
+        Args:
+            loss: loss of this step, a mean over its rows.
+            options: keyword arguments of `torch.Tensor.backward`, like `retain_graph=True`.
+
+        Raises:
+            MlxError: gradients are to be accumulated, and the loop does not read loaders of `generate_loaders`.
+        """
+        self._session.optimization.backward(loss, **options)
+
+    def optimizer_step(self, name: str | None = None) -> bool:
+        """Clip the gradients, step and zero them, at the last step of an update. Every worker must call this.
+
+        With `cfg.precision=fp16` a step whose gradients are not finite is skipped, and the loss scale is reduced.
+
+        Args:
+            name: name of the optimizer in `Optimizers`; may be left out if there is only one.
+
+        Returns:
+            True at the last step of an update, on all workers alike: this is when to step a scheduler.
+
+        Raises:
+            MlxError: there is no such optimizer, or the loop has not called `backward`.
+        """
+        return self._session.optimization.step(name)
+
+    def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
+        """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
+
+        Values are over all workers, since `reset_all_metrics_and_losses`. They are taken every `cfg.log_every_steps`
+        training steps and at the last batch of a pass; those of metrics that keep every row, like AUROC, only there.
+        What was saved in a pass that the loop leaves early, or that reads data unknown to the runtime, is recorded when
+        another pass begins, when metrics are reset, with the next checkpoint, or at the end.
+
+        Args:
+            batch_idx: index of this batch in the pass, from 0.
+            epoch: epoch, as counted by the loop.
+            stage: first part of the names, like `val` in `val/accuracy`; None for the name of the dataset being read,
+                or of `self.stage`.
+
+        Raises:
+            MlxError: not all workers have called this since the last time.
+        """
+        self._session.save(("losses", "metrics"), batch_idx, epoch, stage)
+
+    def save_metrics(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
+        """Record the metrics only; see `save_metrics_and_losses`."""
+        self._session.save(("metrics",), batch_idx, epoch, stage)
+
+    def save_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
+        """Record the losses only; see `save_metrics_and_losses`."""
+        self._session.save(("losses",), batch_idx, epoch, stage)
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Name what is recorded in a `with` block, whatever the block reads. Every worker must take part.
+
+        Args:
+            name: first part of the names. In stages whose first word is `val`, `test`, `eval`, `dev` or `predict`, no
+                step counts as a training step.
+        """
+        return self._session.stage(name)
+
+    def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
+        """Record your own numbers, with the values of rank 0; no worker waits for another.
+
+        The last value of each appears in the line of the epoch and in the table at the end; `cfg.monitor` may name it.
+
+        Args:
+            values: like `{"gan/penalty": 0.3}`; each a number or a tensor of one element.
+        """
+        self._session.log(values)
+
+    @property
+    def tensorboard(self) -> Any:
+        """Torch's `SummaryWriter` of the run, for images, histograms, text and graphs.
+
+        On workers other than rank 0, and in runs without TensorBoard, an object whose methods do nothing.
+        """
+        reporter = self._session.reporter
+        reporter.begin()
+        return (reporter.tracking.tensorboard if reporter.tracking is not None else None) or _NoWriter()
+
+    def reset_all_metrics_and_losses(self) -> None:
+        """Reset metrics and losses. Call it before each pass."""
+        if self._run is not None:
+            self._run.before_reset()
+        for group in (self.losses, self.metrics):
+            for metric in members(group).values():
+                if is_metric(metric):
+                    metric.reset()
+
+    def save_checkpoint(self, epoch: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Save everything that changes during training. Every worker must call this, as the last thing in an epoch.
+
+        The checkpoint is stored in the background. In the middle of a pass, it includes the position in that pass. Of
+        tools, those of rank 0 are saved for all workers.
+
+        Args:
+            epoch: the epoch that has just ended; a restart begins with the next one.
+            metrics: numbers to record, as `log` does. The checkpoint is judged by these and all others recorded.
+
+        Raises:
+            StorageError: the previous checkpoint could not be written.
+        """
+        self._session.save_checkpoint(epoch, metrics or {})
+
+    def restore_checkpoint(self) -> int | None:
+        """Restore the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
+
+        The runtime does so before `worker_loop` begins. What `worker_loop` makes itself, like a scheduler, is restored
+        when the first pass begins. Every worker must call this.
+
+        Returns:
+            The epoch of the checkpoint, or None if there is nothing to restore.
+
+        Raises:
+            ConfigError: the checkpoint is damaged, or does not fit the config.
+        """
+        return self._session.checkpoints.restore()
+
+    @property
+    def global_step(self) -> int:
+        """Training steps taken in all epochs so far, the x axis in TensorBoard."""
+        return self._session.progress.global_step
+
+
+class _NoWriter:
+    """Stands in for a writer where nothing is written."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None

@@ -1,0 +1,58 @@
+"""Decides whether Ray Train replaces failed workers, and translates its errors.
+
+Ray Train's controller process imports this module. It loads little else of the runtime, so that workers start quickly.
+"""
+
+from typing import Any
+
+import ray.train
+
+from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+from mlx_runtime.events import WorkersLost
+from mlx_runtime.training.channel import Remote
+
+
+class Failures(ray.train.UserCallback):  # type: ignore[misc]
+    """Lets Ray Train replace lost workers, but not those whose user code raised: it would raise again.
+
+    Runs in Ray Train's controller process.
+
+    Args:
+        address, key: address and key of the driver's `Receiver`.
+    """
+
+    def __init__(self, address: tuple[str, int], key: bytes) -> None:
+        self._address, self._key = address, key
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        causes = {rank: _cause(error) for rank, error in sorted(worker_exceptions.items())}
+        for cause in causes.values():
+            if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
+                raise cause  # an error in a callback ends the run
+        lost = [rank for rank, cause in causes.items() if not isinstance(cause, WorkerLostError)] or list(causes)
+        sink = Remote(self._address, self._key, rank=-1)
+        sink.send(WorkersLost(tuple(lost), short_message(causes[lost[0]])))
+        sink.close()
+
+
+def error_of(error: BaseException, max_failures: int) -> MlxError:
+    """Translate an error of Ray Train into the first thing that went wrong on a worker."""
+    failures = getattr(error, "worker_failures", {})
+    causes = [_cause(failure) for _, failure in sorted(failures.items())] or [_cause(error)]
+    for cause in causes:
+        if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
+            return cause
+    if failures:
+        used = f"; no replacements are left (cfg.max_failures={max_failures})" if max_failures > 0 else ""
+        lost = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
+        return WorkerLostError(f"a worker was lost: {short_message(lost[0])}{used}")
+    return MlxError(f"Ray Train failed: {short_message(causes[0])}")
+
+
+def _cause(failure: Any) -> BaseException:
+    """Return what user code raised, without Ray's wrappers."""
+    for name in ("_base_exc", "controller_failure", "cause", "__cause__"):
+        inner = getattr(failure, name, None)
+        if isinstance(inner, BaseException):
+            return _cause(inner)
+    return failure  # type: ignore[no-any-return]

@@ -1,0 +1,214 @@
+"""Which metrics of a pass are recorded, and when: read at a step, exchanged in the background, reported at the next."""
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs.metric_states import is_metric, is_updated
+from mlx_runtime.tracking.metric_sync import (
+    UPDATED_ON_SOME,
+    MetricSnapshot,
+    MetricSync,
+    SyncedMetric,
+    SyncMessage,
+    numbers,
+    snapshots,
+)
+from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.training.passes import Pass
+from mlx_runtime.training.reporting import Reporter
+
+
+@dataclass
+class PassRecord:
+    """What was saved in a pass.
+
+    Attributes:
+        groups: saved since the pass began, of `losses` and `metrics`.
+        new: those of `groups` that were saved since numbers were last recorded.
+        snapshots: snapshots of metrics, taken when user code saved them.
+        values: the values recorded last.
+        sent_at, sent_step: time and step at which numbers were recorded last.
+    """
+
+    sent_step: int
+    sent_at: float = field(default_factory=time.monotonic)
+    groups: set[str] = field(default_factory=set)
+    new: set[str] = field(default_factory=set)
+    snapshots: dict[str, MetricSnapshot] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange in flight: the pass it belongs to, when it started, and numbers that are already known."""
+
+    item: Pass
+    name: str
+    step: int
+    epoch: int
+    rates: Mapping[str, float]
+
+
+class MetricRecorder:
+    """Records the metrics and losses of an experiment over all workers. Every worker must make the same calls."""
+
+    def __init__(self, context: RunContext, groups: Groups, progress: Progress, reporter: Reporter) -> None:
+        self._context, self._groups, self._progress, self._reporter = context, groups, progress, reporter
+        self._sync = MetricSync(context.topology)
+        self._metrics: dict[str, SyncedMetric] = {}
+        self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
+        self._unfinished: Pass | None = None
+        self._in_flight: Exchange | None = None
+
+    def begin(self, item: Pass) -> None:
+        """Begin a pass at its current step, which a restart may have moved."""
+        self._records[item] = PassRecord(item.step)
+
+    def values(self, item: Pass) -> Mapping[str, float]:
+        """Return what was recorded last in a pass."""
+        return self._records[item].values
+
+    def is_due(self, item: Pass) -> bool:
+        """Return True if numbers are recorded at the current step."""
+        every = self._context.cfg.log_every_steps * item.accumulate
+        return item.finished or (item.training and item.step % every == 0)
+
+    def turn_to(self, item: Pass) -> None:
+        """Record what was saved in another pass, before the metrics of this one are saved."""
+        if self._unfinished is not item:
+            self.flush()
+
+    def save(self, item: Pass, groups: tuple[str, ...]) -> None:
+        """Record groups of metrics, now or when numbers are recorded next.
+
+        Args:
+            item: the pass that they belong to.
+            groups: `losses`, `metrics` or both.
+        """
+        self._unfinished = item
+        record = self._records.setdefault(item, PassRecord(0))
+        record.groups.update(groups)
+        record.new.update(groups)
+        if not self.is_due(item):
+            return
+        if item.loader is None:  # nobody reports the end of the step
+            self.send(item, last=False)
+            self.receive()
+        else:
+            record.snapshots |= snapshots(self._of(groups), whole_pass=item.finished)
+
+    def step_finished(self, item: Pass) -> None:
+        """Record numbers at the current step if they are due."""
+        self.receive()
+        if self.is_due(item):
+            self.send(item, last=item.finished)
+        if item.finished:
+            self.receive()  # user code may ask for the values of the pass next
+            self._settle(item)
+
+    def flush(self) -> None:
+        """Record what was saved in a pass that the loop has left, or is about to forget."""
+        item, self._unfinished = self._unfinished, None
+        if item is None or item.recorded:
+            return
+        record = self._records[item]
+        if record.new or item.loader is None or not item.active:
+            self.receive()
+            self.send(item, last=True)
+            self.receive()
+        if item.loader is None or not item.active:
+            item.recorded = True
+
+    def _settle(self, item: Pass) -> None:
+        item.recorded = True
+        if self._unfinished is item:
+            self._unfinished = None
+
+    def send(self, item: Pass, *, last: bool) -> None:
+        """Start to exchange the metrics of a pass.
+
+        Args:
+            item: the pass.
+            last: True at its end.
+        """
+        record = self._records.setdefault(item, PassRecord(0))
+        groups = frozenset(record.new)
+        late = {name: metric for name, metric in self._of(sorted(groups)).items() if name not in record.snapshots}
+        if last and not groups:  # the numbers are on record, except those that come once per pass
+            late = {name: metric for name, metric in self._of(sorted(record.groups)).items() if metric.keeps_rows}
+            groups = frozenset(record.groups) if late else groups
+        taken = snapshots(late, whole_pass=last) | record.snapshots
+        rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
+        waited = 100 * item.loader.waited_s / item.loader.seconds if item.loader is not None and item.training else 0.0
+        progress = self._progress
+        self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates)
+        self._sync.send(SyncMessage((item.name, item.step), groups, waited, taken))
+        record.new, record.snapshots = set(), {}
+        record.sent_at, record.sent_step = time.monotonic(), item.step
+
+    def receive(self) -> None:
+        """Finish an exchange in flight, and report its numbers."""
+        exchange, self._in_flight = self._in_flight, None
+        if exchange is None:
+            return
+        messages = self._sync.receive()
+        if not messages[0].groups:
+            return
+        values: dict[str, float] = {}
+        for name, metric in self._of(sorted(messages[0].groups)).items():
+            title = f"{exchange.name}/{name}"
+            found: dict[str, float] | None = {}
+            if metric.syncs_itself:
+                found = self._value_synced_by_itself(title, metric)
+            elif self._context.topology.writes and name in messages[0].snapshots:
+                found = metric.value(title, [message.snapshots[name] for message in messages])
+            if found is None:
+                self._reporter.events.notice(f"{title} is skipped: it was not updated")
+            values |= found or {}
+        item = exchange.item
+        self._records[item].values |= values
+        self._reporter.collect(values)
+        if not self._context.topology.writes:
+            return
+        rates = dict(exchange.rates)
+        if item.training and item.loader is not None:
+            rates["time/data_wait_pct"] = waited = max(message.number for message in messages)
+            if item.finished or not item.active:
+                self._reporter.input_speed(item.loader, rates["samples_per_s"], waited)
+        self._reporter.record(values | rates, exchange.step, exchange.epoch)
+
+    def _of(self, groups: Iterable[str]) -> dict[str, SyncedMetric]:
+        """Return the metrics of some groups by name."""
+        found = {name: item for group in groups for name, item in self._groups.members(group).items()}
+        for name, item in found.items():
+            if is_metric(item) and (name not in self._metrics or self._metrics[name].metric is not item):
+                self._metrics[name] = SyncedMetric(item)
+        return {name: self._metrics[name] for name in found if name in self._metrics}
+
+    def _value_synced_by_itself(self, title: str, metric: SyncedMetric) -> dict[str, float] | None:
+        (updated,) = agree([is_updated(metric.metric)], self._context.topology.device)
+        if updated is None:
+            raise MlxError(UPDATED_ON_SOME.format(title))
+        return numbers(title, metric.metric.compute()) if updated else None
+
+    def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
+        """Return what is recorded of training besides metrics: learning rates, speed, memory."""
+        optimizers = self._groups.members("optimizers")
+        rates = {
+            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
+            for name, optimizer in optimizers.items()
+            if hasattr(optimizer, "param_groups")
+        }
+        if item.loader is not None:
+            rates["samples_per_s"] = item.loader.rows_read / item.loader.seconds
+        if item.step > record.sent_step:
+            rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
+        if self._context.topology.device.type == "cuda":
+            rates["gpu/memory"] = torch.cuda.max_memory_allocated(self._context.topology.device) / 1e9
+        return rates

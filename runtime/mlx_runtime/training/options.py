@@ -1,0 +1,189 @@
+"""Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from mlx_runtime.tracking.trackers import TensorBoard
+
+MINIMUM = {
+    "accumulate_grad_batches": 1,
+    "checkpoint_every_steps": 1,
+    "cpus_per_worker": 1,
+    "hang_timeout_s": 1,
+    "keep_checkpoints": 1,
+    "limit_batches": 1,
+    "log_every_steps": 1,
+    "max_failures": -1,
+    "max_workers": 1,
+    "min_workers": 1,
+    "num_epochs": 0,
+    "overfit_batches": 1,
+    "prefetch_batches": 0,
+    "seed": 0,
+    "start_epoch": 0,
+    "start_workers": 0,
+    "watch_gradients": 0,
+}
+"""Minimum of each setting."""
+
+EngineName = Literal["in_process", "local", "ray"]
+"""Starts the workers of a run; `in_process` trains without any."""
+
+
+class _Checked:
+    """Settings whose values have ranges."""
+
+    @staticmethod
+    def out_of_range(cfg: Any) -> list[str]:
+        """Return one line per setting that is out of range. A `cfg` of a user's own class need not have all of them."""
+        problems = [
+            f"cfg.{name} is {value!r}; the minimum is {minimum}"
+            for name, minimum in MINIMUM.items()
+            if (value := getattr(cfg, name, minimum)) is not None and value < minimum
+        ]
+        least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+        if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
+            limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
+            problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        clip = getattr(cfg, "gradient_clip", None)
+        if clip is not None and clip <= 0:
+            problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        return problems
+
+
+@dataclass
+class TrainConfig(_Checked):
+    """Settings of a run, `cfg` in conf.yaml. Add your own by inheriting in `src/config.py`.
+
+    Attributes:
+        name: experiment name, and folder of its runs in the storage.
+        resume: `auto` resumes the latest run of this name unless it has succeeded, and starts a new one if there is
+            none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one.
+        restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from; None starts from scratch.
+        restore_strict: everything must match that checkpoint; `false` loads the weights that match, lists the others,
+            and initializes everything else.
+        start_epoch: first epoch; set by the runtime when a checkpoint is restored.
+        num_epochs: total number of epochs; a run restored after 3 of 10 trains 7 more.
+        engine: starts the workers: `local` as processes on this machine; `ray` on a cluster, or on a Ray embedded
+            here; `auto` is `local` on one machine unless only Ray can train the run.
+        start_workers: number of DDP workers; 0 trains in this process, where a debugger works.
+        min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
+        max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
+        keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
+            each update sees as many rows; for loops that call `self.backward` and `self.optimizer_step`.
+        max_failures: how many times lost workers are replaced before the run fails; -1 means no limit.
+        hang_timeout_s: seconds without a step after which a deadlock is detected, and the run fails.
+        limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
+        overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
+            a model that does not fit them has a bug.
+        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard.
+        prefetch_batches: batches that each reading process prepares ahead; for `cfg.loader=workers=N`.
+        loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
+            processes per worker.
+        prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones
+            first (`--prepare-batches`); `never` reads samples (`--no-prepared`).
+        prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
+        prepared_max_days: remove prepared datasets not used for this many days, whenever others are made.
+        prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
+        precision: `bf16` or `fp16` runs the models' forward in autocast of that type, and returns float32.
+        accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
+        gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
+            not clip.
+        compile: compile the models: true, or the name of a backend of `torch.compile`.
+        deterministic: use deterministic algorithms of torch, or fail if there is none; slower on GPUs.
+        seed: seeds Python, NumPy and torch on every worker, and the order of the data.
+        storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
+        log_every_steps: training steps between two reductions of the metrics over all workers.
+        watch_gradients: updates between two records of each layer's gradient and weight norms; 0 means none. If
+            matplotlib is installed, TensorBoard shows a picture of them for each epoch.
+        stop_on_nan: check all gradients before each update, and end the run at the first that is not finite.
+        trackers: receive numbers in addition to the run's own `metrics.jsonl`, by name: those of
+            `mlx_runtime.trackers`, or any class with the methods listed in `mlx_runtime.tracking.callbacks`; `null`
+            removes one.
+        callbacks: called in the driver: any class with the same methods, by name.
+        monitor: metric that decides which checkpoint is best, like `val/accuracy`; None keeps the newest.
+        mode: `max` or `min`: the best value of `monitor`.
+        checkpoint_every_steps: training steps between two checkpoints within an epoch; None saves only when the loop
+            does.
+        keep_checkpoints: number of checkpoints kept per run: the best by `monitor`, and always the latest.
+        cpus_per_worker: CPU cores and torch threads per worker.
+        runtime_env: additions to the environment of jobs on a cluster, as in Ray:
+            `{"pip": [...], "env_vars": {...}}`.
+        secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
+        use_gpu: train on one GPU per worker; None means only if there are enough.
+    """
+
+    name: str = "experiment"
+    resume: str | None = None
+    restore_checkpoint_path: str | None = None
+    restore_strict: bool = True
+    start_epoch: int = 0
+    num_epochs: int = 10
+    engine: Literal["auto", "local", "ray"] = "auto"
+    start_workers: int = 2
+    min_workers: int | None = None
+    max_workers: int | None = None
+    keep_global_batch: bool = False
+    max_failures: int = 3
+    hang_timeout_s: float = 600
+    limit_batches: int | None = None
+    overfit_batches: int | None = None
+    profile: bool = False
+    prefetch_batches: int = 2
+    loader: str = "auto"
+    prepared: Literal["auto", "make", "never"] = "auto"
+    prepared_path: str | None = None
+    prepared_max_days: float = 30
+    prepared_max_gb: float = 200
+    seed: int = 0
+    precision: Literal[32, "bf16", "fp16"] = 32
+    accumulate_grad_batches: int = 1
+    gradient_clip: float | None = None
+    compile: bool | str = False
+    deterministic: bool = False
+    storage_path: str = "runs"
+    log_every_steps: int = 50
+    watch_gradients: int = 0
+    stop_on_nan: bool = False
+    trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    monitor: str | None = None
+    mode: Literal["max", "min"] = "min"
+    checkpoint_every_steps: int | None = None
+    keep_checkpoints: int = 3
+    cpus_per_worker: int = 1
+    runtime_env: dict[str, Any] | None = None
+    secrets: tuple[str, ...] = ()
+    use_gpu: bool | None = None
+
+
+@dataclass
+class DataConfig(_Checked):
+    """Settings of a data job, `cfg` in conf.yaml. Add your own by inheriting in `src/job.py`.
+
+    Attributes:
+        name: name of the job.
+        path: folder in the storage that the job fills; None means `data/<name>`.
+        overwrite: replace what an earlier data job left in that folder once this one is done; otherwise, refuse to.
+        start_workers: maximum number of concurrent tasks; 0 works in this process, where a debugger works.
+        cpus_per_worker: CPU cores per task.
+        runtime_env: the same as for training.
+        secrets: the same as for training.
+        use_gpu: one GPU per task.
+        storage_path: folder or URI; a relative folder is below the data job. `MLX_STORAGE` overrides it.
+    """
+
+    name: str = "data"
+    path: str | None = None
+    overwrite: bool = False
+    start_workers: int = 2
+    cpus_per_worker: int = 1
+    runtime_env: dict[str, Any] | None = None
+    secrets: tuple[str, ...] = ()
+    use_gpu: bool = False
+    storage_path: str = "storage"
+
+    # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
+    engine: ClassVar[str] = "ray"
+    min_workers: ClassVar[int | None] = None
+    max_workers: ClassVar[int | None] = None

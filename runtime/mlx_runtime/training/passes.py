@@ -1,0 +1,214 @@
+"""Which pass the training loop is in.
+
+A pass begins when a loader is iterated. It ends after its last batch, when the loop leaves it, or when its loader is
+iterated again. The rule:
+
+    The training loader that gave a batch first leads until its pass ends: its steps are counted and its name is
+    recorded; any other loader is only read beside it, except an evaluation loader that is iterated within a step, which
+    is a pass of its own until the next step.
+
+Evaluation loaders follow the same rule among themselves, and give way to a training loader that they are read beside.
+A training pass whose iterator is kept but no longer read also ends when the loop resets the metrics or saves a
+checkpoint, and then turns to another training loader.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class Pass:
+    """One run through a dataset.
+
+    Attributes:
+        name: first part of the names of its records, like `val` in `val/accuracy`.
+        training: True if its steps count as global steps.
+        loader: what gives the batches; None for data that the runtime does not know.
+        steps: total number of batches; 0 if unknown.
+        accumulate: steps per update.
+        step: number of the last batch, from 1. After a restart it continues where the interrupted pass was.
+        active: True until the pass ends.
+        recorded: True once its final metrics are on record.
+        closed: True if the loop reset the metrics or saved a checkpoint since the last batch.
+        beside: names of the datasets that were read beside it.
+        started: `time.monotonic()` when it began.
+    """
+
+    name: str
+    training: bool
+    loader: Any = None
+    steps: int = 0
+    accumulate: int = 1
+    step: int = 0
+    active: bool = True
+    recorded: bool = False
+    closed: bool = False
+    beside: set[str] = field(default_factory=set)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def finished(self) -> bool:
+        """True if all batches of a known loader were given."""
+        return self.loader is not None and self.step == self.steps
+
+
+@dataclass
+class Block:
+    """The passes within one `with self.stage(name)`, or in the loop outside any such block.
+
+    Attributes:
+        name: name of all passes in the block; None outside any block.
+        training: False if no step in it counts as a training step.
+        stack: active passes, each begun within a step of the one before; the last one leads.
+        latest: the pass that led last.
+        unknown: the pass over data that the runtime does not know.
+    """
+
+    name: str | None = None
+    training: bool = True
+    stack: list[Pass] = field(default_factory=list)
+    latest: Pass | None = None
+    unknown: Pass | None = None
+
+
+class PassTracker:
+    """Applies the rule of this module to loaders, which it knows by the names of their datasets."""
+
+    def __init__(self) -> None:
+        self._blocks = [Block()]
+        self._passes: dict[str, Pass] = {}
+        self._within_step: dict[str, bool] = {}
+
+    @property
+    def leading(self) -> Pass | None:
+        """The pass that leads, or None between two passes."""
+        stack = self._blocks[-1].stack
+        return stack[-1] if stack else None
+
+    @property
+    def training(self) -> Pass | None:
+        """The innermost training pass with batches left, which a checkpoint made now could resume."""
+        found = [item for block in self._blocks for item in block.stack if item.training and not item.finished]
+        return found[-1] if found else None
+
+    @property
+    def latest(self) -> Pass | None:
+        """The pass that leads, or else the one that led last."""
+        return self.leading or self._blocks[-1].latest or self._blocks[-1].unknown
+
+    def of(self, dataset: str) -> Pass:
+        """The latest pass over a loader."""
+        return self._passes[dataset]
+
+    def iterated(self, dataset: str) -> None:
+        """`iter(loader)` was called: the previous pass over it ends."""
+        if dataset in self._passes:
+            self.end(self._passes[dataset])
+        self._within_step[dataset] = self.leading is not None
+
+    def begin(self, dataset: str, *, training: bool, steps: int, **known: Any) -> Pass:
+        """Begin a pass: the first batch of a loader is about to be read.
+
+        Args:
+            dataset: name of the dataset that the loader reads.
+            training: True if it reads a training set.
+            steps: batches in the pass.
+            known: other attributes of the pass.
+        """
+        block = self._blocks[-1]
+        made = Pass(block.name or dataset, training and block.training, steps=steps, **{"loader": dataset, **known})
+        self._passes[dataset] = made
+        within_step = self._within_step.pop(dataset, False)
+        stack = block.stack
+        trainer = next((item for item in stack if item.training), None)
+        if made.training and trainer is not None:
+            if trainer.closed and dataset not in trainer.beside:
+                for item in stack[stack.index(trainer) :]:
+                    self.end(item)
+                stack.append(made)
+        elif not stack or within_step:
+            stack.append(made)
+        elif made.training:  # it was listed after an evaluation set
+            stack[-1] = made
+        if made not in stack and stack:
+            stack[-1].beside.add(dataset)
+        return made
+
+    def batch(self, dataset: str, number: int) -> bool:
+        """Count a batch.
+
+        Args:
+            dataset: name of the dataset that it belongs to.
+            number: number of the batch in its pass, from 1.
+
+        Returns:
+            True if the pass leads.
+        """
+        found = self._passes[dataset]
+        found.step, found.closed = number, False
+        for block in self._blocks:
+            if found in block.stack:
+                del block.stack[block.stack.index(found) + 1 :]
+                block.latest = found
+                return True
+        return False
+
+    def leads(self, item: Pass) -> bool:
+        """Return True if a pass leads, or would if a pass begun within its step had ended."""
+        return any(item in block.stack for block in self._blocks)
+
+    def is_within_training(self, item: Pass) -> bool:
+        """Return True if a pass that leads was begun within a step of another training pass."""
+        stacked = [other for block in self._blocks for other in block.stack]
+        return any(other.training for other in stacked[: stacked.index(item)])
+
+    def end(self, item: Pass) -> None:
+        """End a pass: all of it was read, the loop has left it, or its loader is iterated again."""
+        item.active = False
+        for block in self._blocks:
+            if item in block.stack:
+                block.stack.remove(item)
+
+    def close(self) -> None:
+        """The loop has reset the metrics or saved a checkpoint."""
+        block = self._blocks[-1]
+        for item in block.stack:
+            item.closed = True
+        if block.latest is not None and not block.latest.active:
+            block.latest.recorded = True
+
+    def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
+        """Return the pass that the metrics saved now belong to.
+
+        That is the leading one; between two passes the one before, or, if that is on record, data that the runtime does
+        not know.
+
+        Args:
+            name: given by user code for the records, or None.
+            evaluation: True if such a name means that its steps are not training steps.
+        """
+        block = self._blocks[-1]
+        current = self.leading
+        if current is None and block.latest is not None and not block.latest.recorded:
+            current = block.latest if name in (None, block.latest.name) else None
+        if current is not None and not (evaluation and current.training and name != current.name):
+            current.name = name or current.name
+            return current
+        title = name or block.name or (block.latest.name if block.latest is not None else "train")
+        if block.unknown is None or block.unknown.recorded or block.unknown.name != title:
+            after = block.latest is not None and block.latest.name == title
+            block.unknown = Pass(title, training=block.training and not evaluation and not after)
+        return block.unknown
+
+    @contextmanager
+    def block(self, name: str, *, training: bool) -> Iterator[None]:
+        """Give all passes that begin within the block one name."""
+        self._blocks.append(Block(name, training))
+        try:
+            yield
+        finally:
+            for item in self._blocks.pop().stack:
+                item.active = False

@@ -1,0 +1,152 @@
+"""Decides how a run is carried out, and refuses one that cannot be, before anything is written."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.building import build_cfg
+from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.runs import checkpoints, records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
+from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
+from mlx_runtime.training.engines import Engine, local
+from mlx_runtime.training.engines.placement import Cluster, on_ray
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.request import RunConfig
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that a driver needs to carry out a run.
+
+    Attributes:
+        experiment: class to train, importable by name.
+        config: the checked config.
+        cluster: cluster that it trains on.
+        engine: engine that starts the workers.
+        project: folder of the experiment.
+        launched: True in a job of a cluster; its record exists already.
+        verbose: let Ray print.
+    """
+
+    experiment: type[BaseModule]
+    config: RunConfig
+    cluster: Cluster
+    engine: Engine
+    project: Path
+    launched: bool = False
+    verbose: bool = False
+
+
+@contextlib.contextmanager
+def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Iterator[RunPlan]:
+    """Check that a run can be carried out, and provide what it needs within the block.
+
+    Call it in the main thread, before others are started: the engine may fork this process.
+
+    Args:
+        experiment: class to train, importable by name.
+        config: config returned by `load_config`.
+        cluster: cluster returned by `connect`.
+
+    Raises:
+        DatasetError: a dataset cannot be batched.
+        ConfigError: the engine cannot train this, or the checkpoints to resume from are gone.
+        UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with.
+    """
+    check_datasets(config)
+    if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
+        raise UsageError(
+            f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
+            "write it in src/experiment.py, like worker_loop without the training"
+        )
+    project, settings = Path.cwd(), Settings.read()
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(_able_to_read(config, cluster, project))
+        engine = _engine(config, cluster)
+        stack.callback(engine.close)
+        if config.run is not None:
+            _require_checkpoint(config.run)
+        elif config.cfg.restore_checkpoint_path:
+            checkpoints.read(config.cfg.restore_checkpoint_path)
+        if not config.kept:
+            config = stack.enter_context(_in_temporary_storage(config))
+        launched = settings.job is not None
+        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose)
+
+
+@contextlib.contextmanager
+def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
+    """Provide an embedded Ray instead of this machine if only that can read the datasets.
+
+    Raises:
+        ConfigError: `cfg.engine=local` rules it out.
+    """
+    streams = unprepared_streams(config, project) if cluster.engine == "local" else []
+    if not streams:
+        yield cluster
+        return
+    why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
+    if config.cfg.engine == "local":
+        raise ConfigError(
+            f"cfg.engine=local cannot train this: {why}; run mlx train prepare first, or use cfg.engine=auto"
+        )
+    with on_ray(config.cfg, why) as ray_cluster:
+        yield ray_cluster
+
+
+def _engine(config: RunConfig, cluster: Cluster) -> Engine:
+    """Create the engine. It may start a fork server, which must happen before any threads are started."""
+    cfg = config.cfg
+    timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
+    if cluster.engine != "local":
+        local.cool_down()
+    if cluster.engine == "in_process":
+        from mlx_runtime.training.engines.in_process import InProcess
+
+        return InProcess(use_gpu=cluster.use_gpu)
+    if cluster.engine == "local":
+        return local.Local(
+            cfg.start_workers,
+            use_gpu=cluster.use_gpu,
+            cpus_per_worker=cfg.cpus_per_worker,
+            max_failures=cfg.max_failures,
+            timeout_s=timeout_s,
+        )
+    from mlx_runtime.training.engines.on_ray import OnRay
+
+    return OnRay(cfg, cluster, timeout_s=timeout_s)
+
+
+def _require_checkpoint(run: RunFolder) -> None:
+    """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch.
+
+    Raises:
+        ConfigError: it saved checkpoints, and none is left.
+    """
+    latest = records.recorded(run).get("latest")
+    if latest and not checkpoints.Checkpoints(run.checkpoints).any():
+        raise ConfigError(
+            f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
+            f"{run.checkpoints}. Put one back, or start over in a new run: mlx train run --from {run.title}"
+        )
+
+
+@contextlib.contextmanager
+def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
+    """Provide the same config without trackers and callbacks, in temporary storage that is removed after the block.
+
+    Prepared datasets are still read from the real one.
+    """
+    prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # a fast dev run prepares nothing
+    with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
+        changed: dict[str, Any] = {"storage_path": storage, "prepared_path": store_of(config), "prepared": prepared}
+        changed |= {"trackers": {}, "callbacks": {}}
+        tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
+        yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

@@ -1,0 +1,198 @@
+"""What a worker reports: events for the driver, numbers for the trackers, and the numbers of an epoch."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_runtime.data.loaders import Loader
+from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
+from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.training.channel import Sink
+from mlx_runtime.training.context import Progress, RunContext
+from mlx_runtime.training.passes import Pass
+
+SECONDS_PER_EVENT = 0.1
+"""Minimum time between two progress events of a worker."""
+
+SLOW_INPUT_PCT = 20
+"""Share of a pass spent waiting for data, above which a line suggests how to read faster."""
+
+
+class EventSender:
+    """Sends events to the driver. Only rank 0 has a sink; on others nothing happens.
+
+    Args:
+        progress: progress of the session.
+        sink: called with the events.
+    """
+
+    def __init__(self, progress: Progress, sink: Sink | None = None) -> None:
+        self._progress, self._sink = progress, sink
+        self._sent: set[Event] = set()
+        self._last_step: tuple[Pass | None, float] = (None, 0.0)
+
+    def send(self, event: Event) -> None:
+        """Send an event."""
+        if self._sink is not None:
+            self._sink.send(event)
+
+    def send_once(self, event: Event) -> None:
+        """Send an event unless an equal one was sent before."""
+        if event not in self._sent:
+            self._sent.add(event)
+            self.send(event)
+
+    def notice(self, text: str) -> None:
+        """Show a line to the user, once."""
+        self.send_once(Notice(text))
+
+    def pass_begun(self, loader: Loader) -> None:
+        """Report the size of a dataset."""
+        global_batch = loader.batch_size * loader.accumulate * loader.shard.topology.data_parallel_size
+        self.send_once(LoaderOpened(loader.shard.name, loader.shard.training, loader.rows, len(loader), global_batch))
+
+    def step(self, item: Pass, values: Mapping[str, float]) -> None:
+        """Report the progress of a pass, unless that was done a moment ago."""
+        now = time.monotonic()
+        shown, at = self._last_step
+        if self._sink is None or (item.step != item.steps and item is shown and now - at < SECONDS_PER_EVENT):
+            return
+        self._last_step = item, now
+        rate = (item.loader.given - 1) / max(now - item.started, 1e-9)
+        self.send(StepProgress(item.name, self._progress.epoch, item.step, item.steps, rate, dict(values)))
+
+
+class Reporter:
+    """The numbers of a run. Every worker keeps them, and rank 0 records them.
+
+    Args:
+        context, progress, events: of the session.
+        tracking: receives the metrics; None on ranks other than 0.
+        forwards: True if the driver also wants the numbers.
+
+    Attributes:
+        begun: True once this attempt has started to record.
+        latest: last value of every recorded number.
+        logged: names of the numbers that user code logged itself.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        progress: Progress,
+        events: EventSender,
+        tracking: ReportWriter | None = None,
+        forwards: bool = False,
+    ) -> None:
+        self._context, self._progress, self.events = context, progress, events
+        self.tracking, self._forwards = tracking, forwards
+        self.begun = False
+        self.latest: dict[str, float] = {}
+        self.logged: set[str] = set()
+        self._of_epoch: dict[str, float] = {}
+        self._input_speed: dict[str, float] = {}
+        self._epoch_started = time.monotonic()
+        self._not_finite = False
+        self._rewind: tuple[Mapping[str, Any] | None, int] = (None, 0)
+
+    def begin(self) -> None:
+        """Start recording this attempt, once. Until then everything on disk is as the previous attempt left it."""
+        if self.begun or not self._context.topology.writes:
+            return
+        self.begun = True
+        self._context.checkpoints.set_damaged_aside()
+        if self.tracking is not None:
+            self.tracking.rewind(*self._rewind)
+            self.tracking.start()
+        self.events.send(LoopStarted())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the numbers of a checkpoint."""
+        self.latest = dict(state["numbers"]["latest"])
+        self._of_epoch = dict(state["numbers"]["unreported"])
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Remove what was recorded after a checkpoint of this run, as soon as recording begins."""
+        self._rewind = state["tracking"], state["global_step"]
+        if self.begun and self.tracking is not None:
+            self.tracking.rewind(*self._rewind)
+
+    def forget(self) -> None:
+        """Drop all numbers, so that an evaluation reports only its own."""
+        self.latest, self._of_epoch = {}, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
+        return {
+            "numbers": {"latest": dict(self.latest), "unreported": dict(self._of_epoch)},
+            "tracking": self.tracking.state() if self.tracking is not None else None,
+        }
+
+    def log(self, values: Mapping[str, float], epoch: int) -> None:
+        """Record numbers that user code logged. Called on rank 0."""
+        self.logged |= set(values)
+        self.collect(values)
+        self.record(values, self._progress.global_step, epoch)
+
+    def collect(self, values: Mapping[str, float]) -> None:
+        """Keep numbers for the epoch and for the choice of the best checkpoint."""
+        self.latest |= values
+        self._of_epoch |= values
+
+    def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        """Pass numbers to the trackers, and to the driver if it wants them."""
+        self.begin()
+        self._warn_if_not_finite(values, step, epoch)
+        if self.tracking is not None:
+            report = self.tracking.report(values, step=step, epoch=epoch)
+            if self._forwards:
+                self.events.send(report)
+
+    def _warn_if_not_finite(self, values: Mapping[str, float], step: int, epoch: int) -> None:
+        names = [name for name, value in values.items() if not math.isfinite(value)]
+        if not names or self._not_finite:
+            return
+        self._not_finite = True  # from here on most numbers are not
+        monitor = self._context.cfg.monitor
+        text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
+        best = f"; no checkpoint is the best while {monitor} is nan" if monitor in names else ""
+        self.events.send(WarningNotice(f"{text}{best}. cfg.stop_on_nan=true ends a run at the first such gradient"))
+
+    def check_monitor(self) -> None:
+        """Show a line if nothing was recorded by which to choose the best checkpoint."""
+        monitor = self._context.cfg.monitor
+        if monitor is not None and monitor not in self.latest:
+            names = f"Recorded: {', '.join(sorted(self.latest))}." if self.latest else "Nothing was recorded yet."
+            self.events.notice(
+                f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"
+            )
+
+    def input_speed(self, loader: Loader, samples_per_s: float, data_wait_pct: float) -> None:
+        """Keep how fast a training pass read its rows, for the epoch."""
+        self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
+        if data_wait_pct > SLOW_INPUT_PCT and loader.seconds > 1 and loader.advice:
+            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.advice}")
+
+    @property
+    def epoch_has_numbers(self) -> bool:
+        """True if anything was recorded since the last epoch ended."""
+        return bool(self._of_epoch)
+
+    def end_epoch(self, picture: Any = None) -> None:
+        """Report the numbers recorded since the last epoch ended, if there are any.
+
+        Args:
+            picture: matplotlib figure of the epoch's gradient norms, or None.
+        """
+        epoch, seconds = self._progress.epoch, time.monotonic() - self._epoch_started
+        if self._of_epoch:
+            epochs = self._context.cfg.num_epochs
+            self.events.send(EpochEnded(epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed))
+            self.record({"time/epoch_s": seconds}, self._progress.global_step, epoch)
+            if picture is not None and self.tracking is not None and self.tracking.tensorboard is not None:
+                self.tracking.tensorboard.add_figure("gradient_flow", picture, self._progress.global_step)
+            if self.tracking is not None:
+                self.tracking.end_epoch(epoch, dict(self._of_epoch))
+        self._of_epoch, self._input_speed = {}, {}
+        self._epoch_started = time.monotonic()

@@ -1,0 +1,237 @@
+"""Which run a command refers to: a new one, one to resume, one to begin, or a checkpoint to evaluate."""
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
+from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, list_runs, named_run
+from mlx_runtime.storage.files import Storage, is_uri, storage_root
+from mlx_runtime.training import resuming
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.resuming import Change
+
+FAST_DEV_RUN = "--fast-dev-run"
+
+EVAL = "--eval="
+"""Prefix of the path of the checkpoint to evaluate. `--from=` names its run."""
+
+FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
+"""Overrides that `--fast-dev-run` implies; those on the command line win."""
+
+
+@dataclass(frozen=True)
+class RunConfig(Config):
+    """A checked config, and the run that it is for.
+
+    Attributes:
+        run: run to resume, or None for a new one.
+        claimed: folder that was created for this run, which has not begun yet, or None.
+        origin: run whose conf.yaml this is instead of the experiment's, or None.
+        changes: differences from the config that the run had before.
+        fast: run a few batches to see that all code works, and keep nothing.
+        checkpoint: evaluate this one instead of training; only `origin` keeps the result.
+    """
+
+    run: RunFolder | None = None
+    claimed: RunFolder | None = None
+    origin: RunFolder | None = None
+    changes: tuple[Change, ...] = ()
+    fast: bool = False
+    checkpoint: str | None = None
+
+    @property
+    def kept(self) -> bool:
+        """True if the run stays in the storage."""
+        return not self.fast and self.checkpoint is None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """The run that the command line and conf.yaml choose.
+
+    Attributes:
+        overrides: Hydra overrides, as typed.
+        run, claimed, origin: as in `RunConfig`.
+        implied: overrides that follow from the choice.
+        declared: True if `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too.
+    """
+
+    overrides: tuple[str, ...]
+    run: RunFolder | None = None
+    claimed: RunFolder | None = None
+    origin: RunFolder | None = None
+    implied: tuple[str, ...] = ()
+    declared: bool = False
+
+
+def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF, *, look: bool = False) -> RunConfig:
+    """Read conf.yaml, apply Hydra overrides, and check the result against the constructors.
+
+    Args:
+        experiment: its class.
+        overrides: of Hydra, and options: `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN` starts a
+            new run. Both read the conf.yaml of that run. `--run=RUN` resumes a run if it has begun, and begins it if
+            it was only claimed. `--fast-dev-run` stands for `FAST`, in temporary storage that is removed at the end.
+            `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`.
+        path: path of conf.yaml.
+        look: run no code that conf.yaml names: import no module for it, and build `cfg` from the runtime's own class,
+            with its own fields, and without trackers and callbacks.
+
+    Raises:
+        ConfigError: conf.yaml or overrides are wrong; one line per problem.
+        UsageError: there is no such run, or options exclude each other.
+        RunFinished: the run to resume has succeeded, and no more epochs are requested.
+    """
+    fast = FAST_DEV_RUN in overrides
+    if fast:
+        overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
+    checkpoint = next((item.removeprefix(EVAL) for item in overrides if item.startswith(EVAL)), None)
+    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)])
+    implied, run = choice.implied, choice.run
+    if checkpoint is not None:
+        implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
+    if fast and run is not None:
+        raise UsageError(f"{FAST_DEV_RUN} keeps nothing, so it cannot resume a run; leave out --resume")
+    changes: tuple[Change, ...] = ()
+    source = run or choice.origin
+    with _conf_of(source) as conf:
+        read_from = path if choice.declared or conf is None else conf
+        title = f"{source.location}/{source.conf.name}" if source and read_from is not path else None
+        config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title)
+        if run is not None:
+            assert conf is not None
+            if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed
+                _refuse_finished(run, conf, config.cfg)
+            changes = _changes(run, conf, config)
+            if not choice.declared:
+                _refuse_finished(run, conf, config.cfg)
+    checked = {item.name: getattr(config, item.name) for item in fields(config)} | {"overrides": choice.overrides}
+    return RunConfig(
+        **checked,
+        run=run,
+        claimed=choice.claimed,
+        origin=choice.origin,
+        changes=changes,
+        fast=fast,
+        checkpoint=checkpoint,
+    )
+
+
+def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
+    """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`."""
+    options, typed = _options(overrides)
+    composed = read(path, typed).tree.get("cfg")
+    cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
+    storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
+    root, choice = storage_root(storage), _Choice(tuple(typed))
+    claimed = named_run(options["--run"], root, experiment) if options["--run"] else None
+    if claimed is not None and claimed.begun():
+        claimed = None
+    if options["--from"] and options["--resume"]:
+        raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
+    if options["--from"] or claimed:
+        origin = named_run(options["--from"], root, experiment) if options["--from"] else None
+        implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
+        return replace(choice, claimed=claimed, origin=origin, implied=implied)
+    name = options["--resume"] or options["--run"] or cfg.get("resume")
+    if name in ("auto", "latest"):
+        begun = [
+            folder for folder in list_runs(root, experiment) if folder.begun()
+        ]  # others died in their first second
+        name = begun[-1].name if begun else "" if name == "auto" else name
+    if not name:
+        return choice
+    run = named_run(str(name), root, experiment)
+    declared = cfg.get("resume") == "auto" and not options["--resume"]
+    return replace(choice, run=run, implied=(storage_override(run.root),), declared=declared)
+
+
+def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the runs after `--resume`, `--from` and `--run`, or empty strings, and the remaining overrides.
+
+    The name of the run may follow an option as a separate word; without a name, the latest run is used.
+    """
+    options = {"--resume": "", "--from": "", "--run": ""}
+    typed: list[str] = []
+    open_option = ""
+    for item in overrides:
+        name, _, value = item.partition("=")
+        if name in options:
+            options[name], open_option = value or "latest", "" if value else name
+        elif open_option and not _is_override(item):
+            options[open_option], open_option = item, ""
+        else:
+            typed.append(item)
+            open_option = ""
+    return options, typed
+
+
+def _is_override(text: str) -> bool:
+    """Return True if a word is an override and not the name of a run."""
+    return bool(re.match(r"~|[+]{0,2}[A-Za-z_][\w.@/]*=", text)) and not is_uri(text)
+
+
+@contextlib.contextmanager
+def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
+    """Provide the conf.yaml of a run as a local file within the block.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    if folder is None:
+        yield None
+        return
+    title = f"{folder.location}/{folder.conf.name}"
+    try:
+        content = Storage(folder.location).read(folder.conf.name)
+    except OSError as error:
+        raise StorageError(f"cannot read {title}: {short_message(error)}") from error
+    if folder.uri is None:
+        yield folder.conf
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        conf = Path(temporary, folder.conf.name)
+        conf.write_bytes(content)
+        yield conf
+
+
+def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
+    """Refuse to resume a run that has succeeded, unless the config asks for more epochs.
+
+    Raises:
+        UsageError: another driver trains it.
+        RunFinished: nothing is left to do.
+    """
+    record = records.refuse_living(run)
+    before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
+    if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:
+        raise RunFinished(
+            f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train further, raise it; "
+            "for a new run, leave out --resume and cfg.resume"
+        )
+
+
+def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
+    """Return the differences from the config that a run had before.
+
+    Raises:
+        ConfigError: some of it cannot change when a run resumes.
+    """
+    changes = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
+    problems = resuming.refusals(changes, type(config.cfg))
+    if problems:
+        listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
+        raise ConfigError(
+            f"{listed}\nLeave them as they were, or start a new run with them: mlx train run --from {run.title}"
+        )
+    return tuple(change for change in changes if change.key.removeprefix("cfg.") not in resuming.IGNORED)

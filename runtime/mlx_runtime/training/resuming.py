@@ -1,0 +1,294 @@
+"""Changes of the config that a resumed run applies.
+
+A checkpoint holds most of what a config describes, so a changed value would be recorded without effect. Applied are:
+
+    cfg.*         settings of the runtime except `FIXED`, and fields of your own that are marked resumable
+    optimizers.*  hyperparameters of the parameter groups, like lr, after the state is restored
+    tools.*       arguments that determine only attributes that have not changed since the tool was made
+
+Everything else is refused before anything is written.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mlx_runtime.config.signatures import MISSING, parameters
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.distributed import randomness
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.runs.checkpoints import State, state_of
+from mlx_runtime.storage.redaction import HIDDEN, is_secret, redacted
+from mlx_runtime.training.options import TrainConfig
+
+Build = Callable[[Any, str], Any]
+
+FIXED = {"limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"}
+"""Settings that a run keeps: they determine where it starts and what it reads."""
+
+IGNORED = {"resume", "storage_path"}
+"""Settings that choose the run, and do not change what it does."""
+
+MAY_START = {"lr", "weight_decay"}
+"""Hyperparameters that may change from or to 0. With others, like momentum, its state would differ in kind."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value of the config that differs from that of the run.
+
+    Attributes:
+        key: full, like `optimizers.adam.lr`.
+        before, after: the values; `MISSING` if there is none.
+    """
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        before, after = (HIDDEN if is_secret(self.key) else _shown(value) for value in (self.before, self.after))
+        return f"{self.key}: {before} → {after}"
+
+
+def changes(before: Any, after: Any, key: str = "") -> list[Change]:
+    """Return the differences between two configs, one per value. An omitted argument counts as its default."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return [] if _same(before, after) else [Change(key, before, after)]
+    if before.get("_target_") != after.get("_target_"):
+        return [Change(f"{key}._target_", before.get("_target_", MISSING), after.get("_target_", MISSING))]
+    found = []
+    for name in {**before, **after}:
+        old, new = (node[name] if name in node else _default(node, name) for node in (before, after))
+        found += changes(old, new, f"{key}.{name}" if key else name)
+    return found
+
+
+def refusals(found: Iterable[Change], cfg: type) -> list[str]:
+    """Return one line per change that a resumed run cannot apply, as far as the config shows it.
+
+    Args:
+        found: the changes.
+        cfg: class of the group `cfg`.
+    """
+    lines = []
+    for change in found:
+        group, _, rest = change.key.partition(".")
+        name, _, argument = rest.partition(".")
+        structural = "_target_" in change.key or MISSING in (change.before, change.after)
+        why: str | None = "the checkpoint determines it"
+        if group == "cfg":
+            why = _why_fixed(name, cfg)
+        elif group == "optimizers" and not structural:
+            why = _why_not_a_number(argument, change.before, change.after)
+        elif group == "tools" and argument and not structural:
+            why = None
+        if why is not None:
+            lines.append(f"{change} ({why})")
+    return lines
+
+
+def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Any], then: Any, now: Any) -> None:
+    """Set the hyperparameters of restored optimizers that the config has changed since the checkpoint.
+
+    A learning rate that a schedule has changed keeps its ratio to the initial rate.
+
+    Args:
+        optimizers: restored optimizers by name.
+        schedulers: restored; other objects among them are ignored.
+        then: config of the group in the checkpoint.
+        now: current config of the group.
+
+    Raises:
+        ConfigError: the loop or a schedule has set another value.
+    """
+    for name, optimizer in optimizers.items():
+        old, new = ((tree or {}).get(name) or {} for tree in (then, now))
+        if not old or old.get("_target_") != new.get("_target_"):
+            continue
+        for change in changes(old, new):
+            if change.key == "params":
+                continue
+            key = f"optimizers.{name}.{change.key}"
+            if why := _why_not_a_number(change.key, change.before, change.after):
+                raise ConfigError(f"{Change(key, change.before, change.after)} cannot be restored ({why})")
+            if not _set(optimizer, change):
+                raise ConfigError(
+                    f"{key} cannot change when a run resumes: the loop or a schedule has set a value other than "
+                    f"{_shown(change.before)}"
+                )
+            if change.key == "lr":
+                _set_base_lrs(schedulers, optimizer, change)
+
+
+def with_settings(saved: State, then: Any, now: Any, key: str, build: Build) -> State:
+    """Return the saved state of a tool with the settings that the config has changed.
+
+    A changed argument is a setting if the attributes that depend on it still have the values that the constructor set.
+
+    Args:
+        saved: plain state of the tool.
+        then: config of the tool in the checkpoint.
+        now: current config of the tool.
+        key: key of the tool in conf.yaml.
+        build: makes an object from a node.
+
+    Raises:
+        ConfigError: an attribute that depends on a changed argument has changed in training, or no attribute does.
+    """
+    found = changes(then, now)
+    if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
+        return saved
+    first = _fresh(then, key, build)
+    for change in found:
+        full = Change(f"{key}.{change.key}", change.before, change.after)
+        depends = _differing(first, _fresh(_replaced(then, change), key, build))
+        if not depends:
+            raise ConfigError(f"{full} cannot change when a run resumes: no attribute of the tool shows it")
+        for name in depends:
+            if name in saved and not _same(saved[name], first.get(name)):
+                raise ConfigError(
+                    f"{full} cannot change when a run resumes: {key}.{name}, which depends on it, is "
+                    f"{_shown(saved[name])} by now and part of the checkpoint"
+                )
+    last = _fresh(now, key, build)
+    return {**saved, **{name: last[name] for name in _differing(first, last) if name in last}}
+
+
+def _why_fixed(name: str, cfg: type) -> str | None:
+    if name in IGNORED:
+        return None
+    if name in {field.name for field in dataclasses.fields(TrainConfig)}:
+        return "it cannot change within a run" if name in FIXED else None
+    fields = dataclasses.fields(cfg) if dataclasses.is_dataclass(cfg) else ()
+    if any(field.name == name and field.metadata.get("resumable") for field in fields):
+        return None
+    return f'not marked as resumable; see field(metadata={{"resumable": True}}) for {name} in the guide to faults'
+
+
+def _why_not_a_number(argument: str, before: Any, after: Any) -> str | None:
+    def numbers(value: Any) -> list[float] | None:
+        values = value if isinstance(value, list | tuple) else [value]
+        fits = all(isinstance(item, int | float) and not isinstance(item, bool) for item in values)
+        return list(values) if fits else None
+
+    new = numbers(after)
+    old = new if before is MISSING else numbers(before)
+    if not argument or old is None or new is None or len(old) != len(new):
+        return "only numeric arguments of an optimizer can change"
+    started = any(bool(one) != bool(other) for one, other in zip(old, new, strict=True))
+    if started and argument not in MAY_START:
+        return "the state of the optimizer differs between zero and another value"
+    return None
+
+
+def _set(optimizer: Optimizer, change: Change) -> bool:
+    """Set a value in the parameter groups that still have the previous one. Return True if there are any."""
+    done = False
+    for group in optimizer.param_groups:
+        if change.key not in group:
+            return False
+        scheduled = change.key == "lr" and "initial_lr" in group
+        present = group["initial_lr"] if scheduled else group[change.key]
+        if not _same_number(present, change.before) and (scheduled or change.key != "lr"):
+            continue
+        done = True
+        if scheduled:
+            ratio = float(group["lr"]) / float(present) if float(present) else 1.0
+            _put(group, "initial_lr", change.after)
+            _put(group, "lr", float(change.after) * ratio)
+        else:
+            _put(group, change.key, change.after)
+    return done
+
+
+def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Change) -> None:
+    for scheduler in _nested(schedulers):
+        if getattr(scheduler, "optimizer", None) is not optimizer or not hasattr(scheduler, "base_lrs"):
+            continue
+        groups = optimizer.param_groups
+        scheduler.base_lrs = [
+            change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs
+        ]
+        scheduler._last_lr = [float(group["lr"]) for group in groups]
+
+
+def _nested(schedulers: Iterable[Any]) -> Iterator[Any]:
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _nested(getattr(scheduler, "_schedulers", ()))
+
+
+def _put(group: dict[str, Any], key: str, value: Any) -> None:
+    present = group.get(key)
+    if isinstance(present, torch.Tensor):
+        present.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _same_number(present: Any, wanted: Any) -> bool:
+    if wanted is MISSING:
+        return True
+    if isinstance(present, list | tuple):
+        return list(present) == list(wanted)
+    return float(present) == float(wanted)
+
+
+def _default(node: Mapping[str, Any], name: str) -> Any:
+    """Return the default of an argument that a node omits, if it is a plain value."""
+    if "_target_" not in node:
+        return MISSING
+    known = {item.name: item.default for item in parameters(object_at(node["_target_"])) or []}
+    default = known.get(name, MISSING)
+    if isinstance(default, tuple):
+        default = list(default)
+    return default if default is None or isinstance(default, bool | int | float | str | list) else MISSING
+
+
+def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
+    """Return a node with one value changed."""
+    changed = copy.deepcopy(dict(node))
+    *above, last = change.key.split(".")
+    inner = changed
+    for name in above:
+        inner = inner[name]
+    if change.after is MISSING:
+        inner.pop(last, None)
+    else:
+        inner[last] = change.after
+    return changed
+
+
+def _fresh(node: Any, key: str, build: Build) -> State:
+    """Return the plain state of a newly made tool."""
+    with randomness.seeded(0):
+        made = build(node, key)
+    state: State = state_of(SimpleNamespace(tool=made))[0].get("tool", {})
+    return state
+
+
+def _differing(one: State, other: State) -> list[str]:
+    return [name for name in {**one, **other} if not _same(one.get(name, MISSING), other.get(name, MISSING))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two plain values are equal; a list may equal a tuple."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is MISSING else redacted(f"{value!r:.60}")

@@ -1,0 +1,204 @@
+"""The record of a run as its driver writes it: claimed at the start, updated by events, closed with the outcome."""
+
+import datetime
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
+from mlx_runtime.events import (
+    CheckpointSaved,
+    DatasetsPrepared,
+    EpochEnded,
+    Event,
+    LoaderOpened,
+    LoopEnded,
+    LoopStarted,
+    RunEnded,
+    WorkersLost,
+    WorkersStarted,
+)
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.folder import EVALUATIONS, claim_run
+from mlx_runtime.runs.provenance import provenance
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import Storage, joined, storage_root, to_json
+from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.request import RunConfig
+
+
+class RunRecorder:
+    """Keeps `run.json` up to date with the events of a run.
+
+    Args:
+        record: the claimed record.
+        plan: plan of the run.
+
+    Attributes:
+        metrics: latest value of every recorded number, once the loop has ended.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
+        stopped: True if the loop was stopped before its end.
+        world_size: number of workers; 0 before they have started.
+    """
+
+    def __init__(self, record: records.Record, plan: RunPlan) -> None:
+        self.record, self._plan = record, plan
+        self.metrics: Mapping[str, float] = {}
+        self.best: dict[str, Any] | None = self.record["best"]
+        self.stopped = False
+        self.world_size = 0
+        self._begun = False
+        self._datasets: dict[str, dict[str, int]] = {}
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case LoopStarted():
+                self.begin()
+            case WorkersStarted(device, parameters, world_size):
+                restarted, self.world_size = self.world_size > 0, world_size
+                facts = {"workers": world_size} if restarted else {"device": device, "parameters": parameters}
+                self.record.update(**facts)
+            case DatasetsPrepared(names):
+                self.record.update(prepared=dict(names))
+            case LoaderOpened(name, _, rows, steps, global_batch):
+                self._datasets[name] = {"rows": rows, "steps": steps, "global_batch": global_batch}
+                self.record.update(datasets=self._datasets)
+            case EpochEnded(epoch, _, values):
+                self.record.note(epoch=epoch, metrics={**(self.record["metrics"] or {}), **values})
+            case CheckpointSaved():
+                self._checkpoint(event)
+            case WorkersLost():
+                self.record.update(failures=(self.record["failures"] or 0) + 1)
+            case LoopEnded(metrics, stopped):
+                self.metrics, self.stopped = metrics, stopped
+
+    def begin(self) -> None:
+        """Make the record that of this attempt. A resumed run keeps its old one until all state is restored."""
+        if not self._begun:
+            self._begun = True
+            self.record.begin(self._plan.config.yaml())
+            if self._plan.config.kept:
+                snapshots.store(self._plan.project, self.record.folder)
+
+    def succeed(self) -> RunEnded:
+        """Record that the run has succeeded.
+
+        Raises:
+            StorageError: the storage cannot be written.
+        """
+        self.begin()
+        self.record.finish("SUCCEEDED", metrics=dict(self.metrics))
+        evaluation = None
+        if self._plan.config.checkpoint is not None:
+            evaluation = _store_evaluation(self._plan.config, self.metrics)
+        return RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
+
+    def end_early(self, status: str, error: BaseException) -> RunEnded:
+        """Record how the run ended before it was done. A run that has not resumed yet stays as it was.
+
+        Args:
+            status: `FAILED` or `STOPPED`.
+            error: the error that ended it.
+
+        Raises:
+            StorageError: a stop cannot be recorded.
+        """
+        fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
+        try:
+            if self.record.held:
+                self.record.withdraw()
+            else:
+                self.record.finish(status, **fields)
+        except StorageError:
+            if status != "FAILED":
+                raise  # otherwise the storage may be what failed, and the error says so
+        return RunEnded(status, self.metrics or self.record["metrics"] or {}, self.best, error)
+
+    def _checkpoint(self, event: CheckpointSaved) -> None:
+        cfg = self._plan.config.cfg
+        value = event.metrics.get(cfg.monitor)
+        entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": value}
+        if not event.finished:
+            self.record.update(latest=entry | {"step": event.step})
+            return
+        best = self.best["value"] if self.best else None
+        # Of equal values the later is best, as in pruning. NaN never is.
+        better = best is None or (value is not None and (value >= best if cfg.mode == "max" else value <= best))
+        if value is not None and not math.isnan(value) and better:
+            self.best = entry
+        self.record.update(metrics=dict(event.metrics), latest=entry, best=self.best)
+
+
+def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
+    """Become the driver of a run, new or resumed.
+
+    Args:
+        plan: plan of the run.
+        before_alive: called just before the record says that the run is alive.
+
+    Raises:
+        UsageError: another driver trains the run.
+        StorageError: the run folder cannot be written.
+    """
+    config = plan.config
+    facts = _facts(plan)
+    if config.run is not None:
+        folder, attempt = config.run, records.take_over(config.run)
+        previous = records.recorded(folder)
+        if not plan.launched:
+            previous = previous.get(records.REPLACED) or previous
+            facts |= {"attempts": records.attempts(previous), "job": None}
+        folder.withdraw_stop()
+    else:
+        folder, attempt = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name), 1
+        if not folder.claim_attempt(attempt, leases.lease()):
+            raise UsageError(f"another driver has just started {folder.title}")
+        previous = records.refuse_living(folder) if config.claimed else {}
+        if config.origin:
+            facts["from"] = config.origin.title
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.hold_reserve()
+    previous = {name: value for name, value in previous.items() if name not in ("end", "error")}
+    before_alive()
+    return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
+
+
+def _facts(plan: RunPlan) -> dict[str, Any]:
+    """Return what the record says from the start."""
+    cfg, facts = plan.config.cfg, provenance(plan.config.overrides)
+    if plan.launched:  # the launcher has recorded these
+        facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
+    return facts | {
+        "status": "RUNNING",
+        "seed": cfg.seed,
+        "start": documents.now(),
+        "workers": cfg.start_workers,
+        "engine": {"asked": cfg.engine, "used": plan.cluster.engine},
+        "epochs": cfg.num_epochs,
+        "monitor": cfg.monitor,
+        "mode": cfg.mode,
+    }
+
+
+def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
+    """Store the metrics of a checkpoint in the folder of its run. Returns the path.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    assert config.origin is not None
+    when = datetime.datetime.now(datetime.timezone.utc)
+    facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
+    facts |= provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
+    parts = (EVALUATIONS, f"{when:%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}.json")  # names sort by time
+    storage = Storage(config.origin.location)
+    try:
+        if storage.local:
+            Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)
+        storage.write(to_json(facts).encode(), *parts)
+    except OSError as error:
+        raise StorageError(f"cannot write {config.origin.location}/{EVALUATIONS}: {short_message(error)}") from error
+    return joined(config.origin.location, *parts)

@@ -1,0 +1,249 @@
+"""`Session`: a run as one worker takes part in it, and the only place that knows the order of events.
+
+The loop belongs to user code. The session acts when a loader is iterated, when a batch is given, when the loop has
+finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. What happens then, and
+in which order, is defined here; how, in the parts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from mlx_runtime.data.loaders import Loader, trains
+from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.training.channel import Sink
+from mlx_runtime.training.checkpointer import Checkpointer
+from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.training.metric_recording import MetricRecorder
+from mlx_runtime.training.optimization import Optimization
+from mlx_runtime.training.passes import PassTracker
+from mlx_runtime.training.precision import prepare_models
+from mlx_runtime.training.reporting import EventSender, Reporter
+from mlx_runtime.training.stopping import LoopStopped, StopPoll
+from mlx_runtime.training.strategies import DDP, Strategy
+
+
+class Session:
+    """A run as one worker takes part in it. Every worker must construct it.
+
+    Args:
+        context: the run.
+        experiment: experiment whose loop runs.
+        strategy: strategy that prepared the models; data parallelism by default.
+        sink: called with events for the driver; None except on rank 0.
+        tracking, forwards: those of the reporter.
+        allowed: raises an error if another driver has taken over the run.
+        stop_requested: returns True if this worker was asked to stop.
+        preemptible: True if the cluster may announce that a node is preempted.
+
+    Attributes:
+        beat: called at each sign of progress.
+        step_done: called with the global step after each training step.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        experiment: Any,
+        *,
+        strategy: Strategy | None = None,
+        sink: Sink | None = None,
+        tracking: ReportWriter | None = None,
+        forwards: bool = False,
+        allowed: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        preemptible: bool = False,
+    ) -> None:
+        self.context, self.progress = context, Progress(epoch=context.cfg.start_epoch)
+        self.groups, self.passes = Groups(experiment), PassTracker()
+        self.loaders: dict[str, Loader] = {}
+        self.events = EventSender(self.progress, sink)
+        self.reporter = Reporter(context, self.progress, self.events, tracking, forwards)
+        shared = (context, self.groups, self.progress, self.reporter)
+        self.metrics = MetricRecorder(*shared)
+        self.optimization = Optimization(*shared, strategy or DDP(context.topology.device))
+        self.checkpoints = Checkpointer(*shared, self.optimization, self.loaders, allowed)
+        fewer = context.cfg.min_workers is not None and context.cfg.min_workers < context.topology.world_size
+        self.stopping = StopPoll(
+            context.topology,
+            stop_requested,
+            preemptible=preemptible,
+            resumable_by_fewer=fewer,
+            notice=self.events.notice,
+        )
+        self.beat: Callable[[], None] = lambda: None
+        self.step_done: Callable[[int], None] = lambda number: None
+
+    # -- the run
+
+    def begin(self) -> None:
+        """Move everything to the device, and restore a checkpoint if there is one."""
+        cfg, topology = self.context.cfg, self.context.topology
+        for group in ("models", "losses", "metrics"):
+            for member in self.groups.members(group).values():
+                if isinstance(member, nn.Module):  # metrics are modules, too
+                    member.to(topology.device)
+        prepare_models(self.groups.members("models").values(), cfg, topology.device)
+        seed_everything(cfg.seed + topology.rank)  # models were made alike; dropout must differ by rank
+        if self.checkpoints.restore() is not None:
+            agree([True], topology.device)  # nothing is recorded before all workers have restored
+        else:
+            self.reporter.begin()
+
+    def end(self) -> dict[str, float]:
+        """Finish a run whose loop has returned or was stopped. Returns the last value of every recorded number."""
+        self.reporter.begin()
+        if not self.stopping.stopped:  # else a pass may be under way, which a restart resumes
+            self.metrics.flush()
+            self._end_epoch()
+        self.checkpoints.wait()
+        return self.reporter.latest
+
+    def _end_epoch(self) -> None:
+        self.metrics.receive()
+        picture = self.optimization.monitor.picture() if self.reporter.epoch_has_numbers else None
+        self.reporter.end_epoch(picture)
+
+    # -- a pass and its steps: called by loaders
+
+    def watch(self, loader: Loader) -> Loader:
+        """Follow a loader. Returns the one that is followed already if it reads the same: there is one per dataset."""
+        name = loader.shard.name
+        known = self.loaders.get(name)
+        if known is not None and known.asked == loader.asked:
+            return known
+        if known is not None:
+            loader.epoch = known.epoch
+        elif name in self.checkpoints.positions:
+            loader.load_state_dict(self.checkpoints.positions[name])
+        loader.observer = self
+        self.loaders[name] = loader
+        return loader
+
+    def iterated(self, loader: Loader) -> None:
+        self.passes.iterated(loader.shard.name)
+
+    def pass_begins(self, loader: Loader, steps: int) -> None:
+        """Record what the previous pass left, and restore what an interrupted one needs."""
+        shard, step = loader.shard, steps - loader.steps_left
+        known = {"accumulate": loader.accumulate, "loader": loader, "step": step}
+        item = self.passes.begin(shard.name, training=shard.training, steps=steps, **known)
+        self.metrics.begin(item)
+        if self.passes.leads(item):
+            self.metrics.flush()
+            if not self.passes.is_within_training(item):
+                self.optimization.begin_pass()
+        self.checkpoints.resume(shard.name)
+        self.reporter.begin()
+        self.events.pass_begun(loader)
+
+    def batch_given(self, loader: Loader, number: int) -> None:
+        """Count a step."""
+        self.beat()
+        item = self.passes.of(loader.shard.name)
+        if not self.passes.batch(loader.shard.name, number):
+            return  # read beside the pass that leads
+        if item.training:
+            if loader.given == 1 and not self.passes.is_within_training(item):
+                self._begin_epoch(loader.epoch - 1)
+            self.optimization.begin_step(loader.given, loader.given + item.steps - number, item.accumulate)
+            self.progress.global_step += self.optimization.accumulation.first
+            if self.optimization.accumulation.last:
+                self.checkpoints.request_every(self.context.cfg.checkpoint_every_steps)
+        self.events.step(item, self.metrics.values(item))
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if not self.progress.interrupted:
+            self._end_epoch()
+            self.progress.epoch = epoch
+        self.progress.interrupted = False
+
+    def step_finished(self, loader: Loader) -> None:
+        """Record, save, stop: in this order, and only between two updates, where every worker is at the same step."""
+        self.beat()
+        item = self.passes.of(loader.shard.name)
+        if not self.passes.leads(item):
+            return
+        self.metrics.step_finished(item)
+        if item.finished:
+            self.passes.end(item)
+        if item.training:
+            self.step_done(self.progress.global_step)
+        if not item.training or item.finished:
+            return  # after the last step of training, evaluation follows, and then the checkpoint of the epoch
+        if self.stopping.step():
+            self.checkpoints.requested = True
+        if not self.optimization.step_completed_update():
+            return
+        if self.checkpoints.requested or self.stopping.agreed:
+            self._store(self.progress.epoch, finished=False)
+        if self.stopping.agreed:
+            self._stop()
+
+    def pass_left(self, loader: Loader) -> None:
+        self.passes.end(self.passes.of(loader.shard.name))
+
+    # -- called by user code
+
+    def save(self, groups: tuple[str, ...], batch_idx: int, epoch: int, name: str | None) -> None:
+        """Record metrics of the current pass; see `BaseModule.save_metrics_and_losses`."""
+        self.beat()
+        item = self.passes.to_record(name, evaluation=name is not None and not trains(name))
+        self.metrics.turn_to(item)
+        self.progress.epoch = epoch
+        if item.loader is None:  # the loop counts from 0, after a restart, too
+            self.progress.global_step += item.training and batch_idx + 1 != item.step
+            item.step = batch_idx + 1
+        self.metrics.save(item, groups)
+
+    def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
+        """Record numbers that user code logged, with the values of rank 0."""
+        if values and self.context.topology.writes:
+            tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
+            plain = {name: float(value) for name, value in {**values, **tensors}.items()}
+            self.reporter.log(plain, self.progress.epoch if epoch is None else epoch)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Give the passes in a block one name."""
+        self.metrics.flush()
+        with self.passes.block(name, training=trains(name)):
+            yield
+            self.metrics.flush()
+
+    def before_reset(self) -> None:
+        """Record what metrics have seen; they are about to be reset."""
+        self.metrics.flush()
+        self.passes.close()
+
+    def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
+        self.beat()
+        self.metrics.flush()
+        self.passes.close()
+        self.log(metrics, epoch)
+        self.reporter.check_monitor()
+        finished = self.passes.training is None
+        if not finished and not self.optimization.accumulation.last:
+            self.checkpoints.requested = True  # gradients are not part of checkpoints
+            return
+        if finished:
+            self._end_epoch()
+        self._store(epoch, finished=finished)
+        if self.stopping.vote():
+            self._stop()
+
+    def _store(self, epoch: int, *, finished: bool) -> None:
+        self.reporter.begin()
+        self.metrics.receive()
+        self.checkpoints.save(epoch, self.reporter.latest, finished=finished)
+
+    def _stop(self) -> NoReturn:
+        self.stopping.stopped = True
+        self.checkpoints.wait()
+        raise LoopStopped

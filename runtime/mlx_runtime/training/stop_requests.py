@@ -1,0 +1,123 @@
+"""Requests to end a run early: `Driver.stop`, SIGTERM, `mlx xp stop`, or another driver that takes the run over."""
+
+import _thread
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.folder import RunFolder
+
+GRACE_S = 25.0
+"""How long workers have to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""
+
+POLL_S = 1.0
+"""Interval between two looks at the run folder; ten times as long on an object store."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The run ends because it was asked to, not by Ctrl-C."""
+
+
+class StopRequests:
+    """Decides when a run must end early. Requests may come from any thread.
+
+    While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends at
+    once.
+
+    Args:
+        interrupt: raises `Terminated` in the driver's thread, which may be busy elsewhere; called from other threads.
+            Without it, the driver ends the next time it calls `check`.
+
+    Attributes:
+        reason: reason for the first request, or None.
+        taken_over: True once another driver owns the run.
+    """
+
+    def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
+        self.reason: str | None = None
+        self.taken_over = False
+        self._interrupt = interrupt
+        self._requested_at = 0.0
+        self._graceful = False
+
+    def allow_checkpoint(self) -> None:
+        """From now on workers train, and can save a checkpoint before they stop."""
+        self._graceful = True
+
+    def request(self, reason: str) -> None:
+        """Ask the run to end."""
+        if self.reason is None:
+            self.reason, self._requested_at = reason, time.monotonic()
+        if not self._graceful:
+            self._interrupt()
+
+    def requested(self) -> bool:
+        return self.reason is not None
+
+    def immediate(self) -> bool:
+        """Return True if another request ends the run at once: it is the second, or workers do not train yet."""
+        return self.taken_over or self.requested() or not self._graceful
+
+    def check(self) -> None:
+        """End the run if it may not wait for a checkpoint.
+
+        Raises:
+            Terminated: it was asked to end before workers trained, or they had enough time to stop.
+        """
+        patience = GRACE_S if self._graceful else 0.0
+        if self.taken_over or (self.requested() and time.monotonic() - self._requested_at >= patience):
+            raise Terminated
+
+    @contextlib.contextmanager
+    def watching(self, folder: RunFolder, attempt: int) -> Iterator[None]:
+        """Watch the run folder within the block for requests of other processes.
+
+        Args:
+            folder: folder of the run.
+            attempt: number of this driver; a higher one has taken over.
+        """
+        done = threading.Event()
+        threading.Thread(target=self._watch, args=(folder, attempt, done), name="control", daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+            folder.withdraw_stop()
+
+    def _watch(self, folder: RunFolder, attempt: int, done: threading.Event) -> None:
+        while not done.wait(POLL_S * (10 if folder.uri else 1)):
+            if not self.requested() and folder.asked_to_stop():
+                self.request("mlx xp stop")
+            with contextlib.suppress(StorageError):
+                if folder.attempts() > attempt:
+                    self.taken_over = True
+                    self._interrupt()
+                    return
+
+
+@contextlib.contextmanager
+def sigterm_stops(control: StopRequests) -> Iterator[None]:
+    """Turn SIGTERM into a request within the block. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: Any) -> None:
+        if control.immediate():
+            raise Terminated
+        control.request("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def interrupt_main() -> None:
+    """Raise `Terminated` in the main thread, within `sigterm_stops`."""
+    _thread.interrupt_main(signal.SIGTERM)

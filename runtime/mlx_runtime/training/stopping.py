@@ -1,0 +1,117 @@
+"""When a run stops before its end: on a request, or because a node is preempted. All workers agree on the step."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from mlx_runtime.distributed.peers import preempted
+from mlx_runtime.distributed.topology import Topology
+
+SECONDS_PER_VOTE = 0.2
+"""The longest time that a request to stop waits, besides the current step."""
+
+MAX_STEPS_PER_VOTE = 100
+"""Limits the wait if steps suddenly become much slower."""
+
+VOTES_PER_PREEMPTION_CHECK = 10
+"""Stop votes between two checks for preemption; each check is a collective of a few milliseconds."""
+
+
+class LoopStopped(BaseException):
+    """Leaves `worker_loop` after a checkpoint was saved, because a stop was requested."""
+
+
+class StopConsensus:
+    """Agrees between steps on what any worker requested. Every worker must take part.
+
+    A vote is one small collective on the CPU. Its result includes the number of steps until the next vote, so that all
+    workers wait equally long, about `SECONDS_PER_VOTE`.
+
+    Args:
+        topology: topology of this worker.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
+        self._steps_left = 1
+        self._interval = 1
+        self._voted_at = time.monotonic()
+
+    def due(self) -> bool:
+        """Count a step. Return True if a vote is due."""
+        self._steps_left -= 1
+        return self._steps_left <= 0
+
+    def vote(self, request: int) -> int:
+        """Return the maximum of the requests of all workers.
+
+        Args:
+            request: this worker's request, or 0 for none.
+        """
+        now = time.monotonic()
+        taken = max(1, self._interval - self._steps_left)  # fewer than the interval at the end of an epoch
+        per_step, self._voted_at = (now - self._voted_at) / taken, now
+        interval = int(min(MAX_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
+        if self._group is not None:
+            votes = torch.tensor([request, interval if self._topology.rank == 0 else 0])
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self._group)
+            request, interval = votes.tolist()
+        self._steps_left = self._interval = interval
+        return request
+
+
+class StopPoll:
+    """Decides when a run stops: someone requested it, or a node is being preempted. Every worker must take part.
+
+    Args:
+        topology: topology of this worker.
+        requested: returns True if this worker was asked to stop.
+        preemptible: True if the cluster may announce that a node is preempted.
+        resumable_by_fewer: True if the run continues with fewer workers.
+        notice: called with a line to show to the user.
+
+    Attributes:
+        agreed: True once all workers have agreed to stop.
+        stopped: True once the loop is left for that.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        requested: Callable[[], bool] = lambda: False,
+        *,
+        preemptible: bool = False,
+        resumable_by_fewer: bool = False,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._consensus = StopConsensus(topology)
+        self._requested, self._preemptible, self._resumable_by_fewer = requested, preemptible, resumable_by_fewer
+        self._notice = notice
+        self._votes = 0
+        self.agreed = self.stopped = self._preempted = False
+
+    def step(self) -> bool:
+        """Count a training step, and vote if a vote is due.
+
+        Returns:
+            True if a node has just been announced to be preempted, so that a checkpoint is due.
+        """
+        if self.agreed or not self._consensus.due():
+            return False
+        self.vote()
+        self._votes += 1
+        if not self._preemptible or self._preempted or self._votes % VOTES_PER_PREEMPTION_CHECK:
+            return False
+        self._preempted = preempted()
+        if self._preempted:
+            then = "the others resume from a checkpoint" if self._resumable_by_fewer else "stopping with a checkpoint"
+            self._notice(f"a node of this run is being drained; {then}")
+            self.agreed = self.agreed or not self._resumable_by_fewer
+        return self._preempted
+
+    def vote(self) -> bool:
+        """Return True if any worker was asked to stop."""
+        self.agreed = bool(self._consensus.vote(self._requested())) or self.agreed
+        return self.agreed

@@ -1,0 +1,193 @@
+"""A run in a terminal: the driver with signals, a log, and what the user sees."""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from mlx_runtime.data.streams import stream_names
+from mlx_runtime.errors import (
+    HangError,
+    MlxError,
+    RunStopped,
+    StorageError,
+    WorkerLoopError,
+    WorkerLostError,
+    full_message,
+)
+from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
+from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.logs import Log
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.breakpoints import at_breakpoint
+from mlx_runtime.training.console_lines import ConsoleLines, resume_command
+from mlx_runtime.training.dataset_preparation import check_datasets, prepare_datasets, store_of
+from mlx_runtime.training.driver import Driver
+from mlx_runtime.training.engines.placement import Cluster, start_ray
+from mlx_runtime.training.engines.processes import held_signals
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.planning import RunPlan, planned
+from mlx_runtime.training.request import RunConfig
+from mlx_runtime.training.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run that has succeeded.
+
+    Attributes:
+        folder: folder of the run.
+        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
+    """
+
+    folder: RunFolder
+    metrics: dict[str, float]
+    best: dict[str, Any] | None = None
+
+
+def fit(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Result:
+    """Train an experiment in a new run, or resume the run that the config names.
+
+    Call it in the main thread. From other threads, use a `Driver`.
+
+    Args:
+        experiment: class to train, importable by name.
+        config: config returned by `load_config`.
+        cluster: cluster returned by `connect`.
+
+    Raises:
+        DatasetError: a dataset cannot be batched; nothing was started.
+        UsageError: another driver trains the run.
+        StorageError: the run folder cannot be written.
+        WorkerLoopError: user code raised.
+        WorkerLostError: workers were lost more than `cfg.max_failures` times.
+        HangError: the workers deadlocked.
+        RunStopped: Ctrl-C, SIGTERM or `mlx xp stop`; the run is marked STOPPED.
+    """
+    with planned(experiment, config, cluster) as plan:
+        terminal = _Terminal(plan)
+        ended = terminal.run()
+        return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
+
+
+def prepare(config: RunConfig) -> None:
+    """Prepare every dataset of an experiment that can be prepared and is not yet.
+
+    Raises:
+        DatasetError: a dataset cannot be batched or prepared.
+        StorageError: the store cannot be written.
+    """
+    check_datasets(config)
+    display = Display(sys.stdout)
+    with contextlib.ExitStack() as stack:
+        stack.callback(display.close)
+        if stream_names(config.tree):
+            stack.enter_context(start_ray(config.cfg))
+        sets = prepare_datasets(config, Path.cwd(), display.handle)
+    if sets:
+        display.print(f"{len(sets)} prepared in {store_of(config)}; runs use them automatically")
+    else:
+        display.print("nothing was prepared")
+
+
+class _Terminal:
+    """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type.
+
+    Args:
+        plan: plan of the run.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        control = StopRequests(interrupt_main)
+        self.driver = Driver(plan, [self._handle], control=control, guard=held_signals)
+        self._plan = plan
+        self._stack = contextlib.ExitStack()
+        self._log: Log | None = None
+        self._lines: ConsoleLines | None = None
+
+    def run(self) -> RunEnded:
+        """Train, and return the last event of a run that succeeded."""
+        with self._stack:
+            try:
+                return self._train()
+            except BaseException as error:
+                if self._log is not None:
+                    self._log.write(f"error: {full_message(error)}\n")
+                raise
+
+    def _train(self) -> RunEnded:
+        last: Event | None = None
+        try:
+            with sigterm_stops(self.driver.control):
+                for event in self.driver.run():
+                    last = event
+        except KeyboardInterrupt as error:
+            if self.driver.recorder is None:
+                raise  # before there was a run to stop
+            raise RunStopped(self._stopped(), 143 if isinstance(error, Terminated) else 130) from None
+        except MlxError as error:
+            error.hint = error.hint or self._hint(error)
+            raise
+        assert isinstance(last, RunEnded)
+        if last.status == "STOPPED":
+            raise RunStopped(self._stopped(), 143)
+        return last
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._open(event.run)
+        if self._lines is not None:
+            self._lines.handle(event)
+
+    def _open(self, run: RunInfo) -> None:
+        """Open the log and the display."""
+        self._log = log = self._stack.enter_context(Log(self.driver.folder))
+        if run.attempt > 1:
+            log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
+        epochs = self._plan.config.cfg.num_epochs
+        if Settings.read().quiet:
+            display = Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
+        else:
+            display = Display(sys.stdout, log.copy, epochs=epochs)
+        self._stack.callback(display.close)
+        if self._plan.cluster.engine == "in_process":
+            self._stack.enter_context(at_breakpoint(display.step_aside))
+        self._lines = ConsoleLines(display, self._plan)
+
+    def _stopped(self) -> str:
+        """Say what has become of a run that was stopped."""
+        if not self._plan.config.kept:
+            return "stopped; nothing of this run is kept"
+        if self.driver.resuming:
+            return f"stopped before {self._title} was resumed; it is unchanged"
+        return f"stopped; {self._title} is marked STOPPED, its checkpoints are kept. Resume: {self._resume_command}"
+
+    def _hint(self, error: MlxError) -> str:
+        """Return what to type after an error, or nothing."""
+        if self.driver.recorder is None or self.driver.control.taken_over:
+            return ""
+        if self.driver.resuming:
+            return f"{self._title} was not resumed and is unchanged."
+        if isinstance(error, WorkerLoopError | WorkerLostError | HangError) and self._has_checkpoint():
+            return f"Resume from the last checkpoint: {self._resume_command}"
+        return ""
+
+    @property
+    def _title(self) -> str:
+        return f"{self.driver.folder.experiment} {self.driver.folder.name}"
+
+    @property
+    def _resume_command(self) -> str:
+        return resume_command(self.driver.folder, self._plan.config.overrides)
+
+    def _has_checkpoint(self) -> bool:
+        if not self._plan.config.kept:
+            return False
+        with contextlib.suppress(StorageError):
+            return bool(Checkpoints(self.driver.folder.checkpoints).all())
+        return False

@@ -1,0 +1,178 @@
+"""Detects deadlocked workers, and reports the position of each.
+
+Every worker notes each of its steps. When it has taken none for `cfg.hang_timeout_s`, it notifies the driver, which
+asks all workers for their positions and judges by the answers.
+"""
+
+import dataclasses
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mlx_runtime.errors import HangError
+from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
+
+ANSWER_S = 5.0
+"""How long the driver waits for workers to report their positions."""
+
+
+class Watchdog:
+    """Watches the thread that creates it, in a worker.
+
+    Args:
+        timeout_s: seconds without a step after which `send` is called, and called again each time they pass.
+        send: called with a `WorkerStalled`.
+        progress: returns rank, epoch, stage and step of this worker.
+        project: folder of the user's code.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        send: Callable[[Event], None],
+        progress: Callable[[], WorkerPosition],
+        project: Path,
+    ) -> None:
+        self._timeout_s, self._send, self._progress, self._project = timeout_s, send, progress, project
+        self._thread = threading.get_ident()
+        self._last_step = time.monotonic()
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def beat(self) -> None:
+        """Note a step."""
+        self._last_step = time.monotonic()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def position(self) -> WorkerPosition:
+        """Return the position of the watched thread."""
+        frames = _frames(sys._current_frames().get(self._thread))
+        return dataclasses.replace(
+            self._progress(),
+            at=_users_line(frames, self._project),
+            waits_in=_collective(frames),
+            seconds=time.monotonic() - self._last_step,
+        )
+
+    def _watch(self) -> None:
+        last_sent = self._last_step
+        while not self._closed.wait(min(1.0, self._timeout_s / 4)):
+            if time.monotonic() - max(self._last_step, last_sent) > self._timeout_s:
+                last_sent = time.monotonic()
+                self._send(WorkerStalled(last_sent - self._last_step))
+
+
+class DeadlockDetector:
+    """Asks all workers for their positions when one has stalled, in the driver.
+
+    Args:
+        ask: makes every worker send its position.
+        busy_s: a worker that took a step within this many seconds is busy, not deadlocked.
+    """
+
+    def __init__(self, ask: Callable[[], None], busy_s: float) -> None:
+        self._ask, self._busy_s = ask, busy_s
+        self._positions: dict[int, WorkerPosition] = {}
+        self._deadline = math.inf
+        self._stalled_s = 0.0
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case WorkerStalled(seconds) if self._deadline == math.inf:
+                self._positions = {}
+                self._deadline = time.monotonic() + ANSWER_S
+                self._stalled_s = seconds
+                self._ask()
+            case WorkerPosition(rank):
+                self._positions[rank] = event
+
+    def check(self, world_size: int) -> None:
+        """Judge once all workers have answered or have had time to.
+
+        Args:
+            world_size: number of workers in the current group.
+
+        Raises:
+            HangError: the workers are deadlocked.
+        """
+        answered = len(self._positions) >= world_size
+        if self._deadline == math.inf or (not answered and time.monotonic() < self._deadline):
+            return
+        self._deadline = math.inf
+        text = verdict(self._positions, world_size, self._busy_s)
+        if text is not None:
+            raise HangError(
+                f"the workers have taken no step for {self._stalled_s:.0f} s:\n  {text}\n"
+                "If a step may take that long, raise cfg.hang_timeout_s"
+            )
+
+
+def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: float = 0.0) -> str | None:
+    """Describe deadlocked workers, one line per rank; None if they are merely busy.
+
+    They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python does not see what
+    waits, they are if they are at different steps or lines.
+
+    Args:
+        positions: position of each rank that answered.
+        world_size: number of ranks.
+        busy_s: a rank that took a step within this many seconds is busy.
+    """
+    silent = [rank for rank in range(world_size) if rank not in positions]
+    if any(position.seconds < busy_s for position in positions.values()):
+        return None
+    apart = len({(position.step, position.at) for position in positions.values() if position.gpu}) > 1
+    if not silent and not apart and not any(position.waits_in for position in positions.values()):
+        return None
+    return "\n  ".join(
+        f"rank {rank} does not answer: its process is stopped, or its node is unreachable"
+        if rank in silent
+        else _described(positions[rank])
+        for rank in range(world_size)
+    )
+
+
+def _described(position: WorkerPosition) -> str:
+    activity = f"has been waiting in {position.waits_in}" if position.waits_in else "has been busy"
+    stage = f"{position.stage} step {position.step}" if position.stage else "before the first pass"
+    at = f", {position.at}" if position.at else ""
+    return f"rank {position.rank} {activity} for {position.seconds:.0f} s: epoch {position.epoch + 1}, {stage}{at}"
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of a stack, innermost first."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _users_line(frames: Sequence[FrameType], project: Path) -> str:
+    for frame in frames:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(project) and "site-packages" not in file.parts:
+            return f"{file.relative_to(project)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def _collective(frames: Sequence[FrameType]) -> str | None:
+    """Return the call that waits for other workers, as far as Python can see it."""
+    outermost = None
+    for frame in frames:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith("torch/distributed/distributed_c10d.py") and not name.startswith("_"):
+            outermost = name
+        elif "/mlx_runtime/distributed/" in file and outermost is None:
+            outermost = f"{name} of mlx_runtime"
+        elif file.endswith("torch/autograd/graph.py") and outermost is None:
+            return "backward (the all_reduce of gradients)"
+        elif file.endswith("torch/nn/parallel/distributed.py") and outermost is None:
+            return "forward of DistributedDataParallel (the broadcast of buffers)"
+    return outermost

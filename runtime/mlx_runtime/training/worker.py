@@ -1,0 +1,178 @@
+"""One worker from the inside: build the experiment, apply the strategy, run the loop, report the result."""
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray.util
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.ray_private import quiet_ray_train
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import StorageError
+from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.logs import Log
+from mlx_runtime.tracking.callbacks import Listeners, RunInfo
+from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.training.assembly import build_experiment
+from mlx_runtime.training.breakpoints import RefusePdb, at_breakpoint
+from mlx_runtime.training.channel import Remote, Sink
+from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.job import Job
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.profiling import Profiler
+from mlx_runtime.training.session import Session
+from mlx_runtime.training.shards import dataset_shards
+from mlx_runtime.training.stopping import LoopStopped
+from mlx_runtime.training.strategies import DDP
+from mlx_runtime.training.user_errors import loop_errors
+from mlx_runtime.training.watchdog import Watchdog
+
+
+def train(config: Mapping[str, Any]) -> None:
+    """Train in a worker process. The local engine and Ray Train call this on every worker."""
+    job: Job = pickle.loads(config["job"])
+    assert job.address is not None
+    train_to(Remote(job.address, job.key, Topology.current().rank), job)
+
+
+def train_to(sink: Sink, job: Job) -> None:
+    """Train, and send the result to the driver from rank 0."""
+    topology = Topology.current()
+    result = work(job, topology, sink)
+    if topology.writes:
+        sink.send(result)
+
+
+def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
+    """Build the experiment on this worker and run its loop."""
+    if not job.project.is_dir():  # on another machine, Ray has unpacked the project into the working directory
+        job = replace(job, project=Path.cwd())
+    if str(job.project) not in sys.path:
+        sys.path.insert(0, str(job.project))
+    if not job.verbose:
+        quiet_ray_train()
+    with contextlib.ExitStack() as stack:
+        if job.engine == "ray":  # the local engine reads the output of its workers from pipes
+            stack.enter_context(Log(job.folder, topology.rank))
+        if isinstance(sink, Remote):
+            stack.enter_context(at_breakpoint(RefusePdb(sink)))
+        strategy = DDP(topology.device)
+        with loop_errors(topology.rank, job.project):
+            groups, experiment = build_experiment(job, topology, strategy, stack)
+        cfg: TrainConfig = groups["cfg"]
+        torch.set_num_threads(cfg.cpus_per_worker)
+        session = experiment._run = Session(
+            RunContext(job.folder, topology, cfg, job.tree, job.shown, job.evaluate),
+            experiment,
+            strategy=strategy,
+            stop_requested=sink.stop_asked,
+            preemptible=job.preemptible,
+            **(_reporting(job, cfg, sink, stack) if topology.writes else {}),
+        )
+        _observe(session, cfg, job, sink, stack)
+        with loop_errors(topology.rank, job.project):
+            if topology.writes:
+                sink.send(_started(groups, topology))
+            session.begin()
+            shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
+            stopped = _run_loop(experiment, shards, job, stack)
+            result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
+            if session.reporter.tracking is not None:
+                session.reporter.tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
+            return result
+
+
+def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> bool:
+    """Run user code's loop. Return True if it was stopped before its end."""
+    streams = [shard.stream for shard in shards if shard.stream is not None]
+    for stream in streams:
+        stack.callback(stream.close)
+    stopped = False
+    try:
+        (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    except LoopStopped:
+        stopped = True
+    if streams:
+        with contextlib.suppress(RuntimeError):  # another worker failed, and reports why
+            broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
+    return stopped
+
+
+def _observe(session: Session, cfg: TrainConfig, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
+    """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
+    topology = session.context.topology
+    if cfg.profile and topology.writes:
+        profiler = Profiler(job.folder, topology.device, session.events.notice)
+        session.step_done = stack.enter_context(profiler).step
+    if isinstance(sink, Remote):
+        watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
+        stack.callback(watchdog.close)
+        sink.position, session.beat = watchdog.position, watchdog.beat
+    updates = session.optimization
+    for hook in (
+        register_optimizer_step_pre_hook(lambda optimizer, *_: updates.before_update(optimizer)),
+        register_optimizer_step_post_hook(lambda *_: updates.after_update()),
+        register_optimizer_step_post_hook(lambda *_: session.beat()),
+    ):
+        stack.callback(hook.remove)
+    stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
+
+
+def _reporting(job: Job, cfg: TrainConfig, sink: Sink, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Return the arguments of a session that reports to the driver, records metrics and stores checkpoints."""
+    folder = job.folder
+    files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
+    folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
+    folder.path.mkdir(parents=True, exist_ok=True)
+    owned = partial(_owned, folder, job.attempt)
+    info = RunInfo(job.name, job.run, folder.path, folder.location, job.shown, job.attempt)
+    host = ray.util.get_node_ip_address() if job.engine == "ray" else "127.0.0.1"
+    tracking = ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), owned, host)
+    return {
+        "sink": sink,
+        "tracking": stack.enter_context(tracking),
+        "forwards": Listeners(cfg.callbacks, "callbacks", print).wants("on_report"),
+        "allowed": partial(_push_if_owned, folder, job.attempt, tracking),
+    }
+
+
+def _push_if_owned(folder: RunFolder, attempt: int, tracking: ReportWriter) -> None:
+    """Store metrics and logs before a checkpoint that refers to them becomes visible.
+
+    Raises:
+        StorageError: another driver has taken over the run.
+    """
+    if not _owned(folder, attempt):
+        raise StorageError(f"{folder.title} was taken over by another driver; this one stops writing")
+    tracking.push(must=True)
+
+
+def _owned(folder: RunFolder, attempt: int) -> bool:
+    """Return True unless another driver has taken over the run."""
+    return folder.attempts() <= attempt
+
+
+def _position(session: Session) -> WorkerPosition:
+    topology, latest = session.context.topology, session.passes.latest
+    name, step = (latest.name, latest.step) if latest is not None else (None, 0)
+    return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
+
+
+def _started(groups: Mapping[str, Any], topology: Topology) -> WorkersStarted:
+    models = [item for item in members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
+    parameters = sum(item.numel() for model in models for item in model.parameters())
+    on_cpu = topology.device.type == "cpu"
+    device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
+    return WorkersStarted(device, parameters, topology.world_size)

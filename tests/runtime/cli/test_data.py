@@ -1,0 +1,410 @@
+"""Jobs that fill a folder of the storage completely or not at all, on real folders and a real S3 server.
+
+<storage>/
+    data/digits/          a.bin 3,000 bytes, b.bin 1,000, deep/er/c.bin 500, deep/er/d.bin 500
+    data/made/            output of a job: its files, job.json
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import Mlx, Start, edit
+from storages import files, put
+
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import filling
+from mlx_runtime.runs.filling import Filling, job_record
+from mlx_runtime.runs.removal import remove
+from mlx_runtime.runs.storage_paths import StoragePath
+from mlx_runtime.runs.survey import survey
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import Storage, joined, to_json
+
+pytestmark = pytest.mark.process
+
+# -- a folder that is being filled --
+
+
+def test_nothing_is_there_until_all_is(root: str) -> None:
+    """The folder appears at the end; on S3, its job.json reports the end."""
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False, name="made") as target:
+        target.output.write("x", "deep", "a.txt")
+        whole = job_record(Storage(place))
+        assert whole is None or filling.job_status(whole) == "RUNNING"
+        if Storage(root).local:
+            assert "made" not in Storage(root).names("data")
+        assert target.commit() == (1, 1)
+    record = job_record(Storage(place))
+    assert record is not None
+    assert (record["status"], record["files"], record["size_bytes"]) == ("SUCCEEDED", 1, 1)
+    assert Storage(place).read("deep", "a.txt") == b"x"
+    assert [name for name in Storage(root).names("data") if name.startswith(".")] == []
+
+
+def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
+    place = joined(root, "data", "made")
+
+    def fail() -> None:
+        with Filling(place, overwrite=False) as target:
+            target.output.write("x", "a.txt")
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        fail()
+    if Storage(root).local:
+        assert Storage(root).names("data") == ["digits"]
+    else:
+        record = job_record(Storage(place))
+        assert record is not None
+        assert record["status"] == "FAILED"
+        shown = survey(StoragePath.parse(root, "data"), 1, 0).lines()
+        assert any("(incomplete: its job is FAILED)" in line for line in shown)
+    with Filling(place, overwrite=False) as target:  # and the next one starts from scratch
+        target.output.write("y", "b.txt")
+        target.commit()
+    assert Storage(place).names() == ["b.txt", "job.json"]
+
+
+def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
+    place = joined(root, "data", "made")
+    for number, overwrite in ((1, False), (2, True)):
+        with Filling(place, overwrite=overwrite) as target:
+            target.output.write("x", f"{number}.txt")
+            target.commit()
+    assert Storage(place).names() == ["2.txt", "job.json"]
+    with pytest.raises(UsageError, match=r"made.* already exists, made 20\d\d-.*cfg.overwrite=true"):
+        Filling(place, overwrite=False)
+    with pytest.raises(UsageError, match="already exists, and no data job made it"):
+        Filling(joined(root, "data", "digits"), overwrite=True)
+
+
+def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False) as target:
+        with pytest.raises(UsageError, match=r"is being filled by process \d+ on .*; wait for it"):
+            Filling(place, overwrite=True)
+        target.output.write("x", "a.txt")
+        target.commit()
+    assert Storage(place).names() == ["a.txt", "job.json"]
+
+
+def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that do not see each other: one wins, the other fails with an error."""
+    place = joined(root, "data", "made")
+    monkeypatch.setattr(filling, "refuse_present", lambda location, overwrite: None)
+    monkeypatch.setattr(filling, "recover", lambda *_: None)
+    first, second = Filling(place, overwrite=False), Filling(place, overwrite=False)
+    told = []
+    for number, target in enumerate((first, second)):
+        try:
+            with target:
+                target.output.write("x", f"{number}.txt")
+                target.commit()
+        except UsageError as error:
+            told.append(str(error))
+    assert len(told) == 1
+    assert "another job has filled" in told[0]
+    record = job_record(Storage(place))
+    assert record is not None
+    assert record["status"] == "SUCCEEDED"
+
+
+def test_what_a_killed_job_left_goes_with_the_next(folder: Path) -> None:
+    place = str(folder / "data" / "made")
+    dead = {"status": "RUNNING", "heartbeat": documents.now()} | leases.this_process() | {"pid": 1, "pid_started": "0"}
+    put(str(folder), {"data/.made.part-0123/job.json": to_json(dead).encode(), "data/.made.part-0123/x": b"x"})
+    put(str(folder), {"data/.mad.part-0123/job.json": to_json(dead).encode()})  # of another job
+    (folder / "data" / ".made.part-4567").mkdir()  # another job begins at this moment
+    (folder / "data" / ".made.part-89ab").mkdir()
+    os.utime(folder / "data" / ".made.part-89ab", (0, 0))
+    with Filling(place, overwrite=False) as target:
+        target.output.write("x", "a.txt")
+        target.commit()
+    assert sorted(path.name for path in (folder / "data").iterdir()) == [
+        ".mad.part-0123",
+        ".made.part-4567",
+        "digits",
+        "made",
+    ]
+
+
+def test_what_was_moved_aside_comes_back(folder: Path) -> None:
+    """A job with overwrite=true was killed between two renames."""
+    put(str(folder), {"data/.made.old-0123/job.json": b'{"status": "SUCCEEDED", "heartbeat": "x"}'})
+    put(str(folder), {"data/.made.old-0123/precious": b"x"})
+    with pytest.raises(UsageError, match="already exists"):
+        Filling(str(folder / "data" / "made"), overwrite=False)
+    assert (folder / "data" / "made" / "precious").is_file()
+
+
+def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = str(folder / "data" / "made")
+    with Filling(place, overwrite=False) as target:
+        target.output.write("x", "1.txt")
+        target.commit()
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if ".part-" in path.name:
+            raise OSError("no more")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no more"), Filling(place, overwrite=True) as target:
+        target.commit()
+    assert Storage(place).names() == ["1.txt", "job.json"]
+
+
+def test_files_that_went_missing_are_seen(root: str) -> None:
+    place = joined(root, "data", "made")
+    with Filling(place, overwrite=False) as target:
+        for name in "abc":
+            target.output.write("x", name)
+        target.commit()
+    assert "gone" not in "".join(survey(StoragePath.parse(root, "data"), 1, 0).lines())
+    remove(StoragePath.parse(root, "data/made/b"))
+    assert "(1 of its files are missing)" in "".join(survey(StoragePath.parse(root, "data"), 1, 0).lines())
+
+
+def test_an_output_travels_to_tasks(root: str) -> None:
+    with Filling(joined(root, "data", "made"), overwrite=False) as target:
+        pickle.loads(pickle.dumps(target.output)).write(b"x", "there", "a")
+        assert target.output.read("there", "a") == b"x"
+        target.commit()
+
+
+def test_a_node_without_the_storage_does_not_write_beside_it(folder: Path) -> None:
+    with Filling(str(folder / "data" / "made"), overwrite=False) as target:
+        lost = filling.Output(str(folder / "not" / "mounted"))
+        with pytest.raises(StorageError, match=r"does not see .*; the storage must be a folder that all nodes share"):
+            lost.write(b"x", "a")
+        assert not (folder / "not").exists()
+        assert target.output.folder.is_dir()
+
+
+def test_a_task_that_ends_late_does_not_bring_the_folder_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job fails and removes its folder just after a task has checked that it exists."""
+    late = filling.Output(str(folder / "data" / ".made.part-0123"))
+    monkeypatch.setattr(filling.Output, "_check_visible", lambda self: None)
+    with pytest.raises(FileNotFoundError):
+        late.write(b"x", "deep", "a")
+    assert Storage(str(folder)).names("data") == ["digits"]
+
+
+# -- a job, run by its owner --
+
+JOB = """
+import os
+import time
+from dataclasses import dataclass
+
+import mlx_runtime
+
+
+@dataclass
+class JobConfig(mlx_runtime.DataConfig):
+    name: str = "lines"
+    start_workers: int = 0
+    storage_path: str = "storage"
+
+
+@dataclass
+class Text:
+    lines: int = 4
+    sleep_s: float = 0.0
+    fail_at: int | None = None
+    die_at: int | None = None
+
+
+class Job(mlx_runtime.DataJob):
+    cfg: JobConfig
+    text: Text
+
+    def run(self):
+        total = sum(self.map(self.write_line, range(self.text.lines), title="lines"))
+        self.output.write(f"{total}\\n", "total.txt")
+
+    def write_line(self, number):
+        time.sleep(self.text.sleep_s)
+        if number == self.text.fail_at:
+            raise ValueError(f"line {number} is blank")
+        once = self.output.folder / ".died"
+        if number == self.text.die_at and not once.exists():
+            once.touch()
+            os._exit(1)
+        self.output.write(f"line {number} by {os.getpid()}\\n", "lines", f"{number}.txt")
+        return number
+"""
+
+
+@pytest.fixture(scope="module")
+def bound_job(baked_job: Path, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data job with its conf.yaml."""
+    project = tmp_path_factory.mktemp("bound_job") / "lines"
+    (project / "src").mkdir(parents=True)
+    (project / "src" / "__init__.py").touch()
+    (project / "src" / "job.py").write_text(JOB)
+    (project / "main.py").write_text((baked_job / "main.py").read_text())
+    done = mlx(project, "data", "bind")
+    assert done.returncode == 0, done.stderr
+    return project
+
+
+@pytest.fixture
+def job(bound_job: Path, tmp_path: Path) -> SimpleNamespace:
+    """A data job for a single test, with its output."""
+    project = Path(shutil.copytree(bound_job, tmp_path / "lines"))
+    return SimpleNamespace(
+        project=project, data=project / "storage" / "data", made=project / "storage" / "data" / "lines"
+    )
+
+
+def test_it_runs_inside_this_process(job: SimpleNamespace, mlx: Mlx) -> None:
+    (job.project / "src" / "conf.yaml").unlink()
+    done = mlx(job.project, "data", "run", "text.lines=3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[:5] == [
+        "no src/conf.yaml yet: binding first",
+        "wrote src/conf.yaml",
+        "job       lines",
+        f"folder    {job.made}",
+        "workers   0: in this process",
+    ]
+    assert done.stdout.splitlines()[-1] == f"folder    {job.made}"
+    assert re.search(r"^took      \d\.\d s\nwrote     4 files, \d\d bytes$", done.stdout, re.MULTILINE)
+    assert (job.made / "total.txt").read_text() == "3\n"
+    record = json.loads((job.made / "job.json").read_text())
+    assert record["overrides"] == ["text.lines=3"]
+    assert record["config"]["text"]["lines"] == 3
+    assert record["name"] == "lines"
+
+
+def test_a_quiet_job_prints_its_folder_only(job: SimpleNamespace, mlx: Mlx) -> None:
+    done = mlx(job.project, "data", "run", "--quiet", "text.lines=1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"folder    {job.made}\n", "")
+
+
+@pytest.mark.cluster
+def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNamespace, mlx: Mlx) -> None:
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2", "text.lines=6", "text.die_at=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "workers   2 tasks at a time in embedded Ray on" in done.stdout
+    writers = {(job.made / "lines" / f"{number}.txt").read_text().split()[-1] for number in range(6)}
+    assert len(writers) >= 2
+    assert (job.made / "total.txt").read_text() == "15\n"
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.cluster)])
+def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx, workers: int) -> None:
+    done = mlx(job.project, "data", "run", f"cfg.start_workers={workers}", "text.fail_at=2")
+    assert done.returncode == 1
+    error = done.stderr.splitlines()
+    line = 1 + JOB.splitlines().index('            raise ValueError(f"line {number} is blank")')
+    assert "error: ValueError: line 2 is blank (in item 2)" in error
+    assert f"  src/job.py:{line} in write_line" in error
+    assert "Traceback" not in done.stderr
+    assert list(job.data.iterdir()) == []
+
+
+def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> None:
+    edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise SystemExit(0)")
+    done = mlx(job.project, "data", "run", "text.fail_at=2")
+    assert done.returncode == 1
+    assert "error: SystemExit: 0 (in item 2)" in done.stderr.splitlines()
+    assert list(job.data.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_job_that_is_ended_leaves_nothing_that_looks_whole(
+    job: SimpleNamespace, mlx: Mlx, start: Start, number: int, code: int
+) -> None:
+    mlx(job.project, "data", "bind")
+    running = start(job.project, "data", "run", "text.sleep_s=0.3", "text.lines=100")
+    until = time.monotonic() + 200
+    while not list(job.data.glob(".lines.part-*/lines/2.txt")) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not job.made.exists()
+    running.send_signal(number)
+    _, told = running.communicate(timeout=100)
+    assert running.returncode == code
+    assert not job.made.exists()
+    if number == signal.SIGKILL:
+        shown = mlx(job.project, "data", "show").stdout
+        assert "(incomplete: its job was killed)" in shown
+    else:
+        assert told == f"error: stopped; {job.made} was not created\n"
+        assert list(job.data.iterdir()) == []
+    assert mlx(job.project, "data", "run").returncode == 0
+    assert [path.name for path in job.data.iterdir()] == ["lines"]
+
+
+def test_all_that_is_wrong_is_told_at_once(job: SimpleNamespace, mlx: Mlx) -> None:
+    mlx(job.project, "data", "bind")
+    done = mlx(job.project, "data", "run", "text.lines=many", "cfg.start_workerz=2", "cfg.overwrite=3")
+    assert (done.returncode, done.stderr.splitlines()) == (
+        1,
+        [
+            "error: src/conf.yaml has 3 problems:",
+            "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz'. Did you mean 'cfg.start_workers'?",
+            "  cfg.overwrite is 3; src.job.JobConfig wants bool",
+            "  text.lines is 'many'; src.job.Text wants int",
+        ],
+    )
+
+
+@pytest.mark.parametrize("path", ["../out", "/tmp/out", "a/../../b", ".hidden", ""])
+def test_a_folder_outside_the_storage_is_refused(job: SimpleNamespace, mlx: Mlx, path: str) -> None:
+    done = mlx(job.project, "data", "run", f"cfg.path='{path}'")
+    assert done.returncode == 1
+    assert "it must be a folder below the storage, like data/lines" in done.stderr
+
+
+def test_what_was_made_is_kept(job: SimpleNamespace, mlx: Mlx) -> None:
+    assert mlx(job.project, "data", "run").returncode == 0
+    before = (job.made / "lines" / "0.txt").read_text()
+    done = mlx(job.project, "data", "run", "cfg.start_workers=2")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {job.made} already exists, made 20")
+    assert "starting" not in done.stdout  # nothing is started to find out
+    assert (job.made / "lines" / "0.txt").read_text() == before
+    assert mlx(job.project, "data", "run", "cfg.overwrite=true", "text.lines=1").returncode == 0
+    assert len(list((job.made / "lines").iterdir())) == 1
+
+
+@pytest.mark.s3
+def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_path: Path) -> None:
+    (job.project / "src" / "job.py").write_text(JOB.replace('once = self.output.folder / ".died"', "once = None"))
+    root = s3.format(tmp_path.name)
+    done = mlx(job.project, "data", "run", MLX_STORAGE=root)
+    assert done.returncode == 0, done.stderr
+    assert files(joined(root, "data", "lines")) == [
+        "job.json",
+        *(f"lines/{number}.txt" for number in range(4)),
+        "total.txt",
+    ]
+    assert Storage(root).read("data", "lines", "total.txt") == b"6\n"
+    shown = mlx(job.project, "data", "show", "--depth", "1", "data", MLX_STORAGE=root).stdout
+    assert re.fullmatch(r"└── lines +[\d.]+ kB  6 files", shown.splitlines()[1])
+
+
+def test_verbs_say_where_they_belong(baked: Path, job: SimpleNamespace, mlx: Mlx, tmp_path: Path) -> None:
+    done = mlx(baked, "data", "run")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "is not a data job: it has no src/job.py. Change into one, or make one with: mlx data new NAME\n"
+    )
+    done = mlx(job.project, "data", "run", "--prepare")
+    assert (done.returncode, done.stderr) == (2, "error: there is no option --prepare; see: mlx data run --help\n")
+    (job.project / "src" / "job.py").write_text("import mlx_runtime\nclass Job(mlx_runtime.DataJob):\n    pass\n")
+    done = mlx(job.project, "data", "bind")
+    assert done.returncode == 1
+    assert done.stderr == "error: Job has no cfg; write cfg: DataConfig, and name the other groups alike\n"

@@ -1,0 +1,68 @@
+"""The end of a process: one line, the right exit code, and no changes to a process that continues."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.cli.exits import clean_exit
+from mlx_runtime.errors import RunStopped, UsageError
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UsageError("no such run"), UsageError.exit_code), (KeyboardInterrupt(), RunStopped.exit_code)]
+)
+def test_a_process_that_goes_on_can_still_be_interrupted(error: BaseException, code: int) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit) as exits, clean_exit():
+        raise error
+    assert exits.value.code == code
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("command", "code", "told"),
+    [
+        ("mlx xp ls >&-", 2, "standard output is closed, and this command does nothing but print"),
+        ("mlx xp ls >/dev/full", 1, "cannot write the output: No space left on device"),
+        ("mlx --help >/dev/full", 1, "cannot write the output: No space left on device"),
+        ("mlx xp ls --json | true; exit ${PIPESTATUS[0]}", 1, None),  # a reader that closes its pipe has what it wanted
+        ("mkdir gone && cd gone && rmdir ../gone && mlx xp ls", 2, "the working directory no longer exists"),
+        ("HOME=/proc/none MLX_STORAGE=~/runs mlx data show", 2, "/proc/none/runs does not exist on this machine"),
+        ("HOME=/proc/none mlx xp ls", 0, None),
+        ("mlx xp ls --html /proc/none/page.html", 2, "cannot write /proc/none/page.html: No such file or directory"),
+        ("mlx xp report digits -o /proc/page.html", 2, "cannot write /proc/page.html: No such file or directory"),
+        ("HOME=/proc/none mlx train new digits -o /proc", 1, "cannot create /proc/digits: "),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(command: str, code: int, told: str | None, tmp_path: Path) -> None:
+    for number in range(1, 2_000 if "--json" in command else 2):  # more than fits in a pipe
+        folder = tmp_path / f"runs/digits/run_{number:03d}"
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text('{"status": "FAILED"}')
+    place = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": place, "MLX_STORAGE": str(tmp_path / "runs")}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert (len(lines) == 1 and lines[0].startswith(f"error: {told}")) if told else not lines, done.stderr
+
+
+@pytest.mark.process
+def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None:
+    script = (
+        "import atexit, os, signal, time; from mlx_runtime.cli.exits import clean_exit\n"
+        "def shut_down():\n"
+        "    os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); print('shut down')\n"
+        "atexit.register(shut_down)\n"
+        "with clean_exit(): raise KeyboardInterrupt"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (RunStopped.exit_code, "shut down\n")
+    assert done.stderr == "error: interrupted\n"

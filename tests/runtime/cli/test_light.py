@@ -1,0 +1,104 @@
+"""Commands that look at runs or launch one start fast: our own code imports neither torch nor Ray for them.
+
+The experiment's `src` may, and so may what it imports.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from conftest import Mlx
+
+pytestmark = pytest.mark.process
+
+HOOK = '''\
+"""Reports imports of torch and Ray, and of parts of them, that do not begin in a module of `src`."""
+
+import sys
+import traceback
+from pathlib import Path
+
+
+class Reporter:
+    def find_spec(self, name, path=None, target=None):
+        files = [frame.filename for frame in traceback.extract_stack()]
+        ours = [file for file in files if Path(file).is_relative_to({package!r})]
+        theirs = [file for file in files if Path(file).is_relative_to({src!r})]
+        if name.partition(".")[0] in ("torch", "ray") and ours and not theirs:
+            print("HEAVY:", name, "from", ours[-1], file=sys.stderr)
+
+
+sys.meta_path.insert(0, Reporter())
+'''
+
+PACKAGE = Path(__file__).parents[3] / "runtime" / "mlx_runtime"
+
+
+class Cluster(BaseHTTPRequestHandler):
+    """Answers like the dashboard of an empty cluster on which each job succeeds at once."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        answers = {"/api/version": {"ray_version": version("ray")}, "/api/jobs/": []}
+        answer = answers.get(self.path, {"status": "SUCCEEDED", "message": "", "driver_exit_code": 0})
+        if self.path.endswith("/logs"):
+            answer = {"logs": f"mlx-probe {json.dumps({'cpus': 64, 'gpus': 0, 'nodes': []})}\n"}
+        self.answer(404 if "/packages/" in self.path else 200, answer)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.answer(200, {})
+
+    do_PUT = do_DELETE = do_POST  # noqa: N815 - as http.server looks for them
+
+    def answer(self, code: int, answer: object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Cluster) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["train", "data"])
+def test_our_code_imports_neither_torch_nor_ray(
+    kind: str, digits: Path, baked_job: Path, cluster: str, mlx: Mlx, environment: dict[str, str], tmp_path: Path
+) -> None:
+    folder = digits
+    if kind == "data":
+        folder = Path(shutil.copytree(baked_job, tmp_path / "shards"))
+        assert mlx(folder, "data", "bind").returncode == 0
+    (tmp_path / "hook").mkdir()
+    hook = HOOK.format(package=str(PACKAGE), src=str(folder / "src"))
+    (tmp_path / "hook" / "sitecustomize.py").write_text(hook)
+    settings = environment | {"PYTHONPATH": str(tmp_path / "hook"), "RAY_ADDRESS": cluster}
+    commands = [[kind, "launch"], ["data", "show"]]
+    if kind == "train":
+        commands += [["xp", *words] for words in (["ls"], ["best", "digits", "--metric", "a", "--mode", "min"])]
+        commands += [["xp", "logs", "digits"], ["xp", "stop", "digits", "1"], ["xp", "ls", "--html", "page.html"]]
+        commands += [["xp", "diff", "1", "1"], ["xp", "rm", "digits", "1", "-y"]]
+    for command in commands:
+        arguments = [sys.executable, "-m", "mlx_runtime", *command]
+        done = subprocess.run(arguments, cwd=folder, env=settings, capture_output=True, text=True, timeout=200)
+        assert "HEAVY:" not in done.stderr, (command, done.stderr)
+        if "launch" in command:
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.stdout.splitlines()[-1] == "status    SUCCEEDED"

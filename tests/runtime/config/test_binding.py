@@ -1,0 +1,628 @@
+"""Constructors → conf.yaml: the values of the code, the edits of the user."""
+
+import copy
+import functools
+import inspect
+import json
+import random
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+import torchmetrics
+from omegaconf import OmegaConf
+from torch import nn
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.config.binding import Binding, bind, header, merge
+from mlx_runtime.config.building import build
+from mlx_runtime.config.nodes import Description
+from mlx_runtime.errors import BindError
+
+pytestmark = pytest.mark.pure
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, *, scale: float = 1e-8):
+        super().__init__()
+        self.renamed = width  # does not keep its arguments under their names
+        self.scale = scale * 2
+
+
+class Net(nn.Module):
+    def __init__(
+        self,
+        widths: tuple[int, ...] = (5, 10, 5),
+        block: Block = Block(3),
+        fc: nn.Linear = nn.Linear(32, 10),
+        stack: nn.Sequential = nn.Sequential(*[nn.Linear(4, 4, bias=index > 0) for index in range(2)]),
+        where: Path = Path("data"),
+        dtype: torch.dtype = torch.float16,
+        act: type[nn.Module] = nn.GELU,
+        make: functools.partial = functools.partial(nn.Linear, 3, bias=False),
+        word: str = "yes",
+        plain: list[int] | None = None,
+    ):
+        super().__init__()
+        self.given = (widths, where, dtype, act, make, word, plain)
+        self.block, self.fc, self.stack = block, fc, stack
+
+
+class Models:
+    def __init__(self, net: Net = Net()) -> None:
+        self.net = net
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS, lr=0.5)
+
+
+@dataclass
+class Metrics:
+    both: torchmetrics.MetricCollection = torchmetrics.MetricCollection([torchmetrics.MeanAbsoluteError()])
+
+
+class Annotated(BaseModule):
+    cfg: TrainConfig
+    models: Models
+    optimizers: Optimizers
+    metrics: Metrics
+
+
+class Initialised(BaseModule):
+    def __init__(self, cfg: TrainConfig, models: Models, optimizers: Optimizers, metrics: Metrics):
+        super().__init__(cfg=cfg, models=models, optimizers=optimizers, metrics=metrics)
+
+
+def through_yaml(tmp_path: Path) -> dict:
+    path = tmp_path / "conf.yaml"
+    bind(Annotated, path).write()
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
+def test_both_spellings_of_an_experiment_bind_alike() -> None:
+    assert Description(Annotated).tree == Description(Initialised).tree
+    assert list(Description(Annotated).tree) == ["cfg", "models", "optimizers", "metrics"]
+
+
+def test_nested_calls_are_written_with_their_real_arguments() -> None:
+    net = Description(Annotated).tree["models"]["net"]
+    assert net["fc"] == {
+        "_target_": "torch.nn.modules.linear.Linear",
+        "in_features": 32,
+        "out_features": 10,
+        "bias": True,
+        "device": None,
+        "dtype": None,
+    }
+    assert (net["block"]["width"], net["block"]["scale"]) == (3, 1e-8)
+    assert [layer["bias"] for layer in net["stack"]["_args_"]] == [False, True]
+    assert net["widths"] == [5, 10, 5]
+
+
+def test_parameters_of_an_optimizer_are_left_open() -> None:
+    adam = Description(Annotated).tree["optimizers"]["adam"]
+    assert (adam["params"], adam["lr"], adam["betas"]) == ("???", 0.5, [0.9, 0.999])
+
+
+def test_what_is_written_builds_what_was_declared(tmp_path: Path) -> None:
+    net = build(through_yaml(tmp_path)["models"]).net
+    widths, where, dtype, act, make, word, plain = net.given
+    assert widths == (5, 10, 5)
+    assert isinstance(widths, tuple)
+    assert where == Path("data")
+    assert dtype is torch.float16
+    assert act is nn.GELU
+    assert make(out_features=2).weight.shape == (2, 3)
+    assert word == "yes"  # quoted, or YAML 1.1 would read true
+    assert plain is None
+    assert (net.block.renamed, net.fc.out_features, len(net.stack)) == (3, 10, 2)
+
+
+def test_an_argument_without_default_is_open() -> None:
+    class Model:
+        def __init__(self, width: int, depth: int = 2):
+            pass
+
+    Model.__qualname__, Model.__module__ = "OpenModel", __name__
+    globals()["OpenModel"] = Model
+
+    class Experiment(BaseModule):
+        cfg: TrainConfig
+        models: Model  # type: ignore[valid-type]
+
+    Experiment.__annotations__["models"] = Model
+    assert Description(Experiment).tree["models"] == {"_target_": f"{__name__}.OpenModel", "width": "???", "depth": 2}
+
+
+def test_binding_again_keeps_values_comments_and_order(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    tree = Description(Annotated).tree
+    first = merge(path, tree)
+    assert not first.lines()
+    first.write()
+    assert path.read_text().startswith(header(path))
+    text = path.read_text().replace("lr: 0.5", "lr: 0.25  # found by hand").replace("  seed: 0\n", "")
+    path.write_text(text.replace("num_epochs: 10", "num_epochs: 10\n  gone: 3"))
+    again = merge(path, tree)
+    again.write()
+    assert again.changes.kept == ["optimizers.adam.lr"]
+    assert again.changes.added == ["cfg.seed"]
+    assert again.changes.dropped == {"cfg.gone": "3"}
+    assert "lr: 0.25  # found by hand" in path.read_text()
+    assert path.read_text().startswith(header(path))
+    assert not merge(path, tree).stale
+
+
+class Untyped(BaseModule):
+    def __init__(self, cfg: TrainConfig, models):
+        super().__init__(cfg=cfg, models=models)
+
+
+@dataclass
+class Lambdas:
+    act: object = lambda x: x
+
+
+class WithLambda(BaseModule):
+    cfg: TrainConfig
+    models: Lambdas
+
+
+CHANGED = Block(3)
+CHANGED.renamed = 4
+
+
+@dataclass
+class Constants:
+    block: Block = CHANGED
+
+
+class WithConstant(BaseModule):
+    cfg: TrainConfig
+    models: Constants
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        (Untyped, "Untyped.__init__: 'models' has no type; write models: Models"),
+        (WithLambda, "models.act: <function <lambda> at 0x"),
+        (WithConstant, "models.block: conf.yaml would not re-create this default: renamed is 4 and would be 3"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_name(experiment: type, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BindError) as caught:
+        bind(experiment, tmp_path / "conf.yaml")
+    assert str(caught.value).startswith(message)
+
+
+def test_a_damaged_file_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "conf.yaml"
+    path.write_text("cfg: [1,\n")
+    with pytest.raises(BindError, match="is not valid YAML"):
+        merge(path, Description(Annotated).tree)
+    assert path.read_text() == "cfg: [1,\n"
+
+
+class TestAgainstTheFormerDefaults:
+    """A value that only was the default follows the code; an edited one stays."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        bind(Annotated, tmp_path / "conf.yaml").write()
+        return tmp_path / "conf.yaml"
+
+    def test_a_new_default_reaches_an_untouched_value(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.write_text(path.read_text().replace("seed: 0", "seed: 5"))
+        monkeypatch.setattr(TrainConfig, "num_epochs", 77)
+        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77, seed=6))
+        binding = bind(Annotated, path)
+        assert (binding.changes.updated, binding.changes.kept) == (["cfg.num_epochs"], ["cfg.seed"])
+        assert "num_epochs: 77" in binding.after
+        assert "seed: 5" in binding.after
+        assert "-  num_epochs: 10\n+  num_epochs: 77\n" in binding.diff()
+        assert "updated  cfg.num_epochs (to the code's new default)" in binding.lines()
+
+    def test_without_a_schema_every_difference_is_the_users(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path.with_name("conf.schema.json").unlink()
+        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77))
+        assert bind(Annotated, path).changes.kept == ["cfg.num_epochs"]
+
+    def test_another_class_is_the_users_with_its_arguments(self, path: Path) -> None:
+        text = path.read_text().replace("_target_: torch.optim.adam.Adam\n", "_target_: torch.optim.sgd.SGD\n")
+        path.write_text(text)
+        binding = bind(Annotated, path)
+        assert binding.changes.kept[0] == "optimizers.adam._target_"
+        assert binding.changes.added[:1] == ["optimizers.adam.momentum"]
+        assert set(binding.changes.dropped) >= {"optimizers.adam.betas", "optimizers.adam.eps"}
+        assert "_target_: torch.optim.sgd.SGD" in binding.after
+        assert "lr: 0.5" in binding.after
+        binding.write()
+        assert not bind(Annotated, path).stale
+
+    def test_a_partial_of_another_class_gets_no_argument_that_its_caller_gives(self, path: Path) -> None:
+        """`make: partial(nn.Linear, 3, bias=False)`, of Conv2d now, with one argument too many."""
+        linear, conv = (
+            f"make:\n      _target_: torch.nn.modules.{name}\n" for name in ("linear.Linear", "conv.Conv2d")
+        )
+        assert linear in path.read_text()
+        path.write_text(path.read_text().replace(linear, f"{conv}      in_feature: 3\n"))
+        binding = bind(Annotated, path)
+        assert (binding.changes.added, binding.changes.dropped) == ([], {"models.net.make.in_feature": "3"})
+        assert f"{conv}      _partial_: true\n      bias: false\n      _args_:\n        - 3\n" in binding.after
+        binding.write()
+        assert not bind(Annotated, path).stale
+
+    @pytest.mark.parametrize("schema", [True, False])
+    def test_a_class_that_the_code_has_left_is_replaced(self, path: Path, schema: bool) -> None:
+        path.write_text(path.read_text().replace("test_binding.Block", "test_binding.Gone"))
+        known = path.with_name("conf.schema.json")
+        known.write_text(
+            known.read_text().replace("test_binding.Block", "test_binding.Gone")
+        ) if schema else known.unlink()
+        binding = bind(Annotated, path)
+        assert binding.changes.updated == ["models.net.block._target_"]
+        assert "_target_: test_binding.Block" in binding.after
+
+    def test_random_edits_survive_and_load(self, path: Path) -> None:
+        chance = random.Random(0)
+        leaves = re.findall(r"^ +(\w+): (-?\d+)$", path.read_text(), re.MULTILINE)
+        for _ in range(30):
+            name, old = chance.choice(leaves)
+            new = str(chance.randint(1, 10**6))
+            text, count = re.subn(
+                rf"(?m)^( +{name}: ){re.escape(old)}$", rf"\g<1>{new}  # mine", path.read_text(), count=1
+            )
+            if not count:
+                continue
+            path.write_text(text)
+            edited = OmegaConf.to_container(OmegaConf.load(path))
+            binding = bind(Annotated, path)
+            binding.write()
+            assert OmegaConf.to_container(OmegaConf.load(path)) == edited
+            assert f"{name}: {new}  # mine" in path.read_text()
+
+
+def changed(cls: type, **values: object) -> tuple[object, ...]:
+    """The defaults of a dataclass's constructor with some changed, as if its source had been edited."""
+    items = inspect.signature(cls).parameters.values()
+    return tuple(values.get(item.name, item.default) for item in items)
+
+
+class TestAChangedClass:
+    """What the user has set does not disappear in silence, nor a comment that belongs to another key."""
+
+    FORMER = """\
+models:
+  _target_: builtins.dict
+  net:
+    _target_: test_binding.Net
+    width: 64
+    dropout: 0.4  # found by hand
+    # layers
+    depth: 3
+  # the critic
+  other: 1
+"""
+    DEFAULTS = {"models.net.width": 8, "models.net.dropout": 0.1, "models.net.depth": 2}
+
+    def merged(self, tmp_path: Path, **arguments: object) -> Binding:
+        path = tmp_path / "conf.yaml"
+        path.write_text(self.FORMER)
+        node = {"_target_": "test_binding.Net", **arguments}
+        return merge(path, {"models": {"_target_": "builtins.dict", "net": node, "other": 1}}, self.DEFAULTS)
+
+    def test_a_rename_keeps_value_and_comment(self, tmp_path: Path) -> None:
+        binding = self.merged(tmp_path, width=8, drop_rate=0.1, depth=2)
+        assert binding.after == self.FORMER.replace("dropout: 0.4  #", "drop_rate: 0.4 #")
+        assert binding.changes.renamed == {"models.net.drop_rate": "models.net.dropout"}
+        assert (binding.changes.added, binding.changes.dropped) == ([], {})
+        line = "renamed  models.net.dropout to models.net.drop_rate (type and position fit, so it keeps the value)"
+        assert line in binding.lines()
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"width": 8, "activation": "gelu", "depth": 2},  # another type
+            {"width": 8, "momentum": 0.9, "depth": 2},  # another default
+            {"drop_rate": 0.1, "width": 8, "depth": 2},  # another place
+        ],
+    )
+    def test_what_is_no_rename_is_dropped_with_its_value(self, tmp_path: Path, arguments: dict) -> None:
+        binding = self.merged(tmp_path, **arguments)
+        assert not binding.changes.renamed
+        assert "dropped  models.net.dropout: 0.4  # found by hand (no longer an argument)" in binding.lines()
+        assert "    # layers\n    depth: 3\n" in binding.after
+
+    @pytest.mark.parametrize("gone", ["width", "dropout", "depth"])
+    def test_comments_of_other_keys_stay(self, tmp_path: Path, gone: str) -> None:
+        arguments = {"width": 8, "dropout": 0.1, "depth": 2}
+        after = self.merged(tmp_path, **{name: value for name, value in arguments.items() if name != gone}).after
+        assert after == "".join(line for line in self.FORMER.splitlines(keepends=True) if f" {gone}:" not in line)
+
+
+class Loaded(nn.Module):
+    """Like `PreTrainedModel` of transformers: subclasses inherit the method that makes them."""
+
+    @classmethod
+    def from_pretrained(cls, name: str = "base", revision: str = "main", dropout: float = 0.1):
+        return cls()
+
+
+class LoadedBert(Loaded):
+    pass
+
+
+class Small(nn.Module):
+    def __init__(self, width: int = 8, dropout: float = 0.2):
+        super().__init__()
+
+
+@dataclass
+class Pretrained:
+    net: nn.Module = LoadedBert.from_pretrained("bert")
+
+
+@dataclass
+class Fresh:
+    net: nn.Module = Small()
+
+
+class WithPretrained(BaseModule):
+    cfg: TrainConfig
+    models: Pretrained
+
+
+class WithFresh(BaseModule):
+    cfg: TrainConfig
+    models: Fresh
+
+
+class TestAnotherClass:
+    """The code's default is of another class than the file's."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        path = tmp_path / "conf.yaml"
+        bind(WithPretrained, path).write()
+        assert "_target_: test_binding.LoadedBert.from_pretrained" in path.read_text()
+        edited = path.read_text().replace("dropout: 0.1", "dropout: 0.4  # mine").replace("main", "v2")
+        path.write_text(edited.replace("seed: 0", "seed: 5"))
+        return path
+
+    def test_it_replaces_a_class_method_and_keeps_what_was_edited(self, path: Path) -> None:
+        binding = bind(WithFresh, path)
+        assert binding.changes.updated == ["models._target_", "models.net._target_"]
+        assert binding.changes.dropped == {"models.net.revision": '"v2"'}
+        node = "  net:\n    _target_: test_binding.Small\n    dropout: 0.4  # mine\n    width: 8\n"
+        assert node in binding.after
+        assert "seed: 5" in binding.after
+        binding.write()
+        assert not bind(WithFresh, path).stale
+
+    def test_a_class_method_may_be_the_users_choice(self, path: Path) -> None:
+        text = path.read_text()
+        bind(WithFresh, path).write()
+        path.write_text(text.replace("Pretrained\n", "Fresh\n"))
+        binding = bind(WithFresh, path)
+        assert binding.changes.kept[:2] == ["cfg.seed", "models.net._target_"]
+        assert "_target_: test_binding.LoadedBert.from_pretrained" in binding.after
+
+    def test_a_choice_that_cannot_be_described_is_named(self, path: Path) -> None:
+        bind(WithFresh, path).write()
+        path.write_text(path.read_text().replace("test_binding.Small", "test_binding.Lambdas"))
+        with pytest.raises(BindError) as caught:
+            bind(WithFresh, path)
+        assert str(caught.value).startswith("models.net._target_ is test_binding.Lambdas, which cannot be described (")
+        assert str(caught.value).endswith("; name another class there, or test_binding.Small, the code's default")
+
+
+class Pair(nn.Module):
+    def __init__(self, first: nn.Linear, norm: nn.BatchNorm1d, again: "Pair", any_module: nn.Module, rate: float):
+        super().__init__()
+
+
+class Bare(BaseModule):
+    def __init__(self, cfg: TrainConfig, models: "BareModels", optimizers: "BareOptimizers"):
+        super().__init__(cfg=cfg, models=models, optimizers=optimizers)
+
+
+class BareModels:
+    def __init__(self, pair: Pair, where: Path, kind: inspect._ParameterKind, device: torch.device) -> None: ...
+
+
+class BareOptimizers:
+    def __init__(self, adam: torch.optim.Adam, muon: torch.optim.Muon) -> None: ...
+
+
+def test_a_type_without_a_default_is_written_with_its_own_defaults() -> None:
+    tree = Description(Bare).tree
+    pair = tree["models"]["pair"]
+    assert pair["first"] == {
+        "_target_": "torch.nn.modules.linear.Linear",
+        "in_features": "???",
+        "out_features": "???",
+        "bias": True,
+        "device": None,
+        "dtype": None,
+    }
+    assert pair["norm"]["momentum"] == 0.1
+    assert (pair["again"], pair["any_module"], pair["rate"]) == ("???", "???", "???")
+    assert {name: tree["models"][name] for name in ("where", "kind", "device")} == dict.fromkeys(
+        ("where", "kind", "device"), "???"
+    )
+    adam = tree["optimizers"]["adam"]
+    assert adam == {"_target_": "torch.optim.adam.Adam"} | {
+        name: list(item.default) if name == "betas" else item.default
+        for name, item in inspect.signature(torch.optim.Adam).parameters.items()
+        if name != "params"
+    } | {"params": "???"}
+    assert tree["optimizers"]["muon"]["params"] == "???"
+
+
+class TestSchema:
+    """What an editor is told."""
+
+    @pytest.fixture(scope="class")
+    def checked(self, tmp_path_factory: pytest.TempPathFactory) -> tuple[jsonschema.Draft7Validator, dict]:
+        path = tmp_path_factory.mktemp("schema") / "conf.yaml"
+        bind(Annotated, path).write()
+        schema = json.loads(path.with_name("conf.schema.json").read_text())
+        jsonschema.Draft7Validator.check_schema(schema)
+        assert path.read_text().startswith("# yaml-language-server: $schema=conf.schema.json\n")
+        return jsonschema.Draft7Validator(schema), OmegaConf.to_container(OmegaConf.load(path))
+
+    def test_what_bind_writes_is_valid(self, checked: tuple) -> None:
+        validator, tree = checked
+        assert list(validator.iter_errors(tree)) == []
+
+    @pytest.mark.parametrize(
+        ("key", "value", "valid"),
+        [
+            ("cfg.num_epochs", "many", False),
+            ("cfg.num_epochs", True, False),
+            ("cfg.num_epochs", "${cfg.seed}", True),
+            ("cfg.mode", "best", False),
+            ("cfg.mode", "max", True),
+            ("cfg.monitor", None, True),
+            ("cfg.nope", 1, False),
+            ("models.net.widths", [1, "a"], False),
+            ("models.net.widths", [1], True),
+            ("models.net.block.width", 2.5, False),
+            ("optimizers.adam.nope", 1, False),
+        ],
+    )
+    def test_edits_are_judged(self, checked: tuple, key: str, value: object, valid: bool) -> None:
+        validator, tree = checked
+        edited = copy.deepcopy(tree)
+        *parents, name = key.split(".")
+        functools.reduce(lambda node, part: node[part], parents, edited)[name] = value
+        assert validator.is_valid(edited) is valid
+
+    def test_another_class_has_arguments_of_its_own(self, checked: tuple) -> None:
+        validator, tree = checked
+        edited = copy.deepcopy(tree)
+        edited["optimizers"]["adam"] = {"_target_": "torch.optim.SGD", "params": "???", "momentum": 0.9}
+        assert validator.is_valid(edited)
+
+    def test_descriptions_come_from_docstrings(self, checked: tuple) -> None:
+        cfg = checked[0].schema["properties"]["cfg"]
+        assert cfg["then"]["properties"]["start_workers"]["description"].startswith("number of DDP workers; 0 trains")
+        assert cfg["description"].startswith("Settings of a run")
+
+
+def test_notices_name_what_will_surprise(tmp_path: Path) -> None:
+    lines = bind(Shares, tmp_path / "conf.yaml").lines()
+    assert lines == ["notice   models.second shares its default with models.first; in a run they are two objects"]
+
+
+def test_what_losses_and_metrics_would_never_record_is_noticed(tmp_path: Path) -> None:
+    lines = [line for line in bind(Judges, tmp_path / "conf.yaml").lines() if "TorchMetrics" in line]
+    assert [line.partition(",")[0] for line in lines] == [
+        f"notice   {group}.{kind}"
+        for group in ("losses", "metrics")
+        for kind in ("bce is a BCEWithLogitsLoss", "net is a Block")
+    ]
+    assert 'record them with self.log({"train/bce": value})' in lines[0]
+
+
+SHARED = Block(2)
+
+
+@dataclass
+class Twice:
+    first: Block = SHARED
+    second: Block = SHARED
+
+
+@dataclass
+class Criteria:
+    mean: torchmetrics.MeanMetric = torchmetrics.MeanMetric()
+    both: torchmetrics.MetricCollection = torchmetrics.MetricCollection([torchmetrics.MeanMetric()])
+    bce: torch.nn.Module = torch.nn.BCEWithLogitsLoss()
+    net: Block = Block(1)
+
+
+class Judges(BaseModule):
+    cfg: TrainConfig
+    losses: Criteria
+    metrics: Criteria
+
+
+class Shares(BaseModule):
+    cfg: TrainConfig
+    models: Twice
+
+
+@dataclass
+class Forgotten:
+    mae: torchmetrics.Metric = torchmetrics.MeanAbsoluteError()
+    mse = torchmetrics.MeanSquaredError()
+
+
+class Forgets(BaseModule):
+    cfg: TrainConfig
+    metrics: Forgotten
+
+
+class WithoutCfg(BaseModule):
+    models: Models
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        (Forgets, "metrics.mse has no type, so it would be left out; write mse: MeanSquaredError = ..."),
+        (WithoutCfg, "WithoutCfg has no cfg; write cfg: TrainConfig, and name the other groups alike"),
+    ],
+)
+def test_what_would_be_forgotten_is_refused(experiment: type, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BindError) as caught:
+        bind(experiment, tmp_path / "conf.yaml")
+    assert str(caught.value) == message
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["meta", "real"])
+def test_default_networks_are_built_with_real_numbers_only_where_they_need_them(kind: str, tmp_path: Path) -> None:
+    """On the meta device a layer of 4 TB is free; what fails there leaves nothing behind, so a registry accepts it."""
+    source = tmp_path / "src"
+    source.mkdir()
+    (tmp_path / "registry.py").write_text("names = set()\n")
+    (source / "models.py").write_text(
+        "import registry, torch\n"
+        "assert 'Net' not in registry.names, 'imported twice'\n"
+        "registry.names.add('Net')\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, width: int = 3):\n"
+        "        super().__init__()\n"
+        "        self.scale = torch.ones(width).sum().item()\n"
+        if kind == "real"
+        else "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, width: int = 1_000_000):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(width, width)\n"
+    )
+    (source / "experiment.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from mlx_runtime import BaseModule, TrainConfig\n"
+        "from src.models import Net\n"
+        "@dataclass\n"
+        "class Models:\n"
+        "    net: Net = Net()\n"
+        "class Experiment(BaseModule):\n"
+        "    cfg: TrainConfig\n"
+        "    models: Models\n"
+    )
+    command = [sys.executable, "-m", "mlx_runtime", "train", "bind"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "wrote src/conf.yaml\n", "")
+    assert "_target_: src.models.Net" in (source / "conf.yaml").read_text()

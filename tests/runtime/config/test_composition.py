@@ -1,0 +1,424 @@
+"""conf.yaml and overrides → checked config → objects; every problem is reported with its full key."""
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from torch import nn
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.config.binding import bind
+from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import load
+from mlx_runtime.config.nodes import Description
+from mlx_runtime.config.optimizers import build_optimizers
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.training.assembly import build_experiment
+from mlx_runtime.training.request import load_config
+from mlx_runtime.training.strategies import DDP
+
+pytestmark = pytest.mark.pure
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4, kind: Literal["a", "b"] = "a", layer: nn.Linear = nn.Linear(1, 1)):
+        super().__init__()
+        self.layer = layer
+
+
+@dataclass
+class Models:
+    net: Net = Net()
+    other: Net = Net(2)
+
+    map_params_to_optimizers = {"net": "adam"}
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS)
+
+
+class Needy:
+    def __init__(self, must: int, may: float = 1.0):
+        self.must = must
+
+
+@dataclass
+class Tools:
+    first: int = 1
+
+
+class Experiment(BaseModule):
+    cfg: TrainConfig
+    models: Models
+    optimizers: Optimizers
+    tools: Tools
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    bind(Experiment, tmp_path / "conf.yaml").write()
+    return tmp_path / "conf.yaml"
+
+
+def test_what_bind_writes_loads(conf: Path) -> None:
+    config = load_config(Experiment, path=conf)
+    assert config.cfg == TrainConfig()
+    assert config.tree["models"]["other"]["width"] == 2
+
+
+def test_overrides_win_and_keep_their_types(conf: Path) -> None:
+    config = load_config(Experiment, ["cfg.num_epochs=3", "optimizers.adam.lr=1e-4", "cfg.monitor=val/x"], conf)
+    assert config.cfg.num_epochs == 3
+    assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
+    assert config.cfg.monitor == "val/x"
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("precision=32", 32), ("precision=bf16", "bf16"), ("compile=true", True), ("compile=x", "x")],
+)
+def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> None:
+    found = getattr(load_config(Experiment, [f"cfg.{override}"], conf).cfg, override.partition("=")[0])
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_line(
+    conf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_STORAGE", "/mnt/it's here")
+    assert load_config(Experiment, path=conf).cfg.storage_path == "/mnt/it's here"
+    assert load_config(Experiment, ["cfg.storage_path=here"], conf).cfg.storage_path == "here"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cfg.num_epoch=3"],
+            "override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+        ),
+        (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
+        (
+            ["cfg.precision=16"],
+            "cfg.precision is 16; mlx_runtime.TrainConfig wants Literal[32, 'bf16', 'fp16']",
+        ),
+        (["cfg.accumulate_grad_batches=0"], "cfg.accumulate_grad_batches is 0; the minimum is 1"),
+        (
+            ["cfg.gradient_clip=0"],
+            "cfg.gradient_clip is 0; write a norm above 0, or null for no clipping",
+        ),
+        (["cfg.limit_batches=0"], "cfg.limit_batches is 0; the minimum is 1"),
+        (["cfg.overfit_batches=0"], "cfg.overfit_batches is 0; the minimum is 1"),
+        (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the minimum is 1"),
+        (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
+        (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig wants int"),
+        (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net wants Literal['a', 'b']"),
+        (["models.net.width=???"], "models.net.width: ??? must be given a value; {here}.Net has no default for it"),
+        (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
+        (
+            ["models.net._target_={here}.Gone"],
+            "models.net._target_ is '{here}.Gone', which cannot be imported: module '{here}' has no attribute 'Gone'",
+        ),
+        (
+            ["models.net.layer._target_=torch.nn.Identity"],
+            "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear; "
+            "{here}.Net wants one. A wider type in the code, like a base class, would allow it",
+        ),
+        (["~tools"], "tools: missing; add it with: mlx train bind"),
+        (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),
+        (["cfg.name=${nope}"], "cfg.name: Interpolation key 'nope' not found"),
+    ],
+)
+def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, [item.replace("{here}", __name__) for item in overrides], conf)
+    assert str(caught.value) == f"{conf}: {message.replace('{here}', __name__)}"
+
+
+def test_all_problems_are_told_at_once(conf: Path) -> None:
+    overrides = ["cfg.num_epochs=x", "models.net.width=y", "cfg.seed=???", "cfg.sed=3", "cfg.loader=${a.b}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, overrides, conf)
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("has 5 problems:")
+    keys = ["override cfg.sed=3", "cfg.loader", "cfg.num_epochs is 'x'", "cfg.seed", "models.net.width is 'y'"]
+    assert [line.strip().startswith(key) for line, key in zip(lines[1:], keys, strict=True)] == [True] * 5
+
+
+def test_a_missing_argument_names_the_cure(conf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tools\.first\.must: missing, and .*Needy has no default for it; add it"):
+        load_config(Experiment, [f"tools.first={{_target_:{__name__}.Needy}}"], conf)
+
+
+def test_no_file_and_no_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*conf.yaml; write it with: mlx train bind"):
+        load_config(Experiment, path=tmp_path / "conf.yaml")
+    (tmp_path / "conf.yaml").write_text("cfg: [1,\n")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_config(Experiment, path=tmp_path / "conf.yaml")
+
+
+class TestOptimizers:
+    """Optimizers receive the parameters of the models that are mapped to them."""
+
+    node = Description(Experiment).tree["optimizers"]
+
+    def models(self, **mapping: str) -> Models:
+        models = Models(Net(), Net())
+        models.map_params_to_optimizers = mapping
+        return models
+
+    def test_two_models_may_share_one(self) -> None:
+        models = self.models(net="adam", other="adam")
+        made = build_optimizers(self.node, models).adam
+        ids = {id(item) for item in made.param_groups[0]["params"]}
+        assert ids == {id(item) for model in (models.net, models.other) for item in model.parameters()}
+        assert made.param_groups[0]["betas"] == (0.9, 0.999)
+
+    @pytest.mark.parametrize(
+        ("mapping", "message"),
+        [
+            ({"nett": "adam"}, "names the model 'nett', which does not exist. Did you mean 'net'?"),
+            ({"net": "adamw"}, "names the optimizer 'adamw', which does not exist. Did you mean 'adam'?"),
+            ({}, "optimizers.adam trains no model; give it one in Models.map_params_to_optimizers, or remove it"),
+        ],
+    )
+    def test_a_wrong_map_is_named(self, mapping: dict[str, str], message: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            build_optimizers(self.node, self.models(**mapping))
+        assert message in str(caught.value)
+
+
+class SpelledOut:
+    def __init__(self, net: Net = Net()) -> None:
+        self.net = net
+        self.map_params_to_optimizers = {"nett": "adam", "net": "adm"}
+
+
+class Misspelt(BaseModule):
+    cfg: TrainConfig
+    models: SpelledOut
+    optimizers: Optimizers
+
+
+def test_a_wrong_map_is_told_before_anything_is_built(tmp_path: Path) -> None:
+    bind(Misspelt, tmp_path / "conf.yaml").write()
+    with pytest.raises(ConfigError) as caught:
+        load_config(Misspelt, path=tmp_path / "conf.yaml")
+    assert "names the model 'nett', which does not exist. Did you mean 'net'?" in str(caught.value)
+    assert "names the optimizer 'adm', which does not exist. Did you mean 'adam'?" in str(caught.value)
+
+
+def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> None:
+    conf.write_text(conf.read_text().replace("seed: 0", "seed: ???"))
+    with pytest.raises(ConfigError, match=r"cfg.seed: \?\?\? must be given a value"):
+        load_config(Experiment, path=conf)
+    assert load_config(Experiment, ["cfg.seed=3"], conf).cfg.seed == 3
+
+
+def test_an_override_that_is_none_is_told(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
+        load_config(Experiment, ["cfg.seed"], conf)
+
+
+@pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])
+def test_a_value_with_an_equals_sign_needs_no_quotes(conf: Path, value: str) -> None:
+    assert load_config(Experiment, [f"cfg.loader={value}"], conf).cfg.loader == value
+    assert load_config(Experiment, [f"cfg.loader='{value}'"], conf).cfg.loader == value
+
+
+def test_words_and_numbers_mean_what_was_typed(conf: Path) -> None:
+    conf.write_text(conf.read_text().replace("seed: 0", "seed: 0x10").replace("monitor: null", "monitor: 2024-01-01"))
+    config = load_config(Experiment, ["optimizers.adam.lr=1e-4", "cfg.name=off"], conf)
+    assert (config.cfg.seed, config.cfg.monitor, config.cfg.name) == (16, "2024-01-01", "off")
+    assert config.tree["optimizers"]["adam"]["lr"] == 1e-4
+    conf.write_text(conf.read_text().replace("monitor: 2024-01-01", "monitor: off  # which?"))
+    with pytest.raises(
+        ConfigError, match=r'line \d+: monitor: off could be a word or a boolean; write "off", true or false'
+    ):
+        load_config(Experiment, path=conf)
+
+
+def test_one_node_interpolated_twice_is_two_objects(conf: Path) -> None:
+    """Weights are tied in code, as docs/guides/config.md shows; interpolation repeats values, not objects."""
+    text = conf.read_text()
+    start, end = text.index("  other:\n"), text.index("optimizers:\n")
+    conf.write_text(text[:start] + "  other: ${models.net}\n" + text[end:])
+    models = build(load_config(Experiment, path=conf).tree["models"], "models")
+    assert models.net is not models.other
+    assert models.net.layer.weight is not models.other.layer.weight
+
+
+class TiedNet(nn.Module):
+    """The right way: share the module in the constructor of the network."""
+
+    def __init__(self, encoder: nn.Linear = nn.Linear(3, 3)):
+        super().__init__()
+        self.first, self.second = encoder, encoder
+
+
+@dataclass
+class TiedModels:
+    net: TiedNet = TiedNet()
+
+
+def test_weights_tied_in_code_stay_tied() -> None:
+    node = Description(type("E", (BaseModule,), {"__annotations__": {"cfg": TrainConfig, "models": TiedModels}})).tree
+    net = build(node["models"], "models").net
+    assert net.first is net.second
+    assert len(list(net.parameters())) == 2
+
+
+class TestLooking:
+    """`load_config(..., look=True)` finds the same problems, but runs nothing that conf.yaml names."""
+
+    @pytest.fixture
+    def marker(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """Return a file that appears when the module `trap` is imported."""
+        (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\ndef call(**_): ...\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "trap", raising=False)
+        return tmp_path / "sprung"
+
+    @pytest.mark.parametrize("key", ["cfg.callbacks.x", "cfg.trackers.x", "cfg.name", "models.net.kind", "tools.first"])
+    @pytest.mark.parametrize("target", ["trap.call", "os.mkdir"])
+    def test_nothing_is_run(self, conf: Path, marker: Path, key: str, target: str) -> None:
+        node = {"_target_": target} | ({"_args_": f"['{marker}']"} if "trap" not in target else {})
+        overrides = [f"++{key}.{name}={value}" for name, value in node.items()]
+        if key in ("cfg.name", "tools.first", "models.net.kind"):
+            overrides.insert(0, f"{key}={{}}")
+        found = load_config(Experiment, overrides, conf, look=True)
+        assert found.unseen == ((target,) if "trap" in target else ())
+        assert not marker.exists()
+        assert "trap" not in sys.modules
+        assert type(found.cfg) is TrainConfig
+
+    def test_a_group_itself(self, conf: Path, marker: Path) -> None:
+        tree = conf.read_text().replace("_target_: mlx_runtime.TrainConfig", "_target_: trap.call")
+        assert "trap.call" in tree
+        conf.write_text(tree)
+        assert load_config(Experiment, ["cfg.num_epochs=3"], conf, look=True).cfg.num_epochs == 3
+        assert not marker.exists()
+        with contextlib.suppress(AttributeError):  # it has no settings
+            load_config(Experiment, ["cfg.num_epochs=3"], conf)
+        assert marker.exists()  # building does
+
+    def test_hydra_imports_nothing(self, conf: Path, marker: Path) -> None:
+        conf.write_text("hydra: {searchpath: ['pkg://trap']}\ndefaults: [some: thing, _self_]\n" + conf.read_text())
+        with pytest.raises(ConfigError, match="hydra: there is no such group"):
+            load_config(Experiment, [], conf, look=True)
+        assert not marker.exists()
+
+    @pytest.mark.parametrize(
+        "target", ["nowhere.call", "nowhere", "torch.nn.Linearr", "torch.nn.nowhere.Linear", "os.path.nowhere", "5"]
+    )
+    def test_what_is_not_there_is_told(self, conf: Path, target: str) -> None:
+        with pytest.raises(ConfigError, match=r"models\.net\._target_ is .*, which cannot be imported"):
+            load_config(Experiment, [f"++models.net._target_={target!r}"], conf, look=True)
+
+    def test_problems_are_told(self, conf: Path) -> None:
+        overrides = ["models.net.width=wide", "cfg.num_epochs=-1", "optimizers.adam.lr=fast"]
+        found = []
+        for look in (False, True):
+            with pytest.raises(ConfigError) as error:
+                load_config(Experiment, overrides, conf, look=look)
+            found.append(str(error.value))
+        assert found[0] == found[1]
+        assert "models.net.width" in found[0]
+
+
+@dataclass
+class OwnSettings:
+    """Has no base class."""
+
+    name: str = "own"
+    num_epochs: int = 3
+    pace: float = 0.5
+
+
+class WithOwnSettings(BaseModule):
+    cfg: OwnSettings
+    models: Models
+
+
+class TestSettingsThatInheritNothing:
+    """Settings that a class lacks have the runtime's defaults, and can be set like the others."""
+
+    @pytest.fixture
+    def path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.delenv("MLX_STORAGE", raising=False)
+        bind(WithOwnSettings, tmp_path / "conf.yaml").write()
+        return tmp_path / "conf.yaml"
+
+    def test_missing_fields_take_the_runtimes_defaults(self, path: Path) -> None:
+        cfg = load_config(WithOwnSettings, path=path).cfg
+        assert type(cfg) is OwnSettings
+        own = {"name": "own", "num_epochs": 3, "pace": 0.5}
+        assert vars(cfg) == vars(TrainConfig()) | own
+
+    def test_so_they_do_in_a_file_of_another_version(self, path: Path) -> None:
+        path.write_text(re.sub(r"(?m)^  (seed|keep_checkpoints): .*\n", "", path.read_text()))
+        cfg = load_config(WithOwnSettings, path=path).cfg
+        assert (cfg.seed, cfg.keep_checkpoints) == (TrainConfig.seed, TrainConfig.keep_checkpoints)
+
+    def test_all_of_them_can_be_overridden_and_are_checked(self, path: Path) -> None:
+        cfg = load_config(WithOwnSettings, ["cfg.use_gpu=true", "cfg.pace=2.5", "cfg.secrets=[A]"], path).cfg
+        assert (cfg.use_gpu, cfg.pace, cfg.secrets) == (True, 2.5, ("A",))
+        with pytest.raises(ConfigError) as caught:
+            load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
+        lines = str(caught.value).splitlines()[1:]
+        assert [line.split()[0].rstrip(":") for line in lines] == ["cfg.pace", "cfg.nope", "cfg.seed"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["cfg.nope=1"],
+        ["models.net.width=wide"],
+        ["models.net.kind=c"],
+        ["+models.net.depth=3"],
+        ["cfg.num_epochs=-1"],
+        ["cfg.start_workers=2", "cfg.min_workers=3"],
+        ["cfg.gradient_clip=0"],
+        ["models.net._target_=torch.optim.Adamm"],
+        ["models.net._target_=nowhere.Net"],
+        ["models.net=???"],
+        ["cfg.trackers.tensorboard=${nowhere}"],
+        ["~models.net"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_show_says_what_a_run_says(conf: Path, overrides: list[str]) -> None:
+    def said(use: Callable[[type, Sequence[str], Path], object]) -> str:
+        try:
+            use(Experiment, overrides, conf)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    look = functools.partial(load, look=True)
+    assert said(look) == said(load_config)
+    assert bool(said(look)) == bool(overrides)
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, asked: bool | None) -> None:
+    tree = load_config(Experiment, path=conf).tree
+    job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree | {"cfg": tree["cfg"] | {"use_gpu": asked}})
+    refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
+    cpu = torch.device("cpu")
+    with contextlib.ExitStack() as stack, refused if asked else contextlib.nullcontext():
+        build_experiment(cast(Any, job), Topology(0, 1, cpu), DDP(cpu), stack)

@@ -1,0 +1,176 @@
+"""Modules under the import hook load no data, and a group constructs its datasets when they are read."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch.utils.data import Subset
+
+from mlx_runtime.config.building import build, build_group, declare, declare_group
+from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+SOURCE = """
+import enum
+from collections import namedtuple
+from dataclasses import dataclass, field
+
+from torch.utils.data import Dataset, Subset
+
+made = []
+
+
+class Rows(Dataset):
+    def __init__(self, count=3):
+        made.append(count)
+        self.count = count
+
+    @classmethod
+    def double(cls, count):
+        return cls(2 * count)
+
+    def __len__(self):
+        return self.count
+
+
+class Around(Dataset):
+    def __init__(self, inner=Rows(1)):
+        self.inner = inner
+
+
+CONSTANT = Rows(4)
+
+
+def later(rows=Rows(5), *, more=Rows.double(6), each=lambda rows=Rows(7): rows):
+    return Rows(8)
+
+
+@dataclass
+class Fields:
+    rows: Rows = field(default_factory=lambda: Rows(9))
+    other: "Rows" = Rows(10)
+
+
+class Datasets:
+    def __init__(self, train: Rows = Rows(11), val: Around = Around(Rows(12)), text: str = "a"):
+        self.train, self.val, self.text = train, val, text
+
+
+class Splits(Datasets):
+    def __init__(self, train: Rows = Rows(3)):
+        self.train, self.first = train, Subset(train, [0])
+
+
+class Counts(Datasets):
+    def __init__(self, train: Rows = Rows(3)):
+        self.train, self.count = train, train.count
+
+
+Point = namedtuple("Point", "x y")
+Color = enum.Enum("Color", "RED GREEN")
+SIZES = [len(name) for name in sorted(("a", "bc"))]
+MADE_BY_IMPORT = list(made)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
+    folder = tmp_path_factory.mktemp("declared")
+    (folder / "declared_source.py").write_text(SOURCE)
+    finder = SourceFinder("declared_source")
+    sys.meta_path.insert(0, finder)
+    sys.path.insert(0, str(folder))
+    yield importlib.import_module("declared_source")
+    sys.path.remove(str(folder))
+    sys.meta_path.remove(finder)
+    del sys.modules["declared_source"]
+    assert not (folder / "__pycache__").exists()
+
+
+@pytest.fixture(autouse=True)
+def made(source: ModuleType) -> list[int]:
+    source.made.clear()
+    return source.made  # type: ignore[no-any-return]
+
+
+def datasets(name: str = "Datasets") -> dict[str, Any]:
+    rows = {"_target_": "declared_source.Rows", "count": 11}
+    around = {"_target_": "declared_source.Around", "inner": {"_target_": "declared_source.Rows", "count": 12}}
+    return {"_target_": f"declared_source.{name}", "train": rows} | ({"val": around} if name == "Datasets" else {})
+
+
+def test_importing_a_module_makes_no_dataset(source: ModuleType) -> None:
+    assert source.MADE_BY_IMPORT == []
+    defaults = source.Datasets.__init__.__defaults__
+    for declared in (source.CONSTANT, *source.later.__defaults__, *defaults[:2]):
+        assert isinstance(declared, Declaration)
+    assert repr(defaults[1]) == "Around(Rows(12))"
+    assert repr(source.later.__kwdefaults__["more"]) == "Rows.double(6)"
+
+
+def test_functions_run_as_they_are_written(source: ModuleType, made: list[int]) -> None:
+    assert isinstance(source.later(), source.Rows)
+    assert isinstance(source.Fields().rows, source.Rows)
+    assert made == [8, 9]
+
+
+def test_other_calls_of_a_module_stay_in_its_frame(source: ModuleType) -> None:
+    assert source.Point.__module__ == source.Color.__module__ == "declared_source"
+    assert source.SIZES == [1, 2]
+
+
+def test_what_is_declared_has_no_attributes_yet(source: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"Rows\(\) is not made while src is imported, .* 'count'"):
+        source.CONSTANT.count  # noqa: B018
+
+
+def test_making_a_declaration_makes_those_inside(source: ModuleType, made: list[int]) -> None:
+    around = declare(datasets()["val"])
+    assert isinstance(around, Declaration)
+    assert made == []
+    assert around.make().inner.count == 12
+    assert source.Rows.double(2).count == 4
+
+
+def test_a_group_makes_each_dataset_once_when_it_is_read(source: ModuleType, made: list[int]) -> None:
+    entered = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        entered.append(list(made))
+        yield
+
+    group = build_group(datasets(), "datasets", context)
+    assert isinstance(group, source.Datasets)
+    assert (made, group.text) == ([], "a")
+    assert group.val.inner.count == 12
+    assert group.val is group.val
+    assert (made, entered) == ([12], [[]])
+
+
+@pytest.mark.parametrize("name", ["Splits", "Counts"])
+def test_a_group_that_uses_its_datasets_makes_them_at_once(name: str, made: list[int]) -> None:
+    group = build_group(datasets(name), "datasets", contextlib.nullcontext)
+    assert vars(group)["train"].count == 11
+    if name == "Splits":
+        assert isinstance(group.first, Subset)
+        assert group.first.dataset is group.train
+    assert made.count(11) == 1
+
+
+def test_a_function_that_returns_a_dataset_is_called_when_it_is_read(made: list[int]) -> None:
+    node = datasets() | {"train": {"_target_": "declared_source.later"}}
+    group = declare_group(node, "datasets")
+    assert made == []
+    assert (group.train.count, made) == (8, [8])
+
+
+def test_what_cannot_be_made_is_an_error_of_the_config(source: ModuleType) -> None:
+    with pytest.raises(ConfigError, match=r"it.inner: declared_source.Rows cannot be built: TypeError"):
+        build({"_target_": "declared_source.Around", "inner": {"_target_": "declared_source.Rows", "x": 1}}, "it")

@@ -1,0 +1,121 @@
+"""Every kind of default is re-created exactly from YAML, or refused by name. None is silently wrong."""
+
+import inspect
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra_zen
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.config.binding import bind
+from mlx_runtime.config.building import build, declare
+from mlx_runtime.config.checks import Checker
+from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.config.equality import differs, unlike
+from mlx_runtime.config.expressions import recorded_default
+from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config.signatures import groups
+from mlx_runtime.errors import BindError
+
+pytestmark = pytest.mark.pure
+
+sys.meta_path.insert(0, SourceFinder("zoo", "zoo_libraries"))  # as for `src`
+import zoo  # noqa: E402
+import zoo_libraries  # noqa: E402
+
+LIBRARIES = zoo_libraries.kept()
+KEPT = [cls for name, cls in vars(zoo).items() if name.startswith("Keep")] + LIBRARIES
+REFUSED = [cls for name, cls in vars(zoo).items() if name.startswith("Refuse")]
+
+
+def experiment(group: type) -> type:
+    return type(
+        "Zoo", (BaseModule,), {"__annotations__": {"cfg": TrainConfig, "tools": group}, "__module__": group.__module__}
+    )
+
+
+def bound_text(group: type, tmp_path: Path) -> str:
+    binding = bind(experiment(group), tmp_path / "conf.yaml")
+    binding.write()
+    return (tmp_path / "conf.yaml").read_text()
+
+
+def declared(group: type) -> Any:
+    default = inspect.signature(group).parameters["it"].default
+    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
+        recorded = recorded_default(group, "it")
+        assert recorded is not None
+        return recorded[0]
+    return default
+
+
+class Catch:
+    """Records the arguments of calls of a group's constructor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: type) -> None:
+        self.given: dict[str, Any] = {}
+        signature = inspect.signature(group)
+
+        def init(made: Any, *args: Any, **kwargs: Any) -> None:
+            self.given = dict(signature.bind(*args, **kwargs).arguments)
+
+        init.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *signature.parameters.values()]
+        )
+        init.__annotations__ = group.__init__.__annotations__  # type: ignore[misc]
+        monkeypatch.setattr(group, "__init__", init)
+
+
+@pytest.mark.filterwarnings("ignore")  # libraries deprecate much of their API
+@pytest.mark.parametrize("group", KEPT, ids=lambda group: group.__name__)
+def test_kept(group: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = parsed(bound_text(group, tmp_path))
+    problems = list(Checker().check(tree, groups(experiment(group)), TrainConfig))
+    assert "???" in str(tree) or not problems
+    node = tree["tools"]
+    expected = declared(group)
+    catch = Catch(monkeypatch, group)
+    it = node.get("it")
+
+    def make() -> Any:
+        if isinstance(it, dict) and it.get("params") == "???":
+            return build({name: item for name, item in it.items() if name != "params"}, params=DUMMY_PARAMS)
+        declare(node)
+        return catch.given["it"]
+
+    assert unlike(expected, make) is None
+    made = make()
+    if isinstance(expected, float) and not math.isnan(expected):  # equal is not enough: -0.0 == 0.0
+        assert math.copysign(1, expected) == math.copysign(1, made)
+    if isinstance(expected, torch.nn.Module | Declaration):
+        assert made is not expected
+
+
+@pytest.mark.parametrize("group", REFUSED, ids=lambda group: group.__name__)
+def test_refused(group: type, tmp_path: Path) -> None:
+    with pytest.raises(BindError) as caught:
+        bound_text(group, tmp_path)
+    assert str(caught.value).startswith(("tools.it", "tools._target_"))
+    assert not (tmp_path / "conf.yaml").exists()
+
+
+def test_the_zoo_is_large_and_binding_loads_no_data() -> None:
+    assert len(KEPT) >= 590
+    assert len(REFUSED) >= 18
+    assert zoo.Rows.constructed == 0
+
+
+@pytest.mark.parametrize(
+    "group",
+    [zoo.KeepSequential, zoo.KeepAccuracyFactory, zoo.KeepClassmethod, zoo.KeepConstant, zoo.KeepTorchFunction],
+)
+def test_hydra_reads_the_nodes_as_we_do(group: type, tmp_path: Path) -> None:
+    text = bound_text(group, tmp_path)
+    ours = build(parsed(text)["tools"]["it"])
+    theirs = hydra_zen.instantiate(OmegaConf.create(text).tools.it, _convert_="all")
+    assert differs(ours, theirs) is None

@@ -1,0 +1,30 @@
+"""The position of a worker in the group."""
+
+import pytest
+import torch
+
+from mlx_runtime.distributed.collectives import agree, broadcast, data_parallel_group, gather
+from mlx_runtime.distributed.topology import Topology
+
+pytestmark = pytest.mark.pure
+
+CPU = torch.device("cpu")
+
+
+def test_each_worker_is_a_replica() -> None:
+    workers = [Topology(rank, 3, CPU) for rank in range(3)]
+    assert [(item.data_parallel_rank, item.data_parallel_size) for item in workers] == [(0, 3), (1, 3), (2, 3)]
+    assert [item.writes for item in workers] == [True, False, False]
+
+
+def test_consecutive_ranks_hold_a_replica_together() -> None:
+    workers = [Topology(rank, 4, CPU, model_parallel_size=2) for rank in range(4)]
+    assert [(item.data_parallel_rank, item.data_parallel_size) for item in workers] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [item.writes for item in workers] == [True, False, False, False]
+
+
+def test_collectives_without_a_group_are_local() -> None:
+    assert agree([True, False], CPU) == [True, False]
+    assert broadcast("value") == "value"
+    assert gather("value") == ["value"]
+    assert data_parallel_group(Topology(0, 1, CPU)) is None

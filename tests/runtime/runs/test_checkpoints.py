@@ -1,0 +1,512 @@
+"""The content of a checkpoint, its atomicity, and the messages of restoring."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from mlx_runtime.errors import ConfigError, StorageError
+from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import (
+    ABOUT,
+    PARTS,
+    STATE,
+    AsyncCheckpointer,
+    Checkpoint,
+    Checkpoints,
+    load_into,
+    load_what_fits,
+    merged,
+    read,
+    state_of,
+    store,
+)
+from mlx_runtime.storage.hashing import HashingReader
+
+pytestmark = pytest.mark.pure
+
+
+class Stopper:
+    def __init__(self, patience: int = 5):
+        self.patience, self.best, self.seen = patience, float("inf"), [1, (2.0, "x")]
+
+
+def test_plain_tools_are_their_attributes_and_loads_run_no_code(tmp_path: Path) -> None:
+    stopper = Stopper()
+    stopper.best = np.float64(0.5)
+    stopper.where = {1, 2}  # type: ignore[attr-defined]
+    stopper.call = print  # type: ignore[attr-defined]
+    state, left_out = state_of(SimpleNamespace(stopper=stopper))
+    assert sorted(left_out) == ["stopper.call", "stopper.where"]
+    torch.save(state, tmp_path / "x")
+    again = torch.load(tmp_path / "x", weights_only=True)
+    assert again == {"stopper": {"patience": 5, "best": 0.5, "seen": [1, (2.0, "x")]}}
+    fresh = Stopper()
+    assert load_into(SimpleNamespace(stopper=fresh), again, "tools") == []
+    assert (fresh.best, fresh.seen) == (0.5, [1, (2.0, "x")])
+
+
+def test_counters_of_schedulers_come_back_as_what_they_were(tmp_path: Path) -> None:
+    def made() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.SequentialLR]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        parts = [
+            torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=2),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 2]),
+        ]
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+    def stepped(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.SequentialLR) -> list[float]:
+        rates = []
+        for _ in range(4):
+            optimizer.step()
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    optimizer, schedule = made()
+    stepped(optimizer, schedule)
+    torch.save([state_of(SimpleNamespace(x=item))[0] for item in (optimizer, schedule)], tmp_path / "x")
+    wanted = stepped(optimizer, schedule)
+    optimizer, schedule = made()
+    for item, saved in zip((optimizer, schedule), torch.load(tmp_path / "x", weights_only=True), strict=True):
+        load_into(SimpleNamespace(x=item), saved, "optimizers")
+    assert stepped(optimizer, schedule) == wanted
+
+
+def test_tensors_of_tools_come_back_to_their_device(tmp_path: Path) -> None:
+    """`meta` stands for a GPU."""
+    ema = SimpleNamespace(ema=SimpleNamespace(shadow={"w": torch.ones(2, device="meta")}, count=torch.ones(1)))
+    assert checkpoints.on_device(ema) == ["ema.shadow"]
+    saved = {"ema": {"shadow": {"w": torch.ones(2)}, "count": torch.ones(1)}}
+    load_into(ema, saved, "tools", moved={"ema.shadow": torch.device("meta")})
+    assert (ema.ema.shadow["w"].device.type, ema.ema.count.device.type) == ("meta", "cpu")
+
+
+def test_models_must_all_have_a_counterpart() -> None:
+    state, _ = state_of(SimpleNamespace(net=nn.Linear(1, 1), gone=nn.Linear(1, 1)))
+    with pytest.raises(ConfigError) as caught:
+        load_into(SimpleNamespace(net=nn.Linear(1, 1), new=nn.Linear(1, 1)), state, "models")
+    assert str(caught.value).startswith("the checkpoint does not fit: models gone (only there), new (only in the code)")
+
+
+def test_tools_without_a_counterpart_are_told() -> None:
+    lines = load_into(SimpleNamespace(new=Stopper()), {"made_later": {}}, "tools")
+    assert lines == ["tools.new is new: the checkpoint has no state for it"]
+
+
+def test_another_shape_is_told_by_name() -> None:
+    state, _ = state_of(SimpleNamespace(net=nn.Linear(1, 1)))
+    with pytest.raises(ConfigError, match=r"models.net in the checkpoint does not fit the config: .*size mismatch"):
+        load_into(SimpleNamespace(net=nn.Linear(2, 1)), state, "models")
+
+
+def a_state(**fields: object) -> dict:
+    return dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.arange(1000.0)}}} | fields
+
+
+def stored(root: str, *made: Checkpoint) -> Checkpoints:
+    saved = Checkpoints(root)
+    for item in made:
+        saved.save(a_state(epoch=item.epoch), item)
+    return saved
+
+
+def names(saved: Checkpoints) -> list[str]:
+    return [item.name for item in saved.all()]
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A storage for checkpoints: a folder, and a bucket of a real S3 server."""
+    if request.param == "folder":
+        return str(tmp_path / "checkpoints")
+    return str(request.getfixturevalue("s3").format(f"checkpoints/{tmp_path.name}"))
+
+
+def test_a_checkpoint_is_found_with_its_numbers_and_read_back(root: str) -> None:
+    saved = stored(
+        root, Checkpoint(0, True, 8, {"val/loss": 0.5}), Checkpoint(1, False, 10, {"val/loss": float("nan")})
+    )
+    assert names(saved) == ["epoch_0001", "epoch_0002_step_00000010"]
+    first, second = saved.all()
+    assert (first.metrics, first.global_step, np.isnan(second.metrics["val/loss"])) == ({"val/loss": 0.5}, 8, True)
+    assert torch.equal(saved.load(second)["models"]["net"]["weight"], torch.arange(1000.0))
+    assert read(saved.path(first))["epoch"] == 0
+
+
+def test_they_are_ordered_as_they_were_trained(root: str) -> None:
+    made = [
+        Checkpoint(0, False, 4, {}),
+        Checkpoint(0, True, 8, {}),
+        Checkpoint(1, False, 12, {}),
+        Checkpoint(9999, True, 1, {}),
+    ]
+    assert names(stored(root, *reversed(made))) == [item.name for item in made]
+
+
+def test_a_state_is_read_once_to_be_verified_and_loaded(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apart from the directory of the archive at its end."""
+    saved = Checkpoints(root)
+    saved.save(a_state(epoch=0, models={"net": torch.zeros(300_000)}), Checkpoint(0, True, 8, {}))
+    opened, read_bytes = [], [0]
+
+    class Counting(HashingReader):
+        def __init__(self, file: Any) -> None:
+            opened.append(file)
+            super().__init__(file)
+
+        def readinto(self, buffer: Any) -> int:
+            size = super().readinto(buffer)
+            read_bytes[0] += size
+            return size
+
+    monkeypatch.setattr(store, "HashingReader", Counting)
+    found = saved.newest(pytest.fail)
+    assert found is not None
+    assert saved.load(found)["epoch"] == 0
+    assert len(opened) == 1
+    assert read_bytes[0] < 1.2 * found.size_bytes
+    assert saved.load(found)["epoch"] == 0  # nothing is kept in memory
+    assert len(opened) == 2
+
+
+def test_one_of_the_same_name_is_replaced(root: str) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}))
+    saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}))
+    assert [item.global_step for item in saved.all()] == [9]
+    assert saved.load(saved.all()[0])["epoch"] == 7
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: str) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    file = saved.all()[1].file
+    content = saved._storage.read("epoch_0002", file)
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    changed = {"cut": content[:-9], "flipped": bytes(flipped), "empty": b""}
+    if damage == "gone":
+        saved._storage.remove_file("epoch_0002", file)
+    else:
+        saved._storage.write(changed[damage], "epoch_0002", file)
+    told: list[str] = []
+    found = saved.newest(told.append)
+    assert found is not None
+    assert found.name == "epoch_0001"
+    assert len(told) == 1
+    assert f"epoch_0002/{file}" in told[0]
+    assert "is damaged: " in told[0]
+    assert told[0].endswith("resuming from the checkpoint before it")
+    assert names(saved) == ["epoch_0001", "epoch_0002"]  # nothing has changed so far
+    content = {name: saved._storage.read("epoch_0002", name) for name in saved._storage.names("epoch_0002")}
+    saved.set_damaged_aside()
+    assert names(saved) == ["epoch_0001"]  # the other one is not retried
+    (aside,) = [name for name in saved._storage.names() if name.startswith("damaged_epoch_0002_")]
+    assert {name: saved._storage.read(aside, name) for name in saved._storage.names(aside)} == content
+    saved.save(a_state(epoch=7), Checkpoint(1, True, 16, {}))
+    saved.clean()
+    assert aside in saved._storage.names()
+
+
+def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+
+    def refuse(*_: object) -> None:
+        raise OSError("SLOW_DOWN")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved._storage, "open", refuse)
+        with pytest.raises(StorageError, match="cannot read .*: SLOW_DOWN"):
+            saved.newest(print)
+    assert names(saved) == ["epoch_0001", "epoch_0002"]
+
+
+@pytest.mark.parametrize("damage", ["state", "description", "both"])
+def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, damage: str) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    for item in saved.all():
+        if damage in ("state", "both"):
+            saved._storage.write(b"damaged", item.name, item.file)
+        if damage in ("description", "both"):
+            saved._storage.write(b'{"epoch": ', item.name, ABOUT)
+    before = contents(saved)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is damaged: .*No other checkpoint is left to resume from"):
+            saved.newest(pytest.fail)
+        saved.set_damaged_aside()
+    assert contents(saved) == before
+    assert saved.any()
+
+
+def contents(saved: Checkpoints) -> dict[str, bytes]:
+    storage = saved._storage
+    return {info.path: storage.fs.open_input_stream(info.path).read() for info in storage.below()}
+
+
+def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
+    """A storage in a folder, where checkpoints appear atomically."""
+    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
+    saved._storage.remove_file("epoch_0001", ABOUT)
+    with pytest.raises(ConfigError, match="No other checkpoint is left"):
+        saved.newest(pytest.fail)
+
+
+def test_no_checkpoint_is_none_at_all(root: str) -> None:
+    saved = Checkpoints(root)
+    assert (saved.newest(pytest.fail), saved.any()) == (None, False)
+    if not saved._storage.local:  # left by a killed save
+        saved._storage.write(b"half", "epoch_0001", "state-12345678.pt")
+        assert (saved.newest(pytest.fail), saved.any()) == (None, False)
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
+    tmp_path: Path, renames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
+    rename, done = Path.rename, []
+
+    def rename_until_killed(self: Path, target: Path) -> Path:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename_until_killed)
+        with contextlib.suppress(KeyboardInterrupt):
+            saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}))
+    again = Checkpoints(str(tmp_path))
+    again.clean()
+    found = again.newest(pytest.fail)
+    assert found is not None
+    assert found.global_step == (9 if renames == 2 else 8)
+    assert again.load(found)["epoch"] == (7 if renames == 2 else 0)
+    assert [name for name in again._storage.names() if name.startswith(".")] == []
+
+
+def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
+    """The driver has checked that it owns the run, and is about to rename."""
+    saved, other = stored(str(tmp_path), Checkpoint(0, True, 8, {})), Checkpoints(str(tmp_path))
+    with pytest.raises(StorageError, match="cannot write a checkpoint"):
+        saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}), other.clean)
+    assert [item.global_step for item in other.all()] == [8]
+    assert other.newest(pytest.fail) is not None
+
+
+def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
+    saved = stored(root, Checkpoint(0, True, 8, {}))
+
+    def refuse() -> None:
+        raise StorageError("taken over")
+
+    for epoch in (0, 1):  # of a name that the new driver has used, and of another
+        with pytest.raises(StorageError, match="taken over"):
+            saved.save(a_state(epoch=9), Checkpoint(epoch, True, 16, {}), refuse)
+    assert names(saved) == ["epoch_0001"]
+    assert saved.load(saved.all()[0])["epoch"] == 0
+    saved.clean()
+    assert [name for name in saved._storage.names() if name.startswith(".")] == []
+
+
+@pytest.mark.process
+def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
+    """A process that saves repeatedly is killed at a random moment, ten times.
+
+    All ten are forks of one interpreter, which imports the libraries once.
+    """
+    script = (
+        "import os, sys, torch\n"
+        "from mlx_runtime.runs.checkpoints import *\n"
+        "saved = Checkpoints(sys.argv[1])\n"
+        "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"
+        "for _ in iter(sys.stdin.readline, ''):\n"
+        "    if pid := os.fork():\n"
+        "        os.waitpid(pid, 0)\n"
+        "        print('ended', flush=True)\n"
+        "        continue\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    for number in range(10_000):\n"
+        "        saved.save(state, Checkpoint(number % 3, True, number, {}))\n"
+        "        print(number, flush=True)\n"
+    )
+    saved = Checkpoints(str(tmp_path))
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **streams, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for delay in range(10):
+            process.stdin.write("another\n")
+            pid = int(process.stdout.readline())
+            for _ in range(5):
+                process.stdout.readline()
+            time.sleep(delay / 300)
+            os.kill(pid, signal.SIGKILL)
+            while process.stdout.readline() != "ended\n":
+                pass
+            found = saved.newest(pytest.fail)
+            assert found is not None
+            assert found.global_step >= 2
+    saved.clean()
+    assert all(path.name.startswith("epoch_") for path in tmp_path.iterdir())
+
+
+def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0002").mkdir()
+    torch.save({"weights": 1}, tmp_path / "epoch_0002" / STATE)
+    stored(str(tmp_path), Checkpoint(2, True, 1, {}))
+    with pytest.raises(
+        ConfigError, match=r"epoch_0001 is not a checkpoint: it has no state.pt. The folder also contains: epoch_0003"
+    ):
+        read(str(tmp_path / "epoch_0001"))
+    with pytest.raises(ConfigError, match="was not saved by this version: it has no config, epoch"):
+        read(str(tmp_path / "epoch_0002"))
+    whole = (tmp_path / "epoch_0003" / STATE).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
+        (tmp_path / "epoch_0003" / STATE).write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"state.pt is damaged: "):
+            read(str(tmp_path / "epoch_0003"))
+
+
+def test_reading_one_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    (tmp_path / "epoch_0001").mkdir()
+    torch.save(a_state(tools=Evil()), tmp_path / "epoch_0001" / STATE)
+    with pytest.raises(ConfigError, match="is damaged"):
+        read(str(tmp_path / "epoch_0001"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("keep", "mode", "values", "left"),
+    [
+        (2, "max", [None] * 4, ["0003", "0004"]),
+        (1, "max", [5.0, 1.0, 1.0, 1.0], ["0001", "0004"]),
+        (2, "max", [0.0, 9.0, 0.0, 0.0], ["0002", "0004"]),
+        (1, "min", [5.0, 1.0, 3.0, float("nan")], ["0002", "0004"]),
+    ],
+)
+def test_the_best_and_the_latest_are_kept(
+    tmp_path: Path, keep: int, mode: str, values: list[float | None], left: list[str]
+) -> None:
+    made = [Checkpoint(epoch, True, epoch, {} if value is None else {"x": value}) for epoch, value in enumerate(values)]
+    saved = stored(str(tmp_path), *made)
+    saved.prune(keep, "x", mode)
+    assert names(saved) == [f"epoch_{number}" for number in left]
+
+
+def test_in_the_middle_of_an_epoch_the_newest_two_are_kept_until_it_is_over(root: str) -> None:
+    middle = [Checkpoint(1, False, 10 + number, {}) for number in range(3)]
+    saved = stored(root, Checkpoint(0, False, 3, {}), Checkpoint(0, True, 8, {}), *middle)
+    saved.prune(3, None, "min")
+    assert names(saved) == ["epoch_0001", middle[1].name, middle[2].name]
+    saved.save(a_state(), Checkpoint(1, True, 16, {}))
+    saved.prune(3, None, "min")
+    assert names(saved) == ["epoch_0001", "epoch_0002"]
+
+
+def test_saving_in_the_background_keeps_the_values_of_its_moment(tmp_path: Path) -> None:
+    weight = torch.zeros(10)
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        go_on.wait(10)
+
+    told: list[Checkpoint] = []
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, wait)
+    saver.save(a_state(models={"net": {"weight": weight}}), Checkpoint(0, True, 1, {}))
+    weight += 1
+    assert entered.wait(10)
+    assert told == []
+    go_on.set()
+    saver.wait()
+    assert [item.name for item in told] == ["epoch_0001"]
+    assert read(str(tmp_path / "epoch_0001"))["models"]["net"]["weight"].sum() == 0
+
+
+def test_what_could_not_be_stored_is_told_at_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path / "file")), print, lambda: None)
+    saver.save(a_state(), Checkpoint(0, True, 1, {}))
+    with pytest.raises(StorageError, match="cannot write a checkpoint to"):
+        saver.save(a_state(), Checkpoint(1, True, 2, {}))
+
+
+def some_metrics() -> SimpleNamespace:
+    return SimpleNamespace(
+        mean=torchmetrics.MeanMetric(),
+        rank=torchmetrics.SpearmanCorrCoef(),
+        both=torchmetrics.MetricCollection([torchmetrics.MeanAbsoluteError(), torchmetrics.MeanSquaredError()]),
+        pearson=torchmetrics.PearsonCorrCoef(),
+        most=torchmetrics.MaxMetric(),
+    )
+
+
+def update(group: SimpleNamespace, seed: int) -> None:
+    a, b = torch.randn(2, 7, generator=torch.Generator().manual_seed(seed))
+    for name, metric in vars(group).items():
+        metric.update(*((a, b) if name in ("rank", "both", "pearson") else (a,)))
+
+
+def values(group: SimpleNamespace) -> dict:
+    found = {name: metric.compute() for name, metric in vars(group).items()}
+    found |= {f"both/{key}": value for key, value in found.pop("both").items()}
+    return {name: float(value) for name, value in found.items()}
+
+
+def test_metrics_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = some_metrics()
+    for seed in range(3):
+        update(whole, seed)
+    half = some_metrics()
+    for seed in range(2):
+        update(half, seed)
+    torch.save(state_of(half)[0], tmp_path / "x")
+    again = some_metrics()
+    update(again, 99)  # earlier values are forgotten
+    load_into(again, torch.load(tmp_path / "x", weights_only=True), "metrics")
+    assert values(again) == values(half)
+    update(again, 2)
+    assert values(again) == values(whole)
+
+
+def test_metrics_of_several_ranks_merge_into_one() -> None:
+    ranks = [some_metrics() for _ in range(3)]
+    whole = some_metrics()
+    for seed, rank in enumerate(ranks):
+        update(rank, seed)
+        update(whole, seed)
+    states, lost = merged([state_of(rank)[0] for rank in ranks], whole)
+    assert lost == ["pearson"]  # its states have a custom reduction
+    one = some_metrics()
+    load_into(one, states, "metrics", only=set(states))
+    found, wanted = values(one), values(whole)
+    assert all(found[name] == pytest.approx(wanted[name]) for name in wanted if name != "pearson")
+
+
+def test_weights_that_fit_are_taken_over_and_the_others_named() -> None:
+    old = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), gone=nn.Linear(1, 1))
+    new = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), head=nn.Linear(1, 1))
+    assert load_what_fits(new, state_of(old)[0]) == [
+        "models.gone is in the checkpoint only",
+        "models.head is new",
+        "models.net.1.bias is (5,) here and (4,) in the checkpoint",
+        "models.net.1.weight is (5, 3) here and (4, 3) in the checkpoint",
+    ]
+    assert torch.equal(new.net[0].weight, old.net[0].weight)

@@ -1,0 +1,205 @@
+"""The folders of runs."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime import DataConfig
+from mlx_runtime.cluster.datajob import output_path
+from mlx_runtime.config import composition
+from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.runs import checkpoints, lookup
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.folder import claim_run, find_run, list_runs, named_run
+from mlx_runtime.runs.storage_paths import StoragePath
+from mlx_runtime.storage.files import storage_root
+from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.training import request
+
+pytestmark = pytest.mark.pure
+
+
+def test_runs_are_numbered_and_never_shared(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        runs = list(pool.map(lambda _: claim_run(str(tmp_path), "digits").name, range(40)))
+    assert sorted(runs) == [f"run_{number:03d}" for number in range(1, 41)]
+    assert sorted(path.name for path in (tmp_path / "digits" / "run_001").iterdir()) == [
+        ".reserve",  # until the run ends
+        "checkpoints",
+    ]
+
+
+def test_a_number_after_999_still_sorts_last(tmp_path: Path) -> None:
+    (tmp_path / "digits" / "run_999").mkdir(parents=True)
+    assert claim_run(str(tmp_path), "digits").name == "run_1000"
+    assert [run.name for run in list_runs(str(tmp_path))] == ["run_999", "run_1000"]
+
+
+def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
+    for _ in range(3):
+        claim_run(str(tmp_path), "digits")
+    assert find_run(str(tmp_path), "digits").name == "run_003"
+    assert find_run(str(tmp_path), "digits", "2").name == find_run(str(tmp_path), "digits", "run_002").name == "run_002"
+    with pytest.raises(UsageError, match=r"digits has no run '7'. Did you mean 'run_00\d'\?"):
+        find_run(str(tmp_path), "digits", "7")
+    with pytest.raises(UsageError, match=r"no runs of 'digit' in .*\. Did you mean 'digits'\?"):
+        find_run(str(tmp_path), "digit")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
+def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="which is not a valid folder name"):
+        claim_run(str(tmp_path), name)
+
+
+def test_a_path_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"cannot write runs to .*file: .*; ?|choose another with cfg.storage_path"):
+        claim_run(str(tmp_path / "file"), "digits")
+
+
+@pytest.mark.process
+def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
+    """A file size limit of 4 KiB simulates a full disk: creating works, writing fails."""
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from mlx_runtime.cli.exits import clean_exit; from mlx_runtime.runs.folder import claim_run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "with clean_exit(): claim_run(sys.argv[1], 'digits')"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write runs to {tmp_path}: File too large")
+    assert len(done.stderr.splitlines()) == 1
+    assert list((tmp_path / "digits").iterdir()) == []
+
+
+def test_outside_an_experiment(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not an experiment: it has no src/experiment.py"):
+        AN_EXPERIMENT.folder(tmp_path)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    write_atomic(file, "old")
+    with pytest.raises(TypeError):
+        write_atomic(file, 3)  # type: ignore[arg-type]
+    assert file.read_text() == "old"
+    assert os.listdir(tmp_path) == ["run.json"]
+    assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.s3
+class TestObjectStore:
+    """The same on an S3 server."""
+
+    @pytest.fixture
+    def root(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        monkeypatch.setenv("MLX_CACHE", str(tmp_path))
+        return s3.format(f"layout-{tmp_path.name}")
+
+    def test_runs_are_numbered_and_never_shared(self, root: str) -> None:
+        with ThreadPoolExecutor(4) as pool:
+            runs = list(pool.map(lambda _: claim_run(root, "digits").name, range(8)))
+        assert len(set(runs)) == 8
+        assert [run.name for run in list_runs(root)] == sorted(runs)
+        assert find_run(root, "digits").name == max(runs)
+
+    def test_files_go_there_and_come_back(self, root: str, tmp_path: Path) -> None:
+        run = claim_run(root, "digits")
+        run.metrics.write_text("a\n")
+        run.conf.write_text("b\n")
+        run.push(run.metrics, run.conf)
+        run.metrics.write_text("changed\n")
+        run.pull("*.jsonl")
+        assert (run.metrics.read_text(), run.conf.read_text()) == ("a\n", "b\n")
+        run.forget(run.metrics)
+        run.pull("*.jsonl")
+        assert not run.metrics.exists()
+
+    def test_a_run_is_named_by_its_uri(self, root: str) -> None:
+        run = claim_run(root, "digits")
+        assert run.root == root
+        assert named_run(run.location, "elsewhere", "other") == run
+
+    def test_a_note_asks_to_stop(self, root: str) -> None:
+        run = claim_run(root, "digits")
+        assert not run.asked_to_stop()
+        run.ask_to_stop()
+        assert run.asked_to_stop()
+        run.withdraw_stop()
+        assert not run.asked_to_stop()
+
+
+@pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])
+def test_a_run_is_named_in_several_ways(tmp_path: Path, text: str) -> None:
+    runs = [claim_run(str(tmp_path), "digits") for _ in range(2)]
+    (runs[1].path / "run.json").write_text("{}")
+    assert named_run(text, str(tmp_path), "digits") == runs[1]
+    assert named_run(str(runs[1].path), "elsewhere", "other") == runs[1]
+
+
+ODD = [
+    *("a?b", "a?b=c&d", "a#b", "a b", "it's", 'say "x"', "50%", "%20", "a,b", "[x]", "{y}", "a=b", "back\\slash"),
+    *("end\\", "\\'", "~", "größe", "-x", "a:b", "a;b&c", "*", "null"),
+]
+"""Folder names with a special meaning in a URI, a shell, YAML, Hydra or OmegaConf."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is in <tmp_path>/<name>/digits/run_001, and there is nothing else."""
+    root = str(tmp_path / name)
+    folder = claim_run(root, "digits")
+    assert folder.path == tmp_path / name / "digits" / "run_001"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (folder.root, folder.title) == (root, "digits/run_001")
+    folder.record.write_text("{}")
+    assert named_run(folder.location, "", "") == folder
+    assert [found.path for found in list_runs(root)] == [folder.path]
+    assert StoragePath.parse(root, folder.location).path == str(folder.path)
+    checkpoints.Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 1, {}))
+    with pytest.raises(ConfigError, match="was not saved by this version"):
+        checkpoints.read(f"{folder.checkpoints}/epoch_0001")
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {storage_path: runs, name: x}\n")
+    for written in (root, name, f"{name}/{name}"):
+        monkeypatch.setenv("MLX_STORAGE", written)
+        assert composition.read(conf, []).tree["cfg"]["storage_path"] == written
+        monkeypatch.delenv("MLX_STORAGE")
+        assert composition.read(conf, [composition.storage_override(written)]).tree["cfg"]["storage_path"] == written
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t"])
+def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would mean the working directory. An empty variable counts as unset."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLX_STORAGE", empty)
+    with pytest.raises(UsageError, match="which storage"):
+        lookup.storage_root()
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {storage_path: runs, name: x}\n")
+    assert composition.read(conf, []).tree["cfg"]["storage_path"] == "runs"
+    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+        storage_root(empty)
+    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+        request._choose(conf, [composition.storage_override(empty)])
+    assert list(tmp_path.iterdir()) == [conf]
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\tb", "a\x1b[2J", "a\u202eb", " a", "a ", "", ".a", "a/b", "a?b", "a#b", "\ud800"]
+)
+def test_what_cannot_name_an_experiment_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cfg\.name is .*, which is not a valid folder name") as error:
+        claim_run(str(tmp_path), name)
+    assert "\n" not in str(error.value)
+    if name and "/" not in name:
+        with pytest.raises(ConfigError, match=r"cfg\.path is .*; it must be a folder below the storage"):
+            output_path(DataConfig(name=name))
+    assert list(tmp_path.iterdir()) == []

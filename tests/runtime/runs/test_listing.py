@@ -1,0 +1,574 @@
+"""Listing, comparing, ranking and removing runs, from their stored files."""
+
+import datetime
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from conftest import Mlx
+
+from mlx_runtime.cli import mlx as mlx_command
+from mlx_runtime.cli.options import job_statuses
+from mlx_runtime.cli.verbs import xp
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import comparison, listing, records, removal, tables
+from mlx_runtime.runs.checkpoints import Checkpoint, Checkpoints
+from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.storage import leases
+
+pytestmark = pytest.mark.process
+
+Made = Callable[..., RunFolder]
+
+
+@pytest.fixture(scope="module")
+def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The template's experiment with two runs: the second has another learning rate and a shorter training."""
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("trained") / "digits"))
+    monitored = ("cfg.start_workers=0", "cfg.monitor=val/cross_entropy", "cfg.mode=min")
+    for overrides in (["cfg.num_epochs=2"], ["cfg.num_epochs=1", "optimizers.adam.lr=1e-5"]):
+        done = mlx(folder, "train", "run", *monitored, *overrides)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty storage of either kind, set as the storage of the test process."""
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    if request.param == "folder":
+        root = str(tmp_path / "runs")
+    else:
+        root = request.getfixturevalue("s3").format(f"listing-{tmp_path.name}")
+    monkeypatch.setenv("MLX_STORAGE", root)
+    return root
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
+    """`made("digits", status="FAILED", …)` creates a run with such a record, in the storage of the test process."""
+    if "MLX_STORAGE" not in os.environ:
+        monkeypatch.setenv("MLX_STORAGE", str(tmp_path / "runs"))
+
+    def make(experiment: str = "digits", **fields: Any) -> RunFolder:
+        folder = claim_run(os.environ["MLX_STORAGE"], experiment)
+        folder.claim_attempt(1)
+        records.Record(folder, **({"status": "SUCCEEDED"} | fields))
+        return folder
+
+    return make
+
+
+def ago(seconds: float) -> str:
+    then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=seconds)
+    return then.isoformat(timespec="seconds")
+
+
+def saved(folder: RunFolder, epoch: int, **metrics: float) -> str:
+    """Create the parts of a checkpoint that listings read."""
+    checkpoint = Checkpoint(epoch, True, 10 * epoch, {name.replace("_", "/"): value for name, value in metrics.items()})
+    Checkpoints(folder.checkpoints).save({}, checkpoint)
+    return checkpoint.name
+
+
+class TestLs:
+    def test_real_runs_in_a_pipe(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained, "xp", "ls")
+        assert done.returncode == 0, done.stderr
+        head, first, second = done.stdout.splitlines()
+        assert head.split() == list(tables.COLUMNS)
+        time = r"(\d+ (min|s) ?)+"
+        for line, run, epochs in ((first, "run_001", "2/2"), (second, "run_002", "1/1")):
+            wanted = (
+                rf"digits +{run} +SUCCEEDED +{epochs} +val/cross_entropy +\d\.\d{{4}} +\d\.\d{{4}} +0 +{time} +{time}"
+            )
+            assert re.fullmatch(wanted, line), line
+        assert head.index("status") == first.index("SUCCEEDED") == second.index("SUCCEEDED")
+
+    def test_json_has_what_the_records_say(self, trained: Path, mlx: Mlx) -> None:
+        first, second = json.loads(mlx(trained, "xp", "ls", "digits", "--json").stdout)
+        record = json.loads((trained / "runs/digits/run_001/run.json").read_text())
+        assert (first["status"], first["epoch"], first["epochs"], first["workers"]) == ("SUCCEEDED", 2, 2, 0)
+        assert (first["monitor"], first["mode"]) == ("val/cross_entropy", "min")
+        assert first["best"] == record["best"]["value"] < second["best"]
+        assert first["metrics"] == record["metrics"]
+        assert first["place"] == str(trained / "runs/digits/run_001")
+        assert first["problem"] is None
+
+    def test_a_terminal_gets_a_table_that_is_drawn(self, trained: Path, environment: dict[str, str]) -> None:
+        here, there = pty.openpty()
+        command = [sys.executable, "-m", "mlx_runtime", "xp", "ls"]
+        settings = environment | {"COLUMNS": "160", "TERM": "xterm-256color"}
+        with subprocess.Popen(command, cwd=trained, env=settings, stdout=there, stderr=there) as process:
+            os.close(there)
+            said = b""
+            try:
+                while piece := os.read(here, 4096):
+                    said += piece
+            except OSError:  # the other end is closed
+                pass
+        os.close(here)
+        assert process.returncode == 0
+        text = said.decode()
+        assert "\x1b[32mSUCCEEDED\x1b[0m" in text
+        assert "run_002" in text
+
+    @pytest.mark.s3
+    def test_an_empty_storage_says_what_to_do(self, mlx: Mlx, tmp_path: Path, s3: str) -> None:
+        for storage in (str(tmp_path / "nothing"), s3.format("nothing")):
+            done = mlx(tmp_path, "xp", "ls", MLX_STORAGE=storage)
+            assert (done.returncode, done.stdout) == (0, "")
+            assert done.stderr == f"there are no runs in {storage} yet; start one with: mlx train run\n"
+            assert mlx(tmp_path, "xp", "ls", "--json", MLX_STORAGE=storage).stdout == "[]\n"
+
+    def test_what_is_not_there_is_told(self, trained: Path, mlx: Mlx) -> None:
+        for arguments, message in [
+            (["digit"], "error: no runs of 'digit' in .* Did you mean 'digits'?"),
+            (["--sort", "val/acuracy"], "error: no run has a value of val/acuracy. Did you mean 'val/accuracy'?"),
+            (["--status", "DONE"], "Invalid value for '--status': 'DONE' is not one of"),
+        ]:
+            done = mlx(trained, "xp", "ls", *arguments)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert re.search(message, done.stderr), done.stderr
+        done = mlx(trained, "xp", "ls", "--status", "failed")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", f"no run in {trained / 'runs'} is FAILED\n")
+
+    def test_every_status(self, storage: str, made: Made) -> None:
+        here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
+        for status in ("SUCCEEDED", "FAILED", "STOPPED"):
+            made(status=status)
+        made(status="RUNNING", **here)
+        made(status="RUNNING", **here | {"pid_started": "1"})
+        made(status="PENDING", **elsewhere)
+        found = listing.list_rows()
+        wanted = ["SUCCEEDED", "FAILED", "STOPPED", "RUNNING", "STALE", "PENDING"]
+        assert [row.status for row in found] == wanted
+        assert [row.folder.name for row in listing.list_rows(status="STALE")] == ["run_005"]
+        assert {row.folder.location for row in found} == {
+            f"{storage.partition('?')[0]}/digits/run_{number:03d}{''.join(storage.partition('?')[1:])}"
+            for number in range(1, 7)
+        }
+
+    @pytest.mark.parametrize(
+        ("content", "why"),
+        [
+            (None, "cannot read .*run_001/run.json"),
+            (b"", "cannot read .*run.json: Expecting value"),
+            (b'{"experiment": "digits", "stat', "cannot read .*run.json: Unterminated string"),
+            (b"\xff\xfe\x00", "cannot read .*run.json"),
+            (b"[1, 2]", "cannot read .*run.json: it is a list, not a mapping"),
+            (b'{"status": "RUNNING"}', "cannot read .*run.json: heartbeat is missing"),
+            (b'{"status": "FAILED", "start": "yesterday"}', "run.json: start is 'yesterday', not a time with"),
+            (b'{"status": "FAILED", "best": [1]}', "run.json: best is a list, not a mapping"),
+        ],
+    )
+    def test_a_record_that_cannot_be_read_hides_no_other(
+        self, made: Made, content: bytes | None, why: str, tmp_path: Path
+    ) -> None:
+        broken, _ = made(), made()
+        broken.record.unlink() if content is None else broken.record.write_bytes(content)
+        first, second = listing.list_rows()
+        assert (first.status, second.status) == ("UNREADABLE", "SUCCEEDED")
+        assert re.search(why, first.fields()["problem"]), first.problem
+        assert first.cells()["status"] == "UNREADABLE"
+        assert [row.folder.name for row in listing.list_rows(status="UNREADABLE")] == ["run_001"]
+
+    def test_order_is_that_of_the_monitored_metric(self, made: Made) -> None:
+        def run(mode: str, best: float | None, last: float | None) -> None:
+            fields = {"best": {"epoch": 0, "value": best, "path": ""}} if best is not None else {}
+            made(mode, monitor="val/f1", mode=mode, metrics={"val/f1": last, "loss": last}, **fields)
+
+        for mode in ("max", "min"):
+            run(mode, 0.5, 0.1)
+            run(mode, 0.9, 0.2)
+            run(mode, None, None)
+            run(mode, None, 0.7)
+
+        def order(name: str, metric: str, mode: str | None = None) -> list[int]:
+            return [int(row.folder.name[-1]) for row in listing.list_rows(name, sort=metric, mode=mode)]
+
+        assert order("max", "val/f1") == [2, 4, 1, 3]
+        assert order("min", "val/f1") == [1, 4, 2, 3]
+        assert order("min", "val/f1", "max") == [2, 4, 1, 3]
+        assert order("max", "loss") == [1, 2, 4, 3]  # no run defines which is best: smallest first
+        assert order("max", "loss", "max") == [4, 2, 1, 3]
+        assert listing.list_rows("max", sort="loss")[0].cells("loss") | {"age": "", "duration": ""} == {
+            "experiment": "max",
+            "run": "run_001",
+            "status": "SUCCEEDED",
+            "epoch": "-",
+            "metric": "loss",
+            "best": "-",
+            "last": "0.1000",
+            "workers": "-",
+            "age": "",
+            "duration": "",
+        }
+
+    def test_epochs_count_from_one(self, made: Made) -> None:
+        made(epoch=2, epochs=10)
+        made(latest={"epoch": 2, "path": "", "value": None})
+        made(latest={"epoch": 2, "path": "", "value": None, "step": 70})
+        made()
+        assert [row.cells()["epoch"] for row in listing.list_rows()] == ["3/10", "3", "2", "-"]
+
+    def test_age_is_that_of_the_first_attempt_and_work_that_of_all(self, made: Made) -> None:
+        first = {"start": ago(10_000), "end": ago(9_000)}
+        made(start=ago(100), end=ago(40), attempts=[first, {"start": ago(5_000), "end": None}])
+        made(status="RUNNING", start=ago(100), **leases.this_process())
+        done, running = listing.list_rows()
+        assert done.age_s == pytest.approx(10_000, abs=5)
+        assert done.duration_s == pytest.approx(1_060, abs=2)
+        assert done.cells()["duration"] == "17 min 40 s"
+        assert running.duration_s == pytest.approx(100, abs=5)
+
+    def test_only_slow_storages_are_read_many_at_once(self) -> None:
+        together = threading.Barrier(8, timeout=20)
+
+        def read(number: int) -> str:
+            if number == 0:
+                time.sleep(2 * listing.SLOW_S)
+            elif number > 0:
+                together.wait()
+            return threading.current_thread().name
+
+        first, *others = listing.map_concurrently(read, range(9))
+        assert first == threading.current_thread().name
+        assert first not in others
+        assert listing.map_concurrently(read, [-1] * 9) == [first] * 9  # threads would only contend
+
+    @pytest.mark.parametrize("arguments", [["ls"], ["best", "digits"], ["ls", "--html", "page.html"]])
+    def test_it_starts_without_heavy_imports(
+        self, trained: Path, environment: dict[str, str], arguments: list[str]
+    ) -> None:
+        script = (
+            f"import sys\nfrom mlx_runtime.cli import mlx\nmlx({['xp', *arguments]}, standalone_mode=False)\n"
+            "heavy = {'torch', 'ray', 'hydra', 'rich', 'requests', 'mlx_runtime.cluster.dashboard'}\n"
+            "print(sorted(heavy & set(sys.modules)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=trained, env=environment, capture_output=True, text=True, timeout=100
+        )
+        assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Responds like a cluster with two jobs."""
+
+    def do_GET(self) -> None:
+        jobs = [{"submission_id": "mlx-1", "status": "FAILED"}, {"submission_id": "mlx-2", "status": "PENDING"}]
+        body = json.dumps(jobs).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[str]:
+    """The address of a cluster's dashboard."""
+    server = HTTPServer(("127.0.0.1", 0), Dashboard)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_living_runs_are_joined_with_their_jobs(made: Made, cluster: str) -> None:
+    driver = leases.this_process()
+    silent = {"boot": "elsewhere"}
+    runs = [
+        made(status="RUNNING", **driver, job={"id": "mlx-1", "address": cluster}),
+        made(status="PENDING", **silent, job={"id": "mlx-2", "address": cluster}),
+        made(status="RUNNING", **driver, job={"id": "mlx-3", "address": cluster}),  # the cluster does not know it
+        made(status="RUNNING", **driver, job={"id": "mlx-1", "address": "http://127.0.0.1:9"}),  # it is gone
+        made(status="SUCCEEDED", **driver, job={"id": "mlx-1", "address": cluster}),
+    ]
+    runs[1].record.write_text(json.dumps(records.recorded(runs[1]) | {"heartbeat": ago(1_000)}))
+    assert [row.status for row in listing.list_rows(ask=job_statuses)] == [
+        "FAILED",
+        "PENDING",
+        "RUNNING",
+        "RUNNING",
+        "SUCCEEDED",
+    ]
+
+
+class TestLogs:
+    @pytest.fixture
+    def run(self, made: Made) -> RunFolder:
+        """A running run that has printed one line."""
+        folder = made(status="RUNNING", **leases.this_process())
+        (folder.path / "logs").mkdir()
+        (folder.path / "logs/driver.log").write_text("one\n")
+        return folder
+
+    @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 143)])
+    def test_a_living_run_is_followed_to_its_end(
+        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+    ) -> None:
+        monkeypatch.setattr(xp, "FOLLOW_S", 0.01)
+        told: list[str] = []
+
+        def write(text: str) -> None:
+            told.append(text)
+            if len(told) == 1:
+                with (run.path / "logs/driver.log").open("a") as log:
+                    log.write("two\n")
+                records.Record(run, records.recorded(run)).finish(status)
+
+        assert xp.logs("digits", "1", write) == code
+        assert told == ["one\n", "two\n"]
+        assert xp.logs("digits", "1", told.append) == 0  # it has ended, so there is nothing to wait for
+        assert xp.logs("digits", "1", told.append, follow=True) == code
+
+    def test_no_follow_returns_at_once(self, run: RunFolder) -> None:
+        done = CliRunner().invoke(mlx_command, ["xp", "logs", "digits", "--no-follow"])
+        assert (done.exit_code, done.stdout) == (0, "one\n")
+
+
+class TestDiff:
+    def test_only_what_differs(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained, "xp", "diff", "digits/run_001", "2")
+        assert done.returncode == 0, done.stderr
+        lines = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+        assert lines["digits/run_001"] == ["digits/run_002"]
+        assert lines["cfg.num_epochs"] == ["2", "1"]
+        assert lines["optimizers.adam.lr"] == ["0.003", "1e-05"]
+        assert "val/accuracy" in lines
+        assert not {"cfg.seed", "seed", "status", "optimizers.adam.eps"} & set(lines)
+
+    def test_json(self, trained: Path, mlx: Mlx) -> None:
+        runs = trained / "runs/digits"
+        found = json.loads(mlx(trained.parent, "xp", "diff", f"{runs}/run_001", f"{runs}/run_002", "--json").stdout)
+        assert (found["a"], found["b"]) == (f"{runs}/run_001", f"{runs}/run_002")
+        assert found["config"] == {
+            "cfg.num_epochs": {"a": 2, "b": 1},
+            "optimizers.adam.lr": {"a": 0.003, "b": 1e-5},
+        }
+        assert found["metrics"]["val/cross_entropy"]["a"] < found["metrics"]["val/cross_entropy"]["b"]
+
+    def test_a_run_does_not_differ_from_itself(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained, "xp", "diff", "1", "run_001")
+        assert (done.returncode, done.stdout) == (0, "")
+        assert done.stderr == "digits/run_001 and digits/run_001 do not differ\n"
+
+    def test_one_side_only(self, storage: str, made: Made) -> None:
+        a, b = made(metrics={"x": 1.0, "y": 2.0}), made(metrics={"x": 1.0})
+        for folder, text in ((a, "cfg: {seed: 0, old: null}"), (b, "cfg: {seed: 0, new: {deep: 1}}")):
+            folder.conf.write_text(text)
+            folder.push(folder.conf, must=True)
+        found = comparison.difference(a, b)
+        assert found["config"] == {"cfg.old": {"a": None}, "cfg.new.deep": {"b": 1}}
+        assert found["metrics"] == {"y": {"a": 2.0}}
+        assert {row[""]: (row[a.title], row[b.title]) for row in comparison.table(a, b, found)} == {
+            "cfg.old": ("None", "-"),
+            "cfg.new.deep": ("-", "1"),
+            "y": ("2.0000", "-"),
+        }
+
+    def test_what_cannot_be_compared_is_told(self, trained: Path, mlx: Mlx, made: Made) -> None:
+        for arguments, message in [
+            (["1", "9"], "error: digits has no run '9'. Did you mean 'run_00"),
+            (["1", "digit/2"], "error: no runs of 'digit' in .* Did you mean 'digits'?"),
+        ]:
+            done = mlx(trained, "xp", "diff", *arguments)
+            assert done.returncode == 2
+            assert re.search(message, done.stderr), done.stderr
+        done = mlx(trained.parent, "xp", "diff", "1", "2")
+        assert (
+            done.stderr
+            == "error: cannot tell which experiment run '1' belongs to; write name/run_003, or the run's path\n"
+        )
+        first, second = made(), made()
+        with pytest.raises(StorageError, match=r"cannot read .*run_001/conf\.yaml"):
+            comparison.difference(first, second)
+        first.conf.write_text("a: [")
+        with pytest.raises(StorageError, match=r"cannot read .*run_001/conf\.yaml: while parsing"):
+            comparison.difference(first, second)
+
+
+class TestBest:
+    def test_real_runs(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained, "xp", "best", "digits")
+        assert done.returncode == 0, done.stderr
+        best = min(json.loads(line)["val/cross_entropy"] for line in _reports(trained / "runs/digits/run_001"))
+        folder = trained / "runs/digits/run_001/checkpoints/epoch_0002"
+        assert done.stdout.splitlines() == [
+            f"val/cross_entropy  {best:.4f} (min)",
+            "run                digits/run_001",
+            f"checkpoint         {folder} (epoch 2)",
+        ]
+        assert (folder / "state.pt").is_file()
+
+    def test_the_best_checkpoint_of_all_runs(self, storage: str, made: Made) -> None:
+        first, second = made(monitor="f1", mode="max"), made(monitor="f1", mode="max")
+        saved(first, 0, f1=0.9, loss=0.5)
+        best = saved(first, 1, f1=0.95, loss=0.7)
+        saved(second, 0, f1=0.8, loss=float("nan"))
+        later = saved(second, 3, f1=0.7, loss=0.5)
+        saved(second, 4, loss=float("nan"))
+        found = comparison.best("digits")
+        assert (found["run"], found["epoch"], found["value"], found["mode"]) == ("run_001", 2, 0.95, "max")
+        assert found["checkpoint"] == Checkpoints(first.checkpoints).path(Checkpoints(first.checkpoints).all()[1])
+        assert best in found["checkpoint"]
+        assert comparison.best("digits", mode="min")["value"] == 0.7
+        found = comparison.best("digits", "loss", "min")  # the later of equal values; never NaN
+        assert (found["run"], later in found["checkpoint"]) == ("run_002", True)
+
+    def test_a_number_of_the_end_comes_with_the_latest_checkpoint(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained, "xp", "best", "digits", "--metric", "test/f1", "--mode", "max", "--json")
+        found = json.loads(done.stdout)
+        record = json.loads((trained / "runs/digits/run_001/run.json").read_text())
+        assert found == {
+            "metric": "test/f1",
+            "mode": "max",
+            "experiment": "digits",
+            "run": "run_001",
+            "value": record["metrics"]["test/f1"],
+            "epoch": 2,
+            "checkpoint": record["latest"]["path"],
+        }
+
+    def test_what_nobody_knows_is_asked_for(self, made: Made) -> None:
+        made(monitor="f1", mode="max", metrics={"f1": 0.5, "val/loss": 0.1})
+        made("plain", metrics={"loss": 1.0})
+        for arguments, message in [
+            (("digits", "val/loss"), "no run of digits monitors val/loss; pass --mode"),
+            (("digits", "val/los", "max"), "no run of digits has a value of val/los. Did you mean 'val/loss'?"),
+            (("plain",), "the runs of plain have no cfg.monitor; pass --metric. Available: loss."),
+            (("digit",), "no runs of 'digit'"),
+        ]:
+            with pytest.raises(UsageError, match=message.replace("?", r"\?")):
+                comparison.best(*arguments)
+
+
+def _reports(run: Path) -> list[str]:
+    return [line for line in (run / "metrics.jsonl").read_text().splitlines() if "val/cross_entropy" in line]
+
+
+class TestRm:
+    def test_it_asks_and_removes_one_run(self, trained: Path, environment: dict[str, str], tmp_path: Path) -> None:
+        folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+        command = [sys.executable, "-m", "mlx_runtime", "xp", "rm", "digits", "2"]
+
+        def answer(text: str) -> "subprocess.CompletedProcess[str]":
+            return subprocess.run(
+                command, cwd=folder, env=environment, input=text, capture_output=True, text=True, timeout=100
+            )
+
+        run = folder / "runs/digits/run_002"
+        size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+        done = answer("n\n")
+        assert (done.returncode, run.is_dir()) == (1, True)
+        assert re.fullmatch(
+            rf"remove digits/run_002, \d+ files, {size / 1e3:,.1f} kB, in {run}\? \[y/N\]: (n\n)?", done.stdout
+        ), done.stdout
+        done = answer("y\n")
+        assert (done.returncode, run.exists()) == (0, False)
+        assert "removed digits/run_002, " in done.stdout
+        assert [path.name for path in (folder / "runs/digits").iterdir()] == ["run_001"]
+
+    def test_all_of_it_and_nothing_else(self, storage: str, made: Made, tmp_path: Path) -> None:
+        first, second, other = made(), made(), made("other")
+        for folder in (first, second):
+            saved(folder, 0)
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "data").write_text("kept")
+        if second.uri is None:
+            (second.path / "data").symlink_to(outside)
+        found = removal.plan_run("digits", "run_002")
+        assert found.files >= 4
+        removal.remove_run(found)
+        assert not second.path.exists()
+        assert [row.folder.location for row in listing.list_rows()] == [first.location, other.location]
+        assert Checkpoints(first.checkpoints).all()
+        assert Checkpoints(second.checkpoints).all() == []
+        assert (outside / "data").read_text() == "kept"
+        assert first.path.exists()
+
+    def test_a_living_run_is_refused(self, storage: str, made: Made, mlx: Mlx, tmp_path: Path) -> None:
+        folder = made(status="RUNNING", **leases.this_process())
+        done = mlx(tmp_path, "xp", "rm", "digits", "1", "-y", MLX_STORAGE=storage)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "error: digits run_001 is RUNNING; stop it first: mlx xp stop digits run_001\n"
+        assert records.recorded(folder)["status"] == "RUNNING"
+
+    def test_one_whose_job_waits_is_refused(self, made: Made, cluster: str) -> None:
+        folder = made(status="PENDING", boot="elsewhere", job={"id": "mlx-2", "address": cluster})
+        folder.record.write_text(json.dumps(records.recorded(folder) | {"heartbeat": ago(1_000)}))
+        with pytest.raises(UsageError, match="digits run_001 is PENDING; stop it first"):
+            removal.plan_run("digits", "1", job_statuses)
+
+    def test_of_one_without_a_record_it_says_so(self, made: Made, mlx: Mlx, tmp_path: Path) -> None:
+        folder = made()
+        folder.record.unlink()
+        done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y")
+        assert done.returncode == 2  # no storage is known
+        done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", MLX_STORAGE=folder.root)
+        assert (done.returncode, folder.path.exists()) == (2, True)
+        assert done.stderr.endswith("it may still be running. To remove it without a question, add --force\n")
+        done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", "--force", MLX_STORAGE=folder.root)
+        assert (done.returncode, folder.path.exists()) == (0, False)
+        assert re.match(r"warning: cannot read .*run\.json: .*; it may still be running\n", done.stderr)
+
+    def test_nothing_outside_the_storage(self, made: Made, tmp_path: Path) -> None:
+        made()
+        stranger = tmp_path / "elsewhere" / "run_001"
+        stranger.mkdir(parents=True)
+        (stranger / "run.json").write_text('{"status": "FAILED"}')
+        for named in ("x/../../elsewhere", "../elsewhere/run_001", str(stranger)):
+            with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
+                removal.plan_run(named, "1")
+        assert stranger.is_dir()
+
+    @pytest.mark.parametrize("fields", [{"status": "RUNNING", **leases.this_process()}, {"epoch": 5}])
+    def test_one_that_has_changed_while_it_was_asked_about_stays(self, made: Made, fields: dict[str, Any]) -> None:
+        folder = made(status="FAILED")
+        found = removal.plan_run("digits", "1")
+        folder.record.write_text(json.dumps(records.recorded(folder) | fields))
+        with pytest.raises(UsageError, match=r"is RUNNING; stop it first|has changed since it was measured"):
+            removal.remove_run(found)
+        assert folder.record.is_file()
+
+    def test_one_that_becomes_a_link_leads_nowhere(self, made: Made, tmp_path: Path) -> None:
+        folder = made(status="FAILED")
+        found = removal.plan_run("digits", "1")
+        folder.path.parent.rename(tmp_path / "digits")
+        folder.path.parent.symlink_to(tmp_path / "digits")
+        with pytest.raises(UsageError, match="lies outside the storage"):
+            removal.remove_run(found)
+        assert (tmp_path / "digits" / "run_001" / "run.json").is_file()
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (-3, "0 s"), (0.4, "0 s"), (59.7, "1 min"), (200, "3 min 20 s"), (7_200, "2 h"), (187_400, "2 d 4 h")],
+)
+def test_lengths_of_time(seconds: float | None, text: str) -> None:
+    assert tables.format_duration(seconds) == text
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, ""), (0, "0.0000"), (0.99263, "0.9926"), (1e-5, "1e-05"), (123456.7, "1.23e+05"), ("x", "")],
+)
+def test_numbers(value: Any, text: str) -> None:
+    assert tables.format_number(value) == text

@@ -1,0 +1,214 @@
+"""The record of a run."""
+
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.cli.verbs import xp
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import provenance, records
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.removal import plan_run
+from mlx_runtime.storage import files, leases
+
+pytestmark = pytest.mark.pure
+
+
+def fields(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_a_living_run_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "HEARTBEAT_S", 0.05)
+    beats = iter(f"2026-01-01T00:00:{second:02}" for second in range(60))
+    monkeypatch.setattr(records, "now", lambda: next(beats))
+    record = records.Record(RunFolder(tmp_path))
+    first = fields(tmp_path)["heartbeat"]
+    with record.alive():
+        time.sleep(0.3)
+    later = fields(tmp_path)["heartbeat"]
+    assert later > first
+    time.sleep(0.2)
+    assert fields(tmp_path)["heartbeat"] == later
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    records.Record(RunFolder(tmp_path)).update(metrics={"a": float("nan"), "b": [float("inf"), 1.0]})
+    assert fields(tmp_path)["metrics"] == {"a": None, "b": [None, 1.0]}
+
+
+def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> None:
+    record = records.Record(RunFolder(tmp_path))
+    (tmp_path / ".reserve").write_bytes(b"0" * 100)
+    record.finish("FAILED", error="x")
+    assert not (tmp_path / ".reserve").exists()
+    assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
+
+
+@pytest.mark.process
+def test_commit_and_uncommitted_changes_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert provenance.provenance([])["git"] is None
+    (tmp_path / "a.py").write_text("old\n")
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], check=True)
+    (tmp_path / "a.py").write_text("new\n")
+    found = provenance.provenance(["a=1"])
+    assert len(found["git"]["commit"]) == 40
+    assert "-old\n+new\n" in found["git"]["diff"]
+    assert found["overrides"] == ["a=1"]
+    assert shlex.split(found["command"]) == sys.orig_argv
+
+
+class TestOneDriver:
+    """A run has one driver at a time."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> RunFolder:
+        folder = claim_run(str(tmp_path), "digits")
+        folder.claim_attempt(1)
+        return folder
+
+    def test_the_living_is_left_alone(self, run: RunFolder) -> None:
+        records.Record(run, status="RUNNING", **leases.this_process())
+        assert records.status_of(records.recorded(run)) == "RUNNING"
+        with pytest.raises(
+            UsageError, match=r"digits run_001 is being trained by process \d+ on .* mlx xp stop digits"
+        ):
+            records.take_over(run)
+
+    @pytest.mark.process
+    def test_one_that_died_on_this_machine_is_followed_at_once(self, run: RunFolder) -> None:
+        with subprocess.Popen(["sleep", "9"]) as process:
+            started = leases._started(process.pid)
+            process.kill()
+        records.Record(run, status="RUNNING", **leases.this_process() | {"pid": process.pid, "pid_started": started})
+        assert records.status_of(records.recorded(run)) == "STALE"
+        assert records.take_over(run) == 2
+
+    def test_another_process_with_its_number_is_not_taken_for_it(self, run: RunFolder) -> None:
+        records.Record(run, status="RUNNING", **leases.this_process() | {"pid_started": "1"})
+        assert records.status_of(records.recorded(run)) == "STALE"
+
+    @pytest.mark.parametrize(("age", "status"), [(5, "RUNNING"), (61, "STALE")])
+    def test_of_another_machine_the_heartbeat_counts(self, run: RunFolder, age: int, status: str) -> None:
+        records.Record(run, status="RUNNING", **leases.this_process() | {"boot": "elsewhere"})
+        then = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(seconds=age)
+        run.record.write_text(json.dumps(records.recorded(run) | {"heartbeat": then.isoformat()}))
+        assert records.status_of(records.recorded(run)) == status
+
+    def test_of_two_that_follow_one_wins(self, run: RunFolder) -> None:
+        records.Record(run, status="STOPPED")
+
+        def follow(_: int) -> int:
+            try:
+                return records.take_over(run)
+            except UsageError:
+                return 0
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(follow, range(8)))
+        assert [number for number in won if number == 2] == [2]
+
+    def test_one_that_restores_lives_although_the_record_is_still_the_old_one(
+        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MLX_STORAGE", run.root)
+        records.Record(run, status="SUCCEEDED", attempt=1, metrics={"a": 0.1, "b": float("nan")})
+        before = run.record.read_bytes()
+        number = records.take_over(run)
+        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
+        record.update(device="cpu")
+        with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
+            records.take_over(run)
+        with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
+            plan_run(str(run.path), "latest")
+        assert run.record.read_bytes() == before
+        record.withdraw()
+        record.update(status="FAILED")
+        assert run.record.read_bytes() == before
+        assert records.take_over(run) == 3
+
+    def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
+        records.Record(run, status="SUCCEEDED", attempt=1)
+        number = records.take_over(run)
+        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
+        with ThreadPoolExecutor(1) as pool:
+            stopped = pool.submit(xp.stop, str(run.path), "latest")
+            while not run.asked_to_stop() and not stopped.done():
+                time.sleep(0.01)
+            record.withdraw()
+            assert stopped.result() == "digits run_001 is SUCCEEDED"
+        with pytest.raises(UsageError, match="digits run_001 is SUCCEEDED; there is nothing to stop"):
+            xp.stop(str(run.path), "latest")
+
+    def test_a_job_that_fails_to_resume_puts_the_record_back(self, run: RunFolder) -> None:
+        records.Record(run, status="SUCCEEDED", attempt=1)
+        before, text = records.recorded(run), run.record.read_bytes()
+        records.Record(run, before, **{records.REPLACED: before}, status="PENDING", job={"id": "x", "address": "y"})
+        assert records.recorded(run)["status"] == "PENDING"
+        run.claim_attempt(2)
+        record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=2)
+        record.withdraw()
+        assert run.record.read_bytes() == text
+
+    def test_one_that_dies_over_its_claim_is_followed(self, run: RunFolder) -> None:
+        records.Record(run, status="STOPPED", attempt=1)
+        for number, content in enumerate([b"", b"[1]", b'{"status": "RUNNING"}', b"\xff"], start=2):
+            (run.path / f".attempt-{number:03d}").write_bytes(content)
+            (run.path / ".attempt-x").touch()
+            assert records.take_over(run) == number + 1
+            (run.path / f".attempt-{number + 1:03d}").unlink()
+
+    def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
+        first = records.Record(run, status="STOPPED", attempt=1)
+        look = first._look
+
+        def freeze() -> None:
+            look()
+            assert records.take_over(run) == 2
+            records.Record(run, records.recorded(run), status="RUNNING", attempt=2)
+
+        first._look = freeze  # type: ignore[method-assign]
+        first.update(status="FAILED")
+        assert (records.recorded(run)["status"], records.recorded(run)["attempt"]) == ("RUNNING", 2)
+        assert [path.name for path in run.path.glob(".run.json.*")] == []
+
+    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self) -> None:
+        """Another file system of Arrow simulates an object store without conditional writes."""
+        storage = "mock:///storage"
+        with pytest.raises(StorageError, match="so two drivers could train digits/run_001 at once. Start a new run"):
+            run_folder(storage, "digits", "run_001").claim_attempt(2)
+
+    @pytest.mark.s3
+    def test_on_an_object_store_too(self, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = claim_run(s3.format(f"fence-{tmp_path.name}"), "digits")
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda pid: folder.claim_attempt(2, {"pid": pid}), range(8)))
+        assert sum(won) == 1
+        assert json.loads(folder.attempt(2)) == {"pid": won.index(True)}
+        assert folder.attempts() == 2
+        monkeypatch.setattr(files, "put_new", lambda *_: True)  # like a store that ignores the condition
+        with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
+            folder.claim_attempt(3)
+
+    def test_one_that_was_taken_for_dead_writes_no_more(self, run: RunFolder) -> None:
+        record = records.Record(run, status="RUNNING")
+        record.disown()
+        record.finish("SUCCEEDED")
+        assert records.recorded(run)["status"] == "RUNNING"
+
+    def test_one_that_was_followed_writes_no_more(self, run: RunFolder) -> None:
+        first = records.Record(run, status="RUNNING", attempt=1)
+        second = records.Record(run, records.recorded(run), status="RUNNING", attempt=2 * run.claim_attempt(2))
+        first.finish("FAILED")
+        assert records.recorded(run)["status"] == "RUNNING"
+        second.finish("SUCCEEDED")
+        assert records.recorded(run)["status"] == "SUCCEEDED"

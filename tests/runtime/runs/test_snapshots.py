@@ -1,0 +1,107 @@
+"""The code of a run is stored with it, and can be imported next to that of other experiments."""
+
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime import MlxError
+from mlx_runtime.config.building import build
+from mlx_runtime.runs import snapshots
+from mlx_runtime.runs.folder import RunFolder
+
+pytestmark = pytest.mark.pure
+
+MODELS = """
+import src.sizes
+from src import sizes as same
+from src.layers import Linear
+from . import layers
+
+class Net:
+    def __init__(self, width: int = src.sizes.WIDTH):
+        self.layer, self.width = Linear(), width
+        assert same is src.sizes and layers.Linear is Linear
+
+    def late(self) -> int:
+        from src.sizes import WIDTH
+        import json
+        return json.loads(str(WIDTH))
+"""
+
+
+def project(folder: Path, width: int) -> Path:
+    source = folder / "src"
+    source.mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "experiment": "",
+        "models": MODELS,
+        "sizes": f"WIDTH = {width}",
+        "layers": "class Linear: pass",
+    }.items():
+        Path(source, f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "storage" / "small" / "run_001")
+    folder.path.mkdir(parents=True)
+    return folder
+
+
+NODE = {"_target_": "src.models.Net", "inner": [{"_target_": "src.layers.Linear"}]}
+
+
+def test_two_experiments_are_open_at_once(tmp_path: Path) -> None:
+    """Also if a function imports when it is called, and whatever `src` is in this process."""
+    before = sys.modules.get("src")
+    nets = []
+    for width in (3, 5):
+        node = snapshots.private({"_target_": "src.models.Net"}, project(tmp_path / str(width), width))
+        nets.append(build(node, "models"))
+    assert [net.width for net in nets] == [3, 5]
+    assert [net.late() for net in nets] == [3, 5]
+    assert type(nets[0]) is not type(nets[1])
+    assert sys.modules.get("src") is before
+
+
+def test_targets_in_src_are_renamed_and_others_are_not(tmp_path: Path) -> None:
+    node = {"a": [NODE, {"_target_": "torch.nn.Linear", "name": "src.models"}], "b": "src.models.Net"}
+    made = snapshots.private(node, tmp_path)
+    assert made["a"][0]["_target_"].endswith(".src.models.Net")
+    assert made["a"][0]["inner"][0]["_target_"].endswith(".src.layers.Linear")
+    assert made["a"][1] == node["a"][1]
+    assert made["b"] == node["b"]
+
+
+def test_a_snapshot_holds_code_and_no_data(tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = project(tmp_path / "here", 3)
+    here.joinpath(".gitignore").write_text("ignored/\n")
+    for name, size in {"ignored/x.py": 1, "weights.bin": 2 << 20, "main.py": 10, "mlx_runtime/a.py": 1}.items():
+        here.joinpath(name).parent.mkdir(exist_ok=True)
+        here.joinpath(name).write_bytes(b"#" * size)
+    snapshots.store(here, run)
+    source = {f"src/{name}.py" for name in ("__init__", "experiment", "models", "sizes", "layers")}
+    assert set(zipfile.ZipFile(run.code).namelist()) == source | {"main.py", ".gitignore"}
+    monkeypatch.setattr(snapshots, "ALL_BYTES", sum(here.joinpath(name).stat().st_size for name in source))
+    snapshots.store(here, run)
+    assert set(zipfile.ZipFile(run.code).namelist()) == source
+    assert sorted(file.name for file in run.path.iterdir()) == ["code.zip"]
+
+
+def test_stored_code_is_imported_once_unpacked(tmp_path: Path, run: RunFolder) -> None:
+    snapshots.store(project(tmp_path / "here", 7), run)
+    folder = snapshots.unpacked(run)
+    assert snapshots.unpacked(run) == folder
+    assert build(snapshots.private({"_target_": "src.models.Net"}, folder), "models").width == 7
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "has no stored code"), (b"no zip", "code.zip is damaged")])
+def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run: RunFolder) -> None:
+    if content is not None:
+        run.code.write_bytes(content)
+    with pytest.raises(MlxError, match=message):
+        snapshots.unpacked(run)

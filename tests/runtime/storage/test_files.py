@@ -1,0 +1,77 @@
+"""Storages in a folder and on an S3 server."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.storage.files import Storage, joined, parent_of, size_text
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "s3":
+        return Storage(request.getfixturevalue("s3").format(f"files-{tmp_path.name}"))
+    (tmp_path / "storage").mkdir()
+    return Storage(str(tmp_path / "storage"))
+
+
+def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Path) -> None:
+    assert storage.claim("a")
+    assert not storage.claim("a")
+    (tmp_path / "x").write_bytes(b"uploaded")
+    storage.upload(tmp_path / "x", "a", "up")
+    storage.write(b"12", "a", "n")
+    with storage.create("a", "c") as file:
+        file.write(b"345")
+    assert {*storage.names("a")} >= {"c", "n", "up"}
+    assert (storage.size_bytes("a", "c"), storage.size_bytes("a", "none"), storage.size_bytes("a")) == (3, None, None)
+    storage.move("a", "b")
+    storage.download(tmp_path / "y" / "z", "b", "up")
+    assert (tmp_path / "y" / "z").read_bytes() == b"uploaded"
+    with storage.open("b", "c") as file:
+        file.seek(1)
+        assert file.read() == b"45"
+    for _ in range(2):
+        storage.remove_file("b", "c")
+    with pytest.raises(FileNotFoundError):
+        storage.read("b", "c")
+    assert {"n", "up"} <= {info.base_name for info in storage.below()}
+    for _ in range(2):
+        storage.remove_folder("b")
+    assert (storage.names("b"), storage.listed("b"), storage.below()) == ([], [], [])
+
+
+def test_a_file_is_created_once(storage: Storage) -> None:
+    assert storage.exclusive
+    assert storage.create_exclusively(b"first", "x")
+    assert not storage.create_exclusively(b"second", "x")
+    assert storage.read("x") == b"first"
+
+
+def test_options_stay_at_the_end_of_a_uri() -> None:
+    assert joined("s3://bucket/runs?region=x", "a", "b") == "s3://bucket/runs/a/b?region=x"
+    storage, name = parent_of("file:///tmp/runs/digits/")
+    assert (storage.path, name) == ("/tmp/runs", "digits")
+    assert [parent_of(path)[1] for path in ("digits", "/a/digits", "a/digits/")] == ["digits"] * 3
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 bytes"), (1_000, "1.0 kB"), (2.5e13, "25.0 TB")])
+def test_sizes_for_people(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+@pytest.mark.process
+def test_a_folder_needs_no_pyarrow(tmp_path: Path) -> None:
+    """Importing it takes longer than most looks at runs."""
+    script = (
+        "import sys; from mlx_runtime.storage.files import Storage\n"
+        "storage = Storage(sys.argv[1]); storage.write(b'x', 'a'); storage.create('b').close(); storage.open('b')\n"
+        "print(storage.names(), storage.read('a'), storage.size_bytes('a'), storage.remove_file('b'))\n"
+        "print({'pyarrow', 'botocore'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['a', 'b'] b'x' 1 None\nset()\n", done.stderr

@@ -1,0 +1,308 @@
+"""Any content of a file that commands read, and any argument, causes one clear line and nothing else."""
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
+from mlx_runtime.cli import mlx as command
+from mlx_runtime.errors import ConfigError, MlxError, StorageError
+from mlx_runtime.runs import checkpoints, records
+from mlx_runtime.runs.checkpoint_index import ABOUT, STATE
+from mlx_runtime.storage.documents import DEPTH
+
+pytestmark = pytest.mark.process
+
+LONGEST_S = 10.0
+"""Maximum time of all commands for one input."""
+
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 2**70, 10**400, 0.5, float("inf"), float("-inf"), float("nan"), "", "text", "x" * 100_000),
+    *("\x1b[31m\x00\r\n", "\ud800", "2026-01-01", "9999-12-31T23:59:59+23:59", "../../..", [], [None], ["a"], {}),
+    *({"": None}, {"id": 1, "address": []}, {"epoch": "1"}, {"epoch": 1, "path": 3}, {"commit": 5}, {"a": {"b": [1]}}),
+    [[[[[[[[[[]]]]]]]]]],
+)
+"""Values of wrong types for a field."""
+
+BROKEN_JSON: tuple[bytes, ...] = (
+    *(b"", b" ", b"null", b"true", b"5", b"1e999", b'"text"', b"[]", b"[{}]", b"{}", b"{", b'{"status"', b"}", b"NaN"),
+    *(b"\x00", b"\xff\xfe\x00", b'{"status": "\xff"}', b'\xef\xbb\xbf{"status": "FAILED"}', b'{"status": NaN}'),
+    *(b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"9" * 5_000, b'{"status": 1e999}'),
+    *(b'{"status": "RUNNING"}', b'{"status": "PENDING", "heartbeat": 5}', b'{"status": "\\u001b]0;x\\u0007"}'),
+    *('{"status": "FAILED"}'.encode("utf-16"), b'{"status": "FAILED"} {}', b"{'status': 'FAILED'}", b'{"a": 01}'),
+)
+
+BOMB = b"a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
+    b"a%d: &a%d [%s]\n" % (level, level, b",".join([b"*a%d" % (level - 1)] * 10)) for level in range(1, 12)
+)
+
+BROKEN_YAML: tuple[bytes, ...] = (
+    *(b"", b"null", b"5", b"text", b"[]", b"- a\n- b", b"a: [", b"a: {", b'a: "', b"a: b: c", b"\ta: 1", b"a\nb: 1"),
+    *(b"\x00", b"a: \x07", b"\xff\xfe", b"a: \xe9", "cfg: {name: é}".encode("latin-1"), "a: 1".encode("utf-16")),
+    *(BOMB, b"a: &x {b: *x}", b"a: &x [*x]", b"a: *nobody", b"<<: *x", b"a: &x {<<: *x}", b"a: &a\nb: *a"),
+    *(b"[" * 50_000, b"{a: " * 50_000, b"- " * 20_000, b"a: " + b"[" * (DEPTH - 2) + b"]" * (DEPTH - 2), b"? " * 9_000),
+    *(b"1: 2", b"null: 1", b"true: 1", b"1.5: 1", b"? [a]\n: 1", b"? {a: 1}\n: 1", b"a: 1\na: 2", b"--- 1\n--- 2"),
+    *(b"a: 1e999", b"a: -.inf", b"a: .nan", b"a: " + b"9" * 5_000, b"a: 0x", b"a: !!int x", b"a: !!binary x"),
+    *(b"a: !!python/object/apply:os.system [true]", b"a: !!set {b}", b"a: !!timestamp 3", b"%YAML 9.9\n---\na: 1"),
+    *(b"a: ${b}", b"a: ${a}", b"a: ${", b"a: ${nobody:1}", b"a: ${oc.env:NOT_SET_ANYWHERE}", b"a: ${oc.env:}"),
+    *(b"cfg:", b"cfg: 5", b"cfg: []", b"cfg: {storage_path: [a]}", b"cfg: {storage_path: {a: b}, name: [1]}"),
+    *(b"cfg: {storage_path: ${cfg}, name: ${cfg.name}}", b"cfg: {storage_path: '\\0'}", b'cfg: {storage_path: "\\0"}'),
+    *(b"cfg: {storage_path: true}", b"cfg: {storage_path: ''}", b"cfg: {storage_path: 's3://'}", b"cfg: {1: 2}"),
+    *(b"cfg: {storage_path: 'nothing://x', prepared_path: 5}", b"cfg: {storage_path: '~nobody/x'}", b"cfg: {name: ..}"),
+    *(b"cfg: {storage_path: " + b"x" * 5_000 + b"}", b"models: {_target_: 5}", b"models: {_target_: os.system}"),
+)
+
+WORDS = (
+    *("", " ", ".", "..", "../..", "/", "//", "/etc", "~", "*", "?", "a?b", "a b", "-", "--", "---", "=", "a=b", "-1"),
+    *("latest", "0", "run_001", "9" * 400, "x" * 5_000, "é", "\u202e", "\n", "\x1b[2J", "\x00", "\ud800", "%s", "{}"),
+    *("digits/", "/digits", "digits/9", "digits/../digits/run_001", "digits/run_001/../..", "digits/run_001\n", "${x}"),
+    *("digits//run_001", "s3://", "s3:///", "file://", "nothing://x", "http://x/y/z", "\u0663", "\u00b2", "run_\u0663"),
+)
+"""Odd names of experiments, runs and paths."""
+
+
+RECORD = {
+    "experiment": "digits",
+    "run": "run_001",
+    "status": "FAILED",
+    "start": "2026-11-20T10:00:00+00:00",
+    "heartbeat": "2026-11-20T10:00:00+00:00",
+    "monitor": "val/loss",
+    "mode": "min",
+    "metrics": {"val/loss": 1.0},
+}
+CHECKPOINT = {
+    "epoch": 0,
+    "finished": True,
+    "global_step": 5,
+    "metrics": {"val/loss": 0.5},
+    "sha256": "",
+    "size_bytes": 0,
+}
+
+
+def variants(good: dict[str, Any], names: Iterable[str]) -> list[bytes]:
+    """Yield a valid document with each field replaced by each odd value."""
+    return [json.dumps(good | {name: odd}).encode() for name in names for odd in ODD]
+
+
+RECORDS = [*BROKEN_JSON, *variants(RECORD, records.SHAPE)]
+CHECKPOINTS = [*BROKEN_JSON, *variants(CHECKPOINT, [*CHECKPOINT, "file", "unknown"])]
+JOBS = [*BROKEN_JSON, *variants({"status": "SUCCEEDED", "heartbeat": RECORD["heartbeat"]}, ["files", "status", "end"])]
+REPORTS = [*BROKEN_JSON, *variants({"step": 1, "epoch": 0, "val/loss": 0.5}, ["step", "epoch", "val/loss", "\x1b/\n"])]
+
+COUNT = sum(map(len, (RECORDS, CHECKPOINTS, JOBS, REPORTS, BROKEN_YAML, BROKEN_YAML, BROKEN_YAML, WORDS)))
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two runs of digits, the first with a checkpoint, and a data job; the working directory is empty."""
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path / "runs"))
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    for number in (1, 2):
+        folder = tmp_path / f"runs/digits/run_{number:03d}"
+        (folder / "checkpoints/epoch_0001").mkdir(parents=True)
+        (folder / ".attempt-001").mkdir()
+        (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name}))
+        (folder / "conf.yaml").write_text("cfg: {seed: 0, monitor: val/loss, mode: min}")
+        (folder / "checkpoints/epoch_0001" / ABOUT).write_text(json.dumps(CHECKPOINT))
+        (folder / "checkpoints/epoch_0001" / STATE).write_bytes(b"")
+    (tmp_path / "runs/data").mkdir()
+    (tmp_path / "runs/data/job.json").write_text(json.dumps({"status": "SUCCEEDED", "files": 0}))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "runs"
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the size and modification time of everything in a folder."""
+    found = {str(path): path.lstat() for path in folder.rglob("*")}
+    return {path: (facts.st_size if Path(path).is_file() else 0, facts.st_mtime_ns) for path, facts in found.items()}
+
+
+def mlx(*words: str) -> tuple[int, str]:
+    """Run a command in this process and answer no; fail unless it ends as a command should."""
+    done = CliRunner().invoke(command, words, input="n\n", prog_name="mlx")
+    context = f"mlx {' '.join(map(ascii, words))[:200]}: {done.exception!r}: {done.stderr[-1000:]}"
+    assert done.exception is None or isinstance(done.exception, SystemExit), context
+    assert done.exit_code in (0, 1, 2), context
+    told = [line for line in done.stderr.splitlines() if line and not line.startswith("warning: ")]
+    if done.exit_code and not told[0].startswith("Usage:"):
+        assert len(told) == 1, context
+        assert told[0] == "Aborted!" or told[0].startswith("error: "), context
+    return done.exit_code, done.stdout
+
+
+def each(storage: Path, inputs: Sequence[Any], act: Callable[[Any], None]) -> None:
+    """Call a function with each input, within a time limit, and assert that the storage does not change."""
+    problems = []
+    for item in inputs:
+        started = time.monotonic()
+        try:
+            act(item)
+            assert time.monotonic() - started < LONGEST_S, "it takes long"
+        except (Exception, pytest.fail.Exception) as error:
+            problems.append(f"{item!r:.200}: {error!s:.600}")
+    assert not problems, "\n\n".join(problems)
+
+
+def test_there_are_many_inputs() -> None:
+    assert COUNT >= 400
+
+
+def untouched(storage: Path, *commands: Sequence[str]) -> None:
+    """Run commands that only read, or refuse."""
+    before = files(storage)
+    for words in commands:
+        mlx(*words)
+        assert files(storage) == before, words
+
+
+def test_records(storage: Path, tmp_path: Path) -> None:
+    def act(content: bytes) -> None:
+        (storage / "digits/run_001/run.json").write_bytes(content)
+        code, listed = mlx("xp", "ls")
+        assert (code, listed.count("run_002")) == (0, 1), content[:200]
+        code, found = mlx("xp", "ls", "--json")
+        assert (code, [row["run"] for row in json.loads(found)]) == (0, ["run_001", "run_002"])
+        assert mlx("xp", "ls", "--html", str(tmp_path / "page.html"))[0] == 0
+        assert mlx("xp", "best", "digits")[0] == 0
+        assert mlx("data", "show")[0] == 0
+        run = ("digits", "run_001")
+        page = ("xp", "report", *run, "-o", str(tmp_path / "page.html"))
+        others = (("xp", verb, *run) for verb in ("stop", "rm", "logs"))
+        removed = ("data", "rm", "digits/run_001")
+        untouched(storage, ("xp", "diff", "digits/1", "digits/2"), page, *others, removed)
+
+    each(storage, RECORDS, act)
+
+
+def test_checkpoints(storage: Path, tmp_path: Path) -> None:
+    def act(content: bytes) -> None:
+        (storage / "digits/run_001/checkpoints/epoch_0001" / ABOUT).write_bytes(content)
+        untouched(
+            storage,
+            ("xp", "best", "digits"),
+            ("xp", "report", "digits", "1", "-o", str(tmp_path / "page.html")),
+        )
+        for which in ("latest", "best"):
+            with pytest.raises(MlxError):
+                open_run(storage / "digits/run_001").state(which)
+
+    each(storage, CHECKPOINTS, act)
+
+
+def test_states(storage: Path) -> None:
+    """A state is refused before any part of it is used, whatever it contains."""
+    whole = io.BytesIO()
+    torch.save({"epoch": 0}, whole)
+    found = [
+        b"",
+        b"x",
+        b"PK",
+        whole.getvalue(),
+        whole.getvalue()[:-20],
+        whole.getvalue()[:50],
+        b"\x80\x02}q\x00.",
+        *BROKEN_JSON,
+    ]
+    folder = storage / "digits/run_001/checkpoints/epoch_0001"
+    (folder / ABOUT).unlink()
+
+    def act(content: bytes) -> None:
+        (folder / STATE).write_bytes(content)
+        with pytest.raises(ConfigError):
+            checkpoints.read(str(folder))
+
+    each(storage, found, act)
+
+
+def test_data_jobs(storage: Path) -> None:
+    def act(content: bytes) -> None:
+        (storage / "data/job.json").write_bytes(content)
+        assert mlx("data", "show")[0] == 0
+        untouched(storage, ("data", "rm", "data"), ("data", "show", "--json"))
+
+    each(storage, JOBS, act)
+
+
+def test_numbers(storage: Path, tmp_path: Path) -> None:
+    def act(content: bytes) -> None:
+        (storage / "digits/run_001/metrics.jsonl").write_bytes(content + b"\n")
+        untouched(storage, ("xp", "report", "digits", "1", "-o", str(tmp_path / "page.html")))
+        with contextlib.suppress(StorageError):
+            open_run(storage / "digits/run_001").metrics()
+
+    each(storage, REPORTS, act)
+
+
+def test_configs_of_runs(storage: Path, tmp_path: Path) -> None:
+    def act(content: bytes) -> None:
+        (storage / "digits/run_001/conf.yaml").write_bytes(content)
+        assert mlx("xp", "ls")[0] == 0
+        page = ("xp", "report", "digits", "1", "-o", str(tmp_path / "page.html"))
+        untouched(storage, ("xp", "diff", "digits/1", "digits/2"), page)
+        with contextlib.suppress(StorageError):
+            assert isinstance(open_run(storage / "digits/run_001").config, dict)
+
+    each(storage, BROKEN_YAML, act)
+
+
+def test_configs_of_experiments(storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "here/src/conf.yaml"
+    conf.parent.mkdir()
+    (conf.parent / "experiment.py").write_text("raise SystemExit('this must not be imported')")
+
+    def act(content: bytes) -> None:
+        conf.write_bytes(content)
+        monkeypatch.setenv("MLX_STORAGE", str(storage))
+        assert mlx("xp", "ls")[0] == 0
+        assert mlx("xp", "ls", "digits")[0] == 0
+        monkeypatch.delenv("MLX_STORAGE")
+        one = (("xp", "ls"), ("xp", "diff", "1", "2"), ("data", "show"), ("data", "rm", "--prepared"))
+        untouched(tmp_path, *one, ("xp", "best", "digits"), ("data", "rm", "digits"))
+
+    each(storage, BROKEN_YAML, act)
+
+
+@dataclass
+class Models:
+    net: nn.Linear = nn.Linear(2, 2)
+
+
+class Small(BaseModule):
+    cfg: TrainConfig
+    models: Models
+
+
+def test_configs_to_train_with(storage: Path, tmp_path: Path) -> None:
+    conf = tmp_path / "here/conf.yaml"
+
+    def act(content: bytes) -> None:
+        conf.write_bytes(content)
+        for overrides in ([], ["cfg.seed=1"], ["models.net.bias=false"]):
+            with pytest.raises(MlxError):
+                load_config(Small, overrides, conf)
+
+    each(storage, BROKEN_YAML, act)
+
+
+def test_words(storage: Path, tmp_path: Path) -> None:
+    def act(word: str) -> None:
+        one = [("xp", verb, word) for verb in ("ls", "best", "stop", "rm", "logs")]
+        two = [("xp", verb, "digits", word) for verb in ("stop", "rm", "logs")]
+        other = [("xp", "ls", "--sort", word), ("xp", "best", "digits", "--metric", word), ("xp", "diff", word, word)]
+        report = ("xp", "report", word, "-o", str(tmp_path / "nowhere/page.html"))
+        untouched(tmp_path, *one, *two, *other, report, ("data", "show", word), ("data", "rm", word))
+
+    each(storage, WORDS, act)

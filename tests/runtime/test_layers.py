@@ -1,0 +1,169 @@
+"""The package is built in rooms: imports go down the list, never in circles, and each outside library has a home."""
+
+import ast
+import functools
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
+
+ROOMS = (
+    "cli",
+    "cluster",
+    "training",
+    "tracking",
+    "runs",
+    "data",
+    "config",
+    "distributed",
+    "storage",
+    "events",
+    "errors",
+    "settings",
+    "importing",
+)
+"""From highest to lowest. A room imports only from those after it."""
+
+DOORS = {"__init__", "__main__", "datasets", "trackers"}
+"""Public names: they import from any room, and no room imports them."""
+
+HOMES = {
+    "aiohttp": {"cluster.dashboard"},
+    "botocore": {"storage.s3"},
+    "click": {"cli"},
+    "cookiecutter": {"cli.verbs.generation"},
+    "hydra": {"config.composition"},
+    "jinja2": {"runs.report"},
+    "matplotlib": {"training.gradients"},
+    "mlflow": {"tracking.trackers"},
+    "omegaconf": {"config", "storage.documents", "training.request"},
+    "pathspec": {"storage.uploads"},
+    "plotly": {"runs.report"},
+    "pyarrow": {"data.mapping", "storage.files"},
+    "ray": {
+        "cluster",
+        "data.assigner",
+        "data.mapping",
+        "data.ray_blocks",
+        "data.stream_reader",
+        "data.streams",
+        "distributed",
+        "training",
+    },
+    "requests": {"cluster.dashboard"},
+    "rich": {"runs.tables", "tracking.console"},
+    "ruamel": {"config"},
+    "tensorboard": {"tracking.trackers"},
+    "wandb": {"tracking.trackers"},
+    "yaml": {"config.composition", "storage.documents"},
+}
+"""The rooms or modules that import each outside library."""
+
+
+@functools.cache
+def modules() -> dict[str, frozenset[str]]:
+    """Return the names that each module imports, anywhere in its code, by its dotted name in the package."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = frozenset(imports(ast.parse(file.read_text())))
+    return found
+
+
+def imports(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def edges(name: str) -> set[str]:
+    """Return the modules of the package that a module imports."""
+    used = {path.removeprefix("mlx_runtime.") for path in modules()[name] if path.startswith("mlx_runtime.")}
+    return {path if path in modules() else path.rpartition(".")[0] for path in used} & set(modules())
+
+
+def room(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {room(name) for name in modules()} == {*ROOMS, *DOORS}
+
+
+@pytest.mark.parametrize("above", ROOMS)
+def test_imports_go_down(above: str) -> None:
+    below = set(ROOMS[ROOMS.index(above) :])
+    upward = {
+        (name, used) for name in modules() if room(name) == above for used in edges(name) if room(used) not in below
+    }
+    assert upward == set()
+
+
+def test_no_imports_in_circles() -> None:
+    graph = {name: edges(name) - {name} for name in modules() if name not in DOORS}
+    graph = {name: {used for used in found if not name.startswith(f"{used}.")} for name, found in graph.items()}
+    assert set(TopologicalSorter(graph).static_order()) >= set(graph)
+
+
+@pytest.mark.parametrize("name", [name for name in ROOMS if (PACKAGE / name).is_dir()])
+def test_a_room_says_what_it_is_for(name: str) -> None:
+    said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+    assert said is not None
+    assert said.partition("\n")[0].endswith(".")
+
+
+@pytest.mark.parametrize("library", sorted(HOMES))
+def test_an_outside_library_is_imported_at_home_only(library: str) -> None:
+    users = {name for name, used in modules().items() if any(path.split(".")[0] == library for path in used)}
+    homes = {home for home in HOMES[library] for name in users if f"{name}.".startswith(f"{home}.")}
+    assert homes == HOMES[library], "a home that does not use it"
+    assert [name for name in users if not any(f"{name}.".startswith(f"{home}.") for home in homes)] == []
+
+
+RANKS = frozenset(
+    f"get_{name}"
+    for name in ("rank", "world_size", "world_rank", "local_rank", "local_world_size", "node_rank", "device")
+)
+"""Functions of torch.distributed and Ray Train that a topology stands for."""
+
+
+def test_only_the_topology_is_asked_for_ranks() -> None:
+    askers = {}
+    for file in PACKAGE.rglob("*.py"):
+        called = {node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)}
+        names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in called}
+        if names & RANKS:
+            askers[str(file.relative_to(PACKAGE))] = names & RANKS
+    assert {name for name in askers if not name.startswith("distributed/")} == set()
+    assert "distributed/topology.py" in askers
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "module",
+    ["", ".cli", ".cli.data", ".cli.train", ".cli.xp", ".training.engines.local", ".training.engines.fork_server"],
+)
+def test_the_command_starts_without_heavy_imports(module: str) -> None:
+    heavy = "{'torch', 'ray', 'hydra', 'omegaconf', 'rich'}"
+    script = f"import mlx_runtime{module}\nimport sys\nprint(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.process
+def test_what_controls_the_workers_imports_little() -> None:
+    """The workers of embedded Ray wait for the controller, so its imports delay every start."""
+    heavy = "{'torch', 'torchmetrics', 'hydra'}"
+    script = f"import mlx_runtime.training.failures, sys; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

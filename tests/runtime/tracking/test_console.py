@@ -1,0 +1,200 @@
+"""The display of a run on a terminal and in a pipe, and its estimate of the remaining time."""
+
+import io
+import os
+import pty
+import re
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mlx_runtime.events import EpochEnded, Notice, PreparationProgress, RunInfo, RunStarted, StepProgress
+from mlx_runtime.tracking import console
+from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
+from mlx_runtime.training.console_lines import ConsoleLines
+from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.request import RunConfig
+
+pytestmark = pytest.mark.pure
+
+
+def step(number: int, epoch: int = 0, stage: str = "train", rate: float = 10.0) -> StepProgress:
+    return StepProgress(stage, epoch, number, 100, rate, {f"{stage}/loss": 0.5})
+
+
+def ended(epoch: int, seconds: float) -> EpochEnded:
+    return EpochEnded(epoch, 5, {"train/loss": 0.25}, seconds)
+
+
+class Clock:
+    """A fake of the module `time` that the test controls."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "time", CLOCK)
+
+
+def draw(display: Display, pause_s: float = 0.0) -> None:
+    """Display the beginning and one epoch of a run, as its driver does.
+
+    Args:
+        display: the display.
+        pause_s: seconds after each step; a bar is redrawn ten times a second by a real clock.
+    """
+    display.print("workers   2")
+    display.print("folder    /runs/run_001", always=True)
+    for number in (1, 20, 60):
+        display.handle(step(number))
+        CLOCK.now += SECONDS_PER_LINE / 2 + 0.1
+        time.sleep(pause_s)
+    display.handle(Notice("a notice"))
+    display.handle(PreparationProgress("train", 5, 10))
+    display.handle(ended(0, 12.0))
+    display.close()
+
+
+def on_a_terminal(act: Callable[[Display], None], **options: Any) -> str:
+    """Return the output to a terminal, including cursor movements, but without colors."""
+    here, there = pty.openpty()
+    said = bytearray()
+
+    def read() -> None:
+        try:
+            while piece := os.read(here, 4096):
+                said.extend(piece)
+        except OSError:  # the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(there, "w") as stream:
+        act(Display(stream, **options))
+    reader.join()
+    os.close(here)
+    return re.sub(r"\x1b\[[\d;]*m", "", said.decode())
+
+
+class TestTimeLeft:
+    def test_nothing_is_said_before_there_is_a_rate(self) -> None:
+        assert TimeLeft(5).text(step(1, rate=0.0)) == ""
+
+    def test_in_the_first_epoch_the_others_are_taken_to_be_like_it(self) -> None:
+        left = TimeLeft(5)
+        left.text(step(0, rate=0.0))
+        CLOCK.now += 1
+        assert left.text(step(90)) == "1 s left, 9 s in all"  # 1 s, and four times the two seconds of this one
+
+    def test_later_ones_are_told_by_the_latest_of_those_that_ended(self) -> None:
+        left = TimeLeft(20)
+        left.epoch(ended(0, 1000.0))
+        for epoch in range(1, 1 + RECENT_EPOCHS):
+            left.epoch(ended(epoch, 60.0))
+        assert left.text(step(20, epoch=10)) == "8 s left, 10 min in all"
+        assert left.text(step(20, epoch=19)) == "8 s left, 60 s in all"  # evaluation follows the pass
+        assert left.text(step(20, epoch=19, rate=1.0)) == "80 s left"
+
+    def test_what_comes_after_the_checkpoint_belongs_to_its_epoch(self) -> None:
+        left = TimeLeft(3)
+        left.epoch(ended(0, 40.0))
+        assert left.text(step(20, epoch=0, stage="test")) == "8 s left"  # it is not known if another epoch follows
+        left.epoch(ended(0, 20.0))
+        assert left.text(step(20, epoch=1)) == "8 s left, 2 min in all"
+
+    def test_without_the_number_of_epochs_only_the_pass_is_told(self) -> None:
+        assert TimeLeft(None).text(step(20)) == "8 s left"
+
+    @pytest.mark.parametrize(("rate", "text"), [(1.0, "80 s"), (0.1, "13 min"), (0.01, "2.2 h")])
+    def test_units(self, rate: float, text: str) -> None:
+        assert TimeLeft(None).text(step(20, rate=rate)) == f"{text} left"
+
+
+class TestPipe:
+    def test_lines(self) -> None:
+        stream = io.StringIO()
+        draw(Display(stream, epochs=5))
+        first, folder, train, *rest = stream.getvalue().splitlines()
+        assert (first, folder) == ("workers   2", "folder    /runs/run_001")
+        assert re.fullmatch(r"train \| 60/100 \| 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", train)
+        assert rest == ["a notice", "      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
+
+    def test_a_quiet_one_prints_only_what_must_be_and_its_copy_everything(self) -> None:
+        stream, copy = io.StringIO(), io.StringIO()
+        draw(Display(stream, copy, epochs=5, quiet=True))
+        assert stream.getvalue() == "folder    /runs/run_001\n"
+        lines = [line.split(" | ")[0] for line in copy.getvalue().splitlines()]
+        table = ["      train", "epoch     loss   time", "  1/5   0.2500   12 s"]
+        assert lines == ["workers   2", "folder    /runs/run_001", "train", "a notice", *table]
+
+    def test_one_that_nobody_reads_says_so(self) -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering=1) as stream:
+            with pytest.raises(BrokenPipeError):
+                Display(stream).print("text")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # for the rest of its buffer
+
+
+class TestTerminal:
+    def test_a_bar_that_goes_away(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "120")
+        text = on_a_terminal(partial(draw, pause_s=0.5), epochs=5)
+        assert re.search(r"epoch 1 train .*━.* 60/100 10\.0 it/s \| 4 s left, \d\d s in all \| loss 0\.5000", text)
+        assert "  1/5   0.2500   12 s\r\n" in text
+        assert "prepare train" in text
+        assert text.endswith("\x1b[2K")  # its line is erased
+
+    def test_a_quiet_one_has_none(self) -> None:
+        copy = io.StringIO()
+        assert on_a_terminal(draw, copy=copy, epochs=5, quiet=True) == "folder    /runs/run_001\r\n"
+        assert "4 s left" in copy.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "use_gpu", "asked", "warned"),
+    [
+        (1, False, None, True),
+        (3, False, None, True),
+        (4, True, None, False),
+        (0, False, None, False),
+        (1, False, False, False),
+    ],
+)
+def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
+    tmp_path: Path, gpus: int, use_gpu: bool, asked: bool | None, warned: bool
+) -> None:
+    cfg = TrainConfig(start_workers=4, use_gpu=asked)
+    screen, copy = io.StringIO(), io.StringIO()
+    cluster = Cluster("on 8 cores", False, "", 8, gpus, "local", use_gpu=use_gpu)
+    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
+    lines = ConsoleLines(Display(screen, copy, quiet=True), plan)
+    lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
+    for text in (screen.getvalue(), copy.getvalue()):
+        assert text.count("warning   training on CPUs, with ") == warned
+    if warned:
+        assert (
+            f"{gpus} GPU{'s' * (gpus > 1)} for 4 workers. cfg.start_workers={gpus} trains on GPUs" in screen.getvalue()
+        )
+
+
+class Unremarkable:
+    """An engine."""
+
+    notice = None

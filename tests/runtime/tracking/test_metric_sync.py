@@ -1,0 +1,230 @@
+"""Metrics over several workers have the value of a single worker with all rows, with one message."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics as tm
+from torchmetrics import Metric, MetricCollection
+
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import MlxError
+from mlx_runtime.tracking.metric_sync import (
+    BUFFER_BYTES,
+    MetricSnapshot,
+    MetricSync,
+    SyncedMetric,
+    SyncMessage,
+    numbers,
+    snapshots,
+)
+
+pytestmark = pytest.mark.pure
+
+WORLD = 2
+
+
+def made() -> dict[str, Metric | MetricCollection]:
+    return {
+        "mse": tm.MeanSquaredError(),
+        "mean": tm.MeanMetric(),
+        "top": tm.MaxMetric(),
+        "low": tm.MinMetric(),
+        "pearson": tm.PearsonCorrCoef(),
+        "accuracy": tm.classification.MulticlassAccuracy(5),
+        "auroc": tm.classification.BinaryAUROC(),
+        "cat": tm.CatMetric(),
+        "range": tm.MinMaxMetric(tm.MeanMetric()),
+        "both": tm.MeanMetric() + tm.SumMetric(),
+        "group": MetricCollection(
+            [tm.classification.MulticlassAccuracy(5), tm.classification.MulticlassPrecision(5), tm.CatMetric()]
+        ),
+    }
+
+
+def see(metrics: dict[str, Metric | MetricCollection], seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(8, generator=random), torch.randn(8, generator=random)
+    logits, labels = torch.randn(8, 5, generator=random), torch.randint(5, (8,), generator=random)
+    for name in ("mean", "top", "low", "cat", "range", "both"):
+        metrics[name].update(x)
+    for name in ("mse", "pearson"):
+        metrics[name].update(x, y)
+    metrics["accuracy"].update(logits, labels)
+    metrics["auroc"].update(x.sigmoid(), (y > 0).long())
+    metrics["group"].update(preds=logits, target=labels, value=x)
+
+
+def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool = True) -> dict[str, MetricSnapshot]:
+    return snapshots({name: SyncedMetric(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
+
+
+@pytest.fixture(scope="module")
+def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The results of each of `WORKS` on each of two processes, by name. Each had a separate gloo group."""
+    folder = tmp_path_factory.mktemp("workers")
+    torch.multiprocessing.spawn(_worked, (folder,), nprocs=WORLD)
+    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return {name: [rank[name] for rank in ranks] for name in WORKS}
+
+
+def _worked(rank: int, folder: Path) -> None:
+    found = {}
+    for name, work in WORKS.items():
+        store = torch.distributed.FileStore(str(folder / name), WORLD)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+        found[name] = work(rank)
+        torch.distributed.destroy_process_group()
+    torch.save(found, folder / f"{rank}.pt")
+
+
+def topology(rank: int) -> Topology:
+    return Topology(rank, WORLD, torch.device("cpu"))
+
+
+def _values(rank: int) -> dict[str, object]:
+    warnings.simplefilter("ignore")
+    metrics, sync = made(), MetricSync(topology(rank))
+    for step in range(6):
+        if step % WORLD == rank:
+            see(metrics, step)
+    before = {name: copy.deepcopy(metric.metric_state) for name, metric in metrics.items()}
+    found: dict[str, object] = {}
+    for part in ("a first time", "again"):  # a message that did not fit at first fits the next time
+        sync.send(SyncMessage(("train", 3), frozenset({"metrics"}), float(rank), states_of(metrics)))
+        heard = sync.receive()
+        assert [item.number for item in heard] == [0.0, 1.0]
+        if rank == 0:
+            found[part] = {
+                name: SyncedMetric(metric).value(name, [item.snapshots[name] for item in heard])
+                for name, metric in metrics.items()
+            }
+    alike = {name: str(before[name]) == str(metric.metric_state) for name, metric in metrics.items()}
+    return {"values": found, "unchanged": alike}
+
+
+@pytest.mark.process
+def test_values_are_those_of_one_worker(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["values"]
+    alone = made()
+    for step in range(6):
+        see(alone, step)
+    assert all(first["unchanged"].values())
+    assert second["values"] == {}
+    for found in first["values"].values():
+        assert found.keys() == alone.keys()
+        for name, metric in alone.items():
+            expected = numbers(name, metric.compute())
+            assert found[name].keys() == expected.keys()
+            for key, value in expected.items():
+                assert found[name][key] == pytest.approx(value, rel=1e-6, abs=1e-7), key
+
+
+def _large(rank: int) -> list[int] | None:
+    sync = MetricSync(topology(rank))
+    metrics = {"cat": tm.CatMetric()}
+    metrics["cat"].update(torch.arange(rank + BUFFER_BYTES, dtype=torch.float32))
+    sync.send(SyncMessage(("val", 1), frozenset({"metrics"}), snapshots=states_of(metrics)))
+    heard = sync.receive()
+    return [sum(map(len, item.snapshots["cat"].state[""]["states"]["value"])) for item in heard] if rank == 0 else None
+
+
+@pytest.mark.process
+def test_what_does_not_fit_comes_later(on_workers: dict[str, list[Any]]) -> None:
+    assert on_workers["large"] == [[BUFFER_BYTES, BUFFER_BYTES + 1], None]
+
+
+def _alone(rank: int) -> str:
+    sync = MetricSync(topology(rank))
+    said = frozenset({"losses", "metrics"}) if rank == 0 else frozenset({"losses"})
+    sync.send(SyncMessage(("train", 10), said))
+    with pytest.raises(MlxError) as told:
+        sync.receive()
+    return str(told.value)
+
+
+@pytest.mark.process
+def test_one_who_records_alone_is_told_everywhere(on_workers: dict[str, list[Any]]) -> None:
+    first, second = on_workers["alone"]
+    assert first == second
+    assert first.startswith("metrics were saved on some workers only: not on rank 1 until step 10 of train; every")
+
+
+def _apart(rank: int) -> str:
+    sync = MetricSync(topology(rank))
+    sync.send(SyncMessage(("train", 10) if rank == 0 else ("val", 3), frozenset()))
+    with pytest.raises(MlxError) as told:
+        sync.receive()
+    return str(told.value)
+
+
+@pytest.mark.process
+def test_workers_at_different_places_are_told(on_workers: dict[str, list[Any]]) -> None:
+    first, _ = on_workers["apart"]
+    assert first.startswith("rank 0 records at step 10 of train, rank 1 at step 3 of val; every")
+
+
+WORKS: dict[str, Callable[[int], Any]] = {"values": _values, "large": _large, "alone": _alone, "apart": _apart}
+"""The functions that run on two workers, in one group, because starting a group takes seconds."""
+
+
+def test_one_that_was_not_updated_has_no_value() -> None:
+    metrics = {"mean": tm.MeanMetric(), "group": MetricCollection([tm.MeanMetric()])}
+    states = states_of(metrics)
+    assert [SyncedMetric(metric).value(name, [states[name]]) for name, metric in metrics.items()] == [None, None]
+    metrics["mean"].update(1.0)
+    with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
+        SyncedMetric(metrics["mean"]).value("train/mean", [states["mean"], states_of(metrics)["mean"]])
+
+
+def test_those_that_keep_rows_wait_for_the_end() -> None:
+    assert set(states_of(made(), whole_pass=False)) == {
+        "mse",
+        "mean",
+        "top",
+        "low",
+        "pearson",
+        "accuracy",
+        "range",
+        "both",
+    }
+
+
+def test_what_was_packed_does_not_change_with_the_metric() -> None:
+    metric = tm.MeanMetric()
+    metric.update(1.0)
+    states = states_of({"mean": metric})
+    metric.update(5.0)
+    assert SyncedMetric(metric).value("mean", [states["mean"]]) == {"mean": 1.0}
+    assert metric.compute() == 3.0
+
+
+class Own(tm.MeanMetric):
+    def _sync_dist(self, dist_sync_fn=None, process_group=None) -> None:
+        raise AssertionError("not here")
+
+
+@pytest.mark.parametrize(
+    ("metric", "itself"),
+    [
+        (tm.MeanMetric(), False),
+        (tm.MeanMetric() + 1, False),
+        (tm.MeanMetric(sync_on_compute=False), True),
+        (Own(), True),
+        (MetricCollection([Own()]), True),
+    ],
+)
+def test_metrics_with_ways_of_their_own(metric: Metric, itself: bool) -> None:
+    assert SyncedMetric(metric).syncs_itself is itself
+    assert ("it" in states_of({"it": metric})) is not itself
+
+
+def test_arrays_are_no_numbers() -> None:
+    found = numbers("val/x", {"a": torch.tensor([1.5]), "b": torch.zeros(2), "c": 2})
+    assert found == {"val/x_a": 1.5, "val/x_c": 2.0}
+    assert math.isnan(numbers("x", torch.tensor(math.nan))["x"])

@@ -1,0 +1,214 @@
+"""Trackers write the reports of a run in the format of their tool, which reads them back."""
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.records import FACTS
+from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
+from mlx_runtime.tracking.report_writer import ReportWriter
+from mlx_runtime.tracking.trackers import CSV, JSONL, MLflow, TensorBoard, WandB, flatten
+
+pytestmark = pytest.mark.pure
+
+CONFIG = {"cfg": {"seed": 7, "name": "digits"}, "models": {"net": {"widths": [1, 2]}}}
+
+
+def begun(folder: Path, attempt: int = 1, **trackers: object) -> ReportWriter:
+    info = RunInfo("digits", "run_001", folder, str(folder), CONFIG, attempt)
+    tracking = ReportWriter(info, RunFolder(folder), trackers, pytest.fail)
+    tracking.start()
+    return tracking
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the scalars that TensorBoard's own reader finds."""
+    found = EventAccumulator(str(folder)).Reload()
+    return {tag: [(item.step, item.value) for item in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_the_record_of_a_run(tmp_path: Path) -> None:
+    with begun(tmp_path) as tracking:
+        tracking.report({"train/loss": 0.5, "lr/adam": 0.1}, step=10, epoch=0)
+        tracking.report({"train/loss": math.nan}, step=20, epoch=1)
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert list(first) == ["step", "epoch", *FACTS, "train/loss", "lr/adam"]
+    assert (first["step"], first["epoch"], first["training_iteration"], second["training_iteration"]) == (10, 0, 1, 2)
+    assert second["train/loss"] is None
+    assert second["time_total_s"] >= first["time_this_iter_s"] > 0
+    assert first["date"].endswith("+00:00")
+
+
+def test_a_run_that_goes_on_continues_every_series(tmp_path: Path) -> None:
+    def trackers() -> dict[str, object]:
+        return {"tensorboard": TensorBoard(hparams=False), "csv": CSV(), "more": JSONL("more.jsonl")}
+
+    with begun(tmp_path, **trackers()) as tracking:
+        tracking.report({"train/loss": 3.0}, step=1, epoch=0)
+        state = json.loads(json.dumps(tracking.state()))
+        tracking.report({"train/loss": 9.0}, step=2, epoch=0)  # lost: after the checkpoint
+        tracking.end("FAILED", {}, RuntimeError("killed"))
+    for _ in range(2):  # an experiment may also restore by itself
+        tracking = ReportWriter(
+            RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 2),
+            RunFolder(tmp_path),
+            trackers(),
+            pytest.fail,
+        )
+        tracking.rewind(state, 1)
+    with tracking:
+        tracking.start()
+        tracking.report({"train/loss": 2.0}, step=2, epoch=0)
+        tracking.report({"train/loss": 1.0, "val/acc": 0.5}, step=3, epoch=1)
+        tracking.end("SUCCEEDED", {"train/loss": 1.0})
+    expected = [(1, 3.0), (2, 2.0), (3, 1.0)]
+    for name in ("metrics.jsonl", "more.jsonl"):
+        rows = lines(tmp_path / name)
+        assert [(row["step"], row["train/loss"]) for row in rows] == expected
+        assert [row["training_iteration"] for row in rows] == [1, 2, 3]
+        assert rows[2]["time_total_s"] > rows[0]["time_total_s"]
+    assert scalars(tmp_path) == {
+        "train/loss": expected,
+        "epoch": [(1, 0.0), (2, 0.0), (3, 1.0)],
+        "val/acc": [(3, 0.5)],
+    }
+    with (tmp_path / "metrics.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert [(int(row["step"]), float(row["train/loss"]), row["val/acc"]) for row in table] == [
+        (1, 3.0, ""),
+        (2, 2.0, ""),
+        (3, 1.0, "0.5"),
+    ]
+
+
+def test_tensorboard_takes_more_than_numbers(tmp_path: Path) -> None:
+    with begun(tmp_path, tensorboard=TensorBoard()) as tracking:
+        writer = tracking.tensorboard
+        writer.add_image("sample", torch.rand(1, 4, 4), 1)
+        writer.add_histogram("weights", torch.randn(100), 1)
+        writer.add_text("note", "hello", 1)
+        writer.add_graph(torch.nn.Linear(2, 1), torch.zeros(1, 2))
+        tracking.report({"val/acc": 0.5}, step=1, epoch=0)
+        tracking.end("SUCCEEDED", {"val/acc": 0.5})
+    found = EventAccumulator(str(tmp_path)).Reload()
+    tags = found.Tags()
+    assert (tags["images"], tags["histograms"], tags["graph"]) == (["sample"], ["weights"], True)
+    assert tags["tensors"] == ["note/text_summary"]
+    started = found.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    assert b"cfg.seed" in started
+
+
+def records(log: bytes) -> Iterator[bytes]:
+    """Read a file of Weights & Biases: LevelDB's log format, with blocks of 32 KiB after a header of 7 bytes."""
+    place, parts = 7, b""
+    while place + 7 <= len(log):
+        left = 32_768 - place % 32_768
+        if left < 7:
+            place += left
+            continue
+        length, kind = int.from_bytes(log[place + 4 : place + 6], "little"), log[place + 6]
+        parts += log[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+@pytest.mark.process
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for attempt in (1, 2):
+        with begun(tmp_path, attempt, wandb=WandB(mode="offline")) as tracking:
+            tracking.report({"train/loss": 0.5 / attempt}, step=10 * attempt, epoch=attempt)
+            tracking.end("SUCCEEDED", {"train/loss": 0.5})
+    logs = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(logs) == 2
+    seen, ids = [], set()
+    for log in logs:
+        for data in records(log.read_bytes()):
+            record = Record.FromString(data)
+            ids |= {record.run.run_id} if record.HasField("run") else set()
+            if record.HasField("history"):
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                seen.append((items["global_step"], items["epoch"], items["train/loss"]))
+    assert seen == [(10, 1, 0.5), (20, 2, 0.25)]
+    assert len(ids) == 1
+
+
+def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    for attempt in (1, 2):
+        with begun(tmp_path, attempt, mlflow=MLflow()) as tracking:
+            tracking.report({"train/loss": 0.5 / attempt, "val/acc": math.nan}, step=10 * attempt, epoch=attempt)
+            tracking.end("SUCCEEDED" if attempt == 2 else "STOPPED", {})
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(item.step, item.value) for item in history] == [(10, 0.5), (20, 0.25)]
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["cfg.seed"], run.data.params["models.net.widths.1"]) == ("7", "2")
+
+
+@pytest.mark.parametrize(("tracker", "module"), [(WandB(), "wandb"), (MLflow(), "mlflow.entities")])
+def test_one_that_is_not_installed_is_left_out(
+    tracker: object, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    told: list[str] = []
+    info = RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 1)
+    with ReportWriter(info, RunFolder(tmp_path), {"it": tracker}, told.append) as tracking:
+        tracking.start()
+        tracking.report({"loss": 1.0}, step=1, epoch=0)
+        tracking.end("SUCCEEDED", {})
+    assert len(told) == 1
+    assert told[0].startswith(
+        "cfg.trackers.it failed in on_run_start, the run continues without it: ModuleNotFoundError"
+    )
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+
+
+class Failing:
+    """A tracker without a base class, with some of the methods."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_report(self, report: Report) -> None:
+        self.seen.append(report.step)
+        raise OSError("disk full\nand more")
+
+
+def test_one_that_fails_is_told_once_and_goes_on() -> None:
+    told: list[str] = []
+    failing = Failing()
+    listeners = Listeners({"mine": failing, "none": None}, "trackers", told.append)
+    for step in (1, 2):
+        listeners.call("on_report", Report(step, 0, {}, {}))
+        listeners.call("on_epoch_end", 0, {})
+    assert failing.seen == [1, 2]
+    assert told == ["cfg.trackers.mine failed in on_report, the run continues: OSError: disk full"]
+    assert listeners.wants("on_report")
+    assert not listeners.wants("on_epoch_end")
+
+
+def test_a_config_as_one_list() -> None:
+    assert dict(flatten(CONFIG)) == {
+        "cfg.seed": 7,
+        "cfg.name": "digits",
+        "models.net.widths.0": 1,
+        "models.net.widths.1": 2,
+    }

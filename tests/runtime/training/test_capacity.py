@@ -1,0 +1,41 @@
+"""The check that the workers of a run fit on a machine or a cluster."""
+
+import pytest
+
+from mlx_runtime.training.engines.capacity import shortage, uses_gpus
+from mlx_runtime.training.options import TrainConfig
+
+pytestmark = pytest.mark.pure
+
+
+def test_workers_of_one_machine_may_outnumber_its_cores() -> None:
+    cfg = TrainConfig(start_workers=8)
+    assert shortage(cfg, 2, 0, cluster=False) is None
+    lacking = shortage(cfg, 2, 0, cluster=True)
+    assert lacking is not None
+    assert lacking.text == "cfg.start_workers=8 needs 8 CPUs; the cluster has 2 CPUs"
+
+
+def test_an_elastic_group_needs_room_for_the_smallest() -> None:
+    cfg = TrainConfig(start_workers=8, min_workers=3, cpus_per_worker=2)
+    assert shortage(cfg, 6, 0, cluster=True) is None
+    lacking = shortage(cfg, 5, 0, cluster=True)
+    assert lacking == (
+        "cfg.min_workers=3 needs 6 CPUs; the cluster has 5 CPUs",
+        "Lower cfg.min_workers or cfg.cpus_per_worker",
+    )
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "gpus", "expected"), [(None, 1, False), (None, 2, True), (True, 2, True), (False, 2, False)]
+)
+def test_gpus_are_used_if_there_is_one_per_worker(use_gpu: bool | None, gpus: int, expected: bool) -> None:
+    cfg = TrainConfig(start_workers=2, use_gpu=use_gpu)
+    assert shortage(cfg, 4, gpus, cluster=False) is None
+    assert uses_gpus(cfg, gpus) is expected
+
+
+def test_gpus_that_are_required_and_missing() -> None:
+    lacking = shortage(TrainConfig(start_workers=2, use_gpu=True), 4, 1, cluster=False)
+    assert lacking is not None
+    assert lacking.text == "cfg.use_gpu=true needs a GPU for each of 2 workers; this machine has 1"

@@ -1,0 +1,131 @@
+"""The driver receives the events of workers, whatever else connects to its port and sends to it."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
+import pytest
+
+from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, encode
+from mlx_runtime.training import channel
+from mlx_runtime.training.channel import STOP, Receiver, Remote
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver("127.0.0.1")
+    yield receiver
+    receiver.close()
+
+
+def heard(receiver: Receiver) -> Event:
+    """Return the next event, within two seconds."""
+    return next(receiver.events(timeout_s=2))
+
+
+def silent(receiver: Receiver) -> socket.socket:
+    """Connects and sends nothing."""
+    return socket.create_connection(receiver.address)
+
+
+def half_a_message(receiver: Receiver) -> socket.socket:
+    """Announces a response to the challenge, and sends one byte of it."""
+    connection = silent(receiver)
+    connection.sendall(struct.pack("!i", 16) + b"x")
+    return connection
+
+
+def garbage(receiver: Receiver) -> socket.socket:
+    connection = silent(receiver)
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    return connection
+
+
+def huge(receiver: Receiver) -> socket.socket:
+    """Announces two gigabytes."""
+    connection = silent(receiver)
+    connection.sendall(struct.pack("!i", (1 << 31) - 1))
+    return connection
+
+
+def gone(receiver: Receiver) -> socket.socket:
+    connection = silent(receiver)
+    connection.close()
+    return connection
+
+
+@pytest.mark.parametrize("stranger", [silent, half_a_message, garbage, huge, gone])
+def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callable[[Receiver], socket.socket]) -> None:
+    strangers = [stranger(receiver) for _ in range(3)]
+    worker = Remote(receiver.address, receiver.key, rank=0)
+    assert heard(receiver) == WorkerConnected(0)
+    receiver.broadcast(STOP)
+    assert worker._stop.wait(2)
+    worker.close()
+    for connection in strangers:
+        connection.close()
+
+
+def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.2)
+    receiver = Receiver("127.0.0.1")
+    connections = [silent(receiver), half_a_message(receiver)]
+    for connection in connections:
+        connection.settimeout(5)
+        while connection.recv(1000):  # the challenge; then nothing, when the other end has closed
+            pass
+    receiver.close()
+
+
+def test_many_strangers_make_room_for_a_worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "MAX_PENDING", 5)
+    before = threading.active_count()
+    strangers = [silent(receiver) for _ in range(40)]
+    Remote(receiver.address, receiver.key, rank=3)
+    assert heard(receiver) == WorkerConnected(3)
+    until = time.monotonic() + 2
+    while (
+        threading.active_count() > before + 5 + 2 and time.monotonic() < until
+    ):  # and both ends of the worker's connection
+        time.sleep(0.01)
+    assert threading.active_count() <= before + 5 + 2
+    assert len(receiver._pending) <= 5
+    assert len(strangers) == 40
+
+
+def test_a_wrong_key_is_refused(receiver: Receiver) -> None:
+    with pytest.raises(AuthenticationError):
+        Client(receiver.address, authkey=b"another")
+    assert list(receiver.events(timeout_s=0.05)) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(b"", b"\xff\x00", b"{", b"null", b"[]", b"1", b'"hello"', b"{}", b"[" * 100_000),
+        *(b'{"kind": 1, "rank": 0}', b'{"kind": "hello"}', b'{"kind": "hello", "rank": "0"}'),
+        *(b'{"kind": "other", "rank": 0}', b'{"kind": "notice", "text": "x", "rank": 0}'),
+    ],
+)
+def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None:
+    with Client(receiver.address, authkey=receiver.key) as connection:
+        connection.send_bytes(message)
+        connection.send_bytes(encode(Notice("still there")))
+        assert list(receiver.events(timeout_s=2)) == [Notice("still there")]
+
+
+def test_all_that_was_sent_is_drained(receiver: Receiver) -> None:
+    stranger = silent(receiver)
+    with Client(receiver.address, authkey=receiver.key) as connection:
+        for step in range(1000):
+            connection.send_bytes(encode(StepProgress("train", 0, step, 1000, 0.0)))
+    started = time.monotonic()
+    assert [event.step for event in receiver.drain() if isinstance(event, StepProgress)] == list(range(1000))
+    assert time.monotonic() - started < 1.5
+    stranger.close()

@@ -1,0 +1,110 @@
+"""A run driven from Python: no terminal, no main thread, typed events, and the record at the end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.process
+
+SCRIPT = """
+import json, signal, sys, threading
+from mlx_runtime import connect, load_config
+from mlx_runtime.events import EpochEnded, RunEnded, StepProgress
+from mlx_runtime.training.driver import Driver
+from mlx_runtime.training.planning import planned
+from src.experiment import Experiment
+
+handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+streams = sys.stdout, sys.stderr, sys.breakpointhook
+seen, heard, errors = [], [], []
+
+
+def drive(driver):
+    try:
+        for event in driver.run():
+            seen.append(event)
+            if STOP_AFTER == "start":
+                break
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
+
+
+def stop(event):
+    heard.append(event)
+    if isinstance(event, EpochEnded) and str(event.epoch) == STOP_AFTER:
+        driver.stop("enough")
+
+
+STOP_AFTER, *overrides = sys.argv[1:]
+config = load_config(Experiment, overrides)
+with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
+    driver = Driver(plan, [stop])
+    thread = threading.Thread(target=drive, args=(driver,))
+    thread.start()
+    thread.join()
+assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+assert (sys.stdout, sys.stderr, sys.breakpointhook) == streams
+yielded, passed_on = ([event for event in events if not isinstance(event, StepProgress)] for events in (seen, heard))
+assert yielded == (passed_on[:1] if STOP_AFTER == "start" else passed_on)
+names = list(dict.fromkeys(type(event).__name__ for event in heard))
+ended = [event for event in heard if isinstance(event, RunEnded)]
+print(json.dumps({
+    "names": names, "epochs": [event.epoch for event in seen if isinstance(event, EpochEnded)],
+    "status": [event.status for event in ended], "metrics": dict(ended[0].metrics), "errors": errors,
+    "record": json.loads((driver.folder.path / "run.json").read_text()),
+}))
+"""
+
+
+def driven(folder: Path, environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """What a script that drives a run in a thread has seen; it must be all that the process prints."""
+    command = [sys.executable, "-c", SCRIPT, *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return dict(json.loads(done.stdout))
+
+
+ENGINES = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
+
+
+@ENGINES
+def test_a_run_yields_its_events(digits: Path, environment: dict[str, str], workers: int) -> None:
+    found = driven(digits, environment, "never", f"cfg.start_workers={workers}", "cfg.num_epochs=2")
+    assert found["names"][0] == "RunStarted"
+    assert found["names"][-1] == "RunEnded"
+    assert {"WorkersStarted", "LoopStarted", "LoaderOpened", "CheckpointSaved", "LoopEnded"} < {*found["names"]}
+    assert found["epochs"][0] == 0
+    assert (found["status"], found["errors"]) == (["SUCCEEDED"], [])
+    assert found["record"]["status"] == "SUCCEEDED"
+    assert found["record"]["metrics"] == found["metrics"]
+
+
+@ENGINES
+def test_a_run_is_stopped_with_a_checkpoint(digits: Path, environment: dict[str, str], workers: int) -> None:
+    found = driven(digits, environment, "1", f"cfg.start_workers={workers}", "cfg.num_epochs=1000")
+    assert "StopRequested" in found["names"]
+    assert (found["status"], found["errors"]) == (["STOPPED"], [])
+    assert found["record"]["status"] == "STOPPED"
+    assert found["record"]["latest"]["epoch"] >= 1
+
+
+def test_an_error_of_user_code_is_raised_after_the_last_event(digits: Path, environment: dict[str, str]) -> None:
+    file = digits / "src" / "experiment.py"
+    file.write_text(file.read_text().replace("self.train(train, epoch)", "self.train(train, 1 / 0)"))
+    found = driven(digits, environment, "never", "cfg.start_workers=0")
+    assert found["status"] == ["FAILED"]
+    assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")
+    assert found["record"]["status"] == "FAILED"
+
+
+def test_leaving_the_loop_over_the_events_stops_the_run(digits: Path, environment: dict[str, str]) -> None:
+    found = driven(digits, environment, "start", "cfg.start_workers=0")
+    assert found["names"] == ["RunStarted", "RunEnded"]
+    assert found["record"]["status"] == "STOPPED"

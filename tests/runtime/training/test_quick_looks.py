@@ -1,0 +1,211 @@
+"""Quick looks with the real command: `--fast-dev-run`, `--overfit` and `--profile`."""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Mlx, edit
+
+from mlx_runtime.storage.files import Storage, joined
+
+pytestmark = pytest.mark.process
+
+Make = Callable[[str], Path]
+
+HERE = ("cfg.start_workers=0",)
+
+
+def seen(folder: Path, workers: int) -> list[dict]:
+    """Return the rows that each rank read, by dataset, epoch and batch."""
+    return [json.loads((folder / "seen" / f"rank_{rank}.json").read_text()) for rank in range(workers)]
+
+
+class TestFastDevRun:
+    @pytest.mark.local
+    def test_all_code_runs_on_two_workers_and_nothing_is_kept(self, digits: Path, mlx: Mlx) -> None:
+        edit(digits / "src" / "conf.yaml", "resume: null", "resume: auto")
+        before = sorted(digits.rglob("*"))
+        scratch, ray = (
+            Path(tempfile.mkdtemp(prefix="r", dir="/tmp")) for _ in range(2)
+        )  # short, because socket paths are limited
+        done = mlx(digits, "train", "run", "--fast-dev-run", TMPDIR=str(scratch), RAY_TMPDIR=str(ray))
+        shutil.rmtree(ray)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""
+        assert "train     128 rows in 2 steps, global batch 64\n" in done.stdout
+        assert "run       digits, a quick look: 2 batches of each pass, nothing is kept\n" in done.stdout
+        assert len(re.findall(r"^ +train +val$", done.stdout, re.MULTILINE)) == 1
+        assert len(re.findall(r"^  1/1 ", done.stdout, re.MULTILINE)) == 2  # the second time with the test set
+        assert "test/accuracy" in done.stdout
+        assert done.stdout.endswith("all code ran; nothing of this run is kept\n")
+        assert "mlx-fast-" not in done.stdout  # no path of deleted files
+        assert sorted(digits.rglob("*")) == before
+        assert list(scratch.glob("mlx-fast-*")) == []
+        shutil.rmtree(scratch)
+
+    def test_what_fails_is_told_without_a_way_to_go_on(self, digits: Path, mlx: Mlx) -> None:
+        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
+        done = mlx(digits, "train", "run", "--fast-dev-run", *HERE)
+        assert done.returncode == 1
+        assert "ZeroDivisionError: division by zero" in done.stderr
+        assert "--resume" not in done.stderr
+        assert not (digits / "runs").exists()
+
+    def test_what_is_typed_wins(self, digits: Path, mlx: Mlx) -> None:
+        typed = ("cfg.limit_batches=3", "cfg.num_epochs=2", "cfg.prefetch_batches=4")
+        done = mlx(digits, "train", "run", "--fast-dev-run", *typed, *HERE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "train     96 rows in 3 steps, global batch 32\n" in done.stdout
+        assert "note      cfg.prefetch_batches=4 is ignored without cfg.loader=workers=N\n" in done.stdout
+        assert re.search(r"^  2/2 ", done.stdout, re.MULTILINE)
+
+    def test_a_conf_yaml_without_the_newer_settings_will_do(self, digits: Path, mlx: Mlx) -> None:
+        conf = digits / "src" / "conf.yaml"
+        lines = [line for line in conf.read_text().splitlines(True) if "_batches: null" not in line]
+        conf.write_text("".join(line for line in lines if "profile:" not in line))
+        done = mlx(digits, "train", "run", "--fast-dev-run", "--profile", *HERE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "profile   empty: the run ended within the first 2 steps, which are not traced\n" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--resume", "run_001"), "--fast-dev-run keeps nothing, so it cannot resume a run"),
+            (("--prepare-batches",), "--prepare-batches and --fast-dev-run contradict each other; pass one of them"),
+        ],
+    )
+    def test_what_contradicts_it_is_refused(
+        self, digits: Path, mlx: Mlx, options: tuple[str, ...], message: str
+    ) -> None:
+        shutil.copytree(digits / "src", digits / "runs" / "digits" / "run_001")
+        done = mlx(digits, "train", "run", "--fast-dev-run", *options, *HERE)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+    def test_it_is_not_for_clusters(self, digits: Path, mlx: Mlx) -> None:
+        done = mlx(digits, "train", "launch", "--fast-dev-run")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "there is no option --fast-dev-run" in done.stderr
+
+
+class TestOverfit:
+    @pytest.mark.cluster
+    def test_every_kind_reads_the_same_rows_in_each_epoch(self, experiment: Make, mlx: Mlx) -> None:
+        folder = experiment("kinds")
+        done = mlx(folder, "train", "run", "--overfit", "3", "cfg.num_epochs=3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.check(folder)
+        assert "train     24 rows in 3 steps, global batch 8\n" in done.stdout
+        for line in (folder / "runs" / "kinds" / "run_001" / "conf.yaml").read_text().splitlines():
+            assert "overfit_batches" not in line or line == "  overfit_batches: 3"
+
+    @pytest.mark.cluster
+    def test_so_do_prepared_sets(self, experiment: Make, mlx: Mlx) -> None:
+        folder = experiment("kinds")
+        done = mlx(folder, "train", "run", "--overfit", "3", "--prepare-batches", "cfg.num_epochs=3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "prepared  train, table, val, test: read from" in done.stdout
+        self.check(folder)
+
+    @staticmethod
+    def check(folder: Path) -> None:
+        first, second = seen(folder, 2)
+        for name, size in (("train", 4), ("numbers", 4), ("table", 64), ("val", 16), ("test", 4)):
+            for rank in (first, second):
+                assert rank[name][0] == rank[name][1] == rank[name][2], name
+                assert [len(batch) for batch in rank[name][0]] == [size] * 3, name
+            rows = {row for rank in (first, second) for batch in rank[name][0] for row in batch}
+            assert len(rows) == 6 * size
+            if name != "numbers":  # whose order is arbitrary
+                assert rows == set(range(6 * size)), name
+
+    def test_no_batches_are_refused(self, digits: Path, mlx: Mlx) -> None:
+        done = mlx(digits, "train", "run", "--overfit", "0")
+        assert done.returncode == 2
+        assert "Invalid value for '--overfit': 0 is not in the range x>=1" in done.stderr
+
+
+class TestProfile:
+    @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
+    def test_a_trace_of_training_steps_also_of_a_run_that_goes_on(self, digits: Path, mlx: Mlx, workers: int) -> None:
+        options = (f"cfg.start_workers={workers}", "cfg.limit_batches=4")
+        done = mlx(digits, "train", "run", "--profile", "cfg.num_epochs=2", *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""
+        self.check(digits, done.stdout, 3)
+        done = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=4", *HERE)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "restored" in done.stdout
+        self.check(digits, done.stdout, 11)
+
+    @staticmethod
+    def check(digits: Path, said: str, first: int) -> None:
+        """Assert that a trace has five steps, starting with this one, and the table ten operators."""
+        file = digits / "runs" / "digits" / "run_001" / "profile" / f"step_{first:08d}.pt.trace.json"
+        lines = said.splitlines()
+        at = lines.index(f"profile   {file}; open it in https://ui.perfetto.dev")
+        assert lines[at + 2].split("  ")[-2].strip() == "# of Calls"
+        shares = [float(share) for line in lines[at + 4 : at + 14] for share in re.findall(r"([0-9.]+)%", line)[:1]]
+        assert len(shares) == 10
+        assert shares == sorted(shares, reverse=True)
+        assert lines[at + 15].startswith("Self CPU time total: ")
+        events = json.loads(file.read_text())["traceEvents"]
+        names = [event.get("name", "") for event in events]
+        steps = {name for name in names if name.startswith("ProfilerStep#")}
+        assert steps == {f"ProfilerStep#{number}" for number in range(2, 7)}
+        assert sum(name == "Optimizer.step#Adam.step" for name in names) == 5
+        assert "aten::convolution_backward" in names
+
+    @pytest.mark.s3
+    def test_it_is_stored_on_an_object_store(self, digits: Path, mlx: Mlx, s3: str, tmp_path: Path) -> None:
+        storage = s3.format("profiled")
+        options = (f"cfg.storage_path='{storage}'", "cfg.num_epochs=1", *HERE)
+        done = mlx(digits, "train", "run", "--profile", *options, MLX_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        names = Storage(storage).names("digits", "run_001", "profile")
+        assert names == ["step_00000003.pt.trace.json"]
+        trace = json.loads(Storage(storage).read("digits", "run_001", "profile", names[0]))
+        place = joined(storage, "digits", "run_001", "profile", *names)
+        assert f"profile   {place}; open it in" in done.stdout
+        assert any(event.get("name") == "ProfilerStep#3" for event in trace["traceEvents"])
+
+
+class TestQuiet:
+    @pytest.mark.local
+    def test_only_the_folder_and_the_end_are_printed_and_all_is_logged(self, digits: Path, mlx: Mlx) -> None:
+        done = mlx(digits, "train", "run", "-q", "cfg.num_epochs=2", "cfg.start_workers=1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stderr == ""
+        run = digits / "runs" / "digits" / "run_001"
+        lines = done.stdout.splitlines()
+        assert lines[:2] == [f"folder    {run}", ""]
+        assert [line.split()[0] for line in lines[2:]] == [
+            *("test/accuracy", "test/confidence", "test/cross_entropy", "test/f1"),
+            *("best", "took", "run", "TensorBoard"),
+        ]
+        log = (run / "logs" / "driver.log").read_text()
+        for text in ("run       digits run_001\n", f"folder    {run}\n", "device    ", "\n  1/2 ", "\n  2/2 "):
+            assert log.count(text) >= 1, text
+        assert log.endswith(done.stdout.partition("\n")[2])
+
+    def test_errors_are_told(self, digits: Path, mlx: Mlx) -> None:
+        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
+        done = mlx(digits, "train", "run", "--quiet", *HERE)
+        assert done.returncode == 1
+        assert "ZeroDivisionError" in done.stderr
+
+    @pytest.mark.cluster
+    def test_verbose_shows_what_ray_prints(self, digits: Path, mlx: Mlx) -> None:
+        done = mlx(digits, "train", "run", "-v", "--fast-dev-run", "cfg.start_workers=1", "cfg.engine=ray")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Started a local Ray instance" in done.stdout + done.stderr
+
+    def test_both_are_refused(self, digits: Path, mlx: Mlx) -> None:
+        for verb in ("run", "launch"):
+            done = mlx(digits, "train", verb, "-q", "-v")
+            assert (done.returncode, done.stdout) == (2, "")
+            assert "--quiet and --verbose contradict each other; pass one of them" in done.stderr

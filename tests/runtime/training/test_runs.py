@@ -1,0 +1,474 @@
+"""Complete runs as a user starts them, with real Ray and real workers: their output and their files."""
+
+import json
+import os
+import re
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mlx, edit, unbound
+from faults import differences
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.process
+
+Make = Callable[[str], Path]
+
+HERE = ("cfg.start_workers=0",)
+
+TWO = ("cfg.start_workers=2", "cfg.num_epochs=4", "cfg.monitor=mine", "cfg.mode=min", "cfg.keep_checkpoints=2")
+"""Overrides of the run with two workers: it keeps the first two and the last of four epochs."""
+
+
+def record(folder: Path, run: str = "run_001") -> dict:
+    return json.loads(next(folder.glob(f"runs/*/{run}/run.json")).read_text())
+
+
+def reports(folder: Path, run: str = "run_001") -> list[dict]:
+    lines = next(folder.glob(f"runs/*/{run}/metrics.jsonl")).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def run(mlx: Mlx, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of the probe with two DDP workers: its folder and its output."""
+    folder = unbound("probe", baked, tmp_path_factory.mktemp("two"))
+    done = mlx(folder, "train", "run", *TWO)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""  # no output of Ray
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def seen(run: tuple[Path, str]) -> list[dict]:
+    """The notes of each rank of that run."""
+    return [json.loads((run[0] / "seen" / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.local
+class TestTwoWorkers:
+    """Tests of that run."""
+
+    def test_every_row_is_read_once_per_epoch(self, seen: list[dict]) -> None:
+        for name, rows in (("train", 53), ("test", 31)):
+            for epoch in range(4):
+                read = [row for rank in seen for batch in rank[name][epoch] for row in batch]
+                assert sorted(read) == list(range(rows))
+
+    def test_every_rank_takes_as_many_steps_as_its_loader_says(self, seen: list[dict]) -> None:
+        assert seen[0]["steps"] == seen[1]["steps"] == [7, 4]
+        assert {len(epoch) for rank in seen for epoch in rank["train"]} == {7}
+
+    def test_ddp_keeps_weights_alike(self, seen: list[dict]) -> None:
+        assert seen[0]["weights"] == seen[1]["weights"]
+
+    def test_a_model_without_an_optimizer_stays_as_it_is(self, seen: list[dict]) -> None:
+        assert seen[0]["teacher_unchanged"]
+
+    def test_each_dataset_is_made_once_and_only_where_it_is_read(self, seen: list[dict]) -> None:
+        assert [rank["made"] for rank in seen] == [["Rows", "TestRows"]] * 2
+
+    def test_ranks_draw_different_numbers_with_as_many_threads_as_they_have_cpus(self, seen: list[dict]) -> None:
+        assert seen[0]["random"] != seen[1]["random"]
+        assert seen[0]["threads"] == seen[1]["threads"] == 1
+
+    def test_typed_fields_arrive_typed(self, seen: list[dict]) -> None:
+        assert seen[0]["typed"] == ["PosixPath", "SLOW"]
+
+    def test_epoch_values_are_over_all_workers(self, run: tuple[Path, str]) -> None:
+        assert record(run[0])["metrics"]["train/mean"] == sum(range(53)) / 53
+        assert record(run[0])["metrics"]["test/mean"] == sum(range(31)) / 31
+
+    def test_every_report_is_a_line_and_a_point(self, run: tuple[Path, str]) -> None:
+        folder = run[0] / "runs" / "probe" / "run_001"
+        events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in ("train/mse", "test/mean", "test/both_MeanAbsoluteError", "lr/sgd", "time/epoch_s"):
+            lines = [(line["step"], line[name]) for line in reports(run[0]) if name in line]
+            points = [(point.step, point.value) for point in events.Scalars(name)]
+            assert [step for step, _ in lines] == [step for step, _ in points]
+            assert [value for _, value in lines] == pytest.approx([value for _, value in points])
+        steps = [line["step"] for line in reports(run[0]) if "train/mse" in line]
+        assert steps == [3, 6, 7, 10, 13, 14, 17, 20, 21, 24, 27, 28]  # each third step and the last of an epoch
+
+    def test_the_run_folder_is_as_documented(self, run: tuple[Path, str]) -> None:
+        folder = run[0] / "runs" / "probe" / "run_001"
+        names = {re.sub(r"(tfevents)\..*", r"\1", path.name) for path in folder.iterdir()}
+        files = {"run.json", "conf.yaml", "code.zip", "metrics.jsonl", "events.out.tfevents"}
+        assert names == files | {"checkpoints", "logs", ".attempt-001"}
+        assert {path.name for path in (folder / "logs").iterdir()} == {"driver.log", "rank_0.log", "rank_1.log"}
+        assert {path.name for path in (folder / "checkpoints").glob("epoch_*")} == {
+            "epoch_0001",
+            "epoch_0002",
+            "epoch_0004",
+        }
+
+    def test_the_record_tells_the_run(self, run: tuple[Path, str]) -> None:
+        fields = record(run[0])
+        assert fields["status"] == "SUCCEEDED"
+        assert fields["workers"] == 2
+        assert fields["overrides"] == list(TWO)
+        assert fields["packages"]["torch"] == torch.__version__
+        assert (fields["best"]["epoch"], fields["latest"]["epoch"]) == (0, 3)
+        assert shlex.split(fields["command"])[-7:] == ["train", "run", *TWO]
+        assert fields["start"] <= fields["heartbeat"] <= fields["end"]
+
+    def test_a_checkpoint_is_plain_data_without_ddp_prefixes(self, run: tuple[Path, str]) -> None:
+        path = run[0] / "runs" / "probe" / "run_001" / "checkpoints" / "epoch_0002" / "state.pt"
+        state = torch.load(path, weights_only=True)
+        assert set(state["models"]) == {"first", "second", "third", "teacher"}
+        assert list(state["models"]["first"]) == ["layers.0.weight", "layers.0.bias"]
+        assert state["tools"]["counter"] == {"count": 2, "history": []}
+        assert (state["epoch"], state["global_step"]) == (1, 14)
+
+    def test_what_is_printed(self, run: tuple[Path, str]) -> None:
+        lines = [line for line in run[1].splitlines() if line != "starting  workers"]  # on a busy machine
+        starts = [
+            "loading ",
+            "no src/conf.yaml",
+            "wrote src/conf.yaml",
+            "run ",
+            "folder ",
+            "workers ",
+            "device ",
+            "train ",
+        ]
+        assert [line.startswith(start) for line, start in zip(lines, starts, strict=False)] == [True] * len(starts)
+        assert lines[3] == "run       probe run_001"
+        titles = next(index for index, line in enumerate(lines) if line.startswith("epoch "))
+        assert lines[titles].split()[:4] == ["epoch", "mine", "mse", "mean"]
+        assert re.match(r"  1/4 .* 26\.0000 .* 15\.0000 .* [\d.]+ s", lines[titles + 1]), lines[titles + 1]
+        assert lines[titles + 2].startswith("  2/4 ")
+        assert lines[-1].endswith("mlx xp board probe run_001")
+
+
+@pytest.mark.local
+def test_the_example_of_the_design_runs_as_written_on_more_workers_than_cores(
+    mlx: Mlx, baked: Path, tmp_path: Path
+) -> None:
+    folder = unbound("spec", baked, tmp_path)
+    done = mlx(folder, "train", "run", f"cfg.start_workers={max(3, (os.cpu_count() or 1) + 1)}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("train/loss2 is skipped: it was not updated") == 1
+    assert "they share them" in done.stdout
+    assert "notice   tools.early_stoppage.patience has no type, so its value cannot be checked\n" in done.stdout
+    assert record(folder)["status"] == "SUCCEEDED"
+    assert set(record(folder)["metrics"]) == {"train/loss1", "train/mae"}
+
+
+def test_one_process_makes_each_dataset_once_through_check_and_run(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
+    assert json.loads((folder / "seen" / "rank_0.json").read_text())["made"] == ["Rows", "TestRows"]
+
+
+def test_a_restored_run_ends_as_the_uninterrupted_one(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3").returncode == 0
+    assert mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1").returncode == 0
+    checkpoint = folder / "runs" / "probe" / "run_002" / "checkpoints" / "epoch_0001"
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=3", f"cfg.restore_checkpoint_path={checkpoint}")
+    assert done.returncode == 0, done.stderr
+    assert f"restored  {checkpoint} (epoch 1, step 14)" in done.stdout
+    whole, resumed = (
+        torch.load(folder / "runs" / "probe" / run / "checkpoints" / "epoch_0003" / "state.pt", weights_only=True)
+        for run in ("run_001", "run_003")
+    )
+    assert resumed.pop("config") != whole.pop("config")  # it names the checkpoint
+    assert resumed.pop("tracking") != whole.pop("tracking")  # of a new run
+    assert differences(whole, resumed) == []
+    seen = json.loads((folder / "seen" / "rank_0.json").read_text())
+    assert (seen["started"], seen["counter"]) == (1, 3)
+
+
+@pytest.mark.local
+def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.fault=rank1")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "error: ValueError: only this rank (raised on rank 1)"
+    assert re.fullmatch(r"  src/experiment.py:\d+ in worker_loop", lines[1])
+    assert re.fullmatch(r"  src/experiment.py:\d+ in read", lines[3])
+    assert lines[4].strip() == 'raise ValueError("only this rank")'
+    assert lines[5:] == []  # there is no checkpoint yet to resume from
+    assert record(folder)["status"] == "FAILED"
+    assert "only this rank" in record(folder)["error"]
+
+
+def marked(mark: str) -> list[str]:
+    """Return the command lines of living processes with a mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and f"MLX_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("workers", "sent", "code"),
+    [
+        pytest.param(2, signal.SIGINT, 130, marks=pytest.mark.local),
+        (0, signal.SIGINT, 130),
+        (0, signal.SIGTERM, 143),
+    ],
+)
+def test_a_stopped_run_is_marked_and_leaves_no_process(
+    workers: int, sent: int, code: int, environment: dict[str, str], experiment: Make, tmp_path: Path
+) -> None:
+    folder = experiment("probe")
+    mark = tmp_path.name
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_runtime",
+        "train",
+        "run",
+        f"cfg.start_workers={workers}",
+        "cfg.num_epochs=9999",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment | {"MLX_TEST_MARK": mark, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(line.split()[:1] == ["2/9999"] for line in process.stdout)
+    assert len(marked(mark)) > workers
+    os.killpg(process.pid, sent)  # like a terminal, to the whole foreground group
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert errors == (
+        "error: stopped; probe run_001 is marked STOPPED, its checkpoints are kept. "
+        "Resume: mlx train run --resume=run_001\n"
+    )
+    assert record(folder)["status"] == "STOPPED"
+    deadline = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert marked(mark) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["cfg.seed=???"],
+            "src/conf.yaml: cfg.seed: ??? must be given a value; src.experiment.TrainConfig has no default",
+        ),
+        (
+            ["cfg.num_epoch=3"],
+            "src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+        ),
+        (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
+        (["cfg.storage_path=main.py"], "cannot write runs to "),
+        (["cfg.name=a/b"], "cfg.name is 'a/b', which is not a valid folder name"),
+    ],
+)
+def test_a_wrong_setting_ends_before_anything_starts(
+    mlx: Mlx, experiment: Make, options: list[str], message: str
+) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", *HERE, *options)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith(f"error: {message}")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(folder.glob("runs/*/*"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            '"third": "sgd"',
+            '"third": "sdg"',
+            "src/conf.yaml: Models.map_params_to_optimizers names the optimizer 'sdg', which does not exist",
+        ),
+        (
+            '"third": "sgd"',
+            '"thrid": "sgd"',
+            "src/conf.yaml: Models.map_params_to_optimizers names the model 'thrid', which does not exist",
+        ),
+        ("def ray_map_batches", "def stack", "datasets.train: Rows has no ray_map_batches"),
+        (
+            "    cfg: TrainConfig\n    datasets",
+            "    cfg: 3\n    datasets",
+            "Experiment: 'cfg' has no type; write cfg: TrainConfig",
+        ),
+        ("return self.values[index]", "return self.values[index + 99]", "IndexError: index "),
+        ("def worker_loop(", "def worker_lop(", "NotImplementedError: Experiment needs a worker_loop"),
+        (
+            "import mlx_runtime\n",
+            "import mlx_runtimes\n",
+            "src/experiment.py:14: src.experiment cannot be imported: ModuleNotFoundError",
+        ),
+    ],
+)
+def test_wrong_code_is_told_in_one_clear_message(mlx: Mlx, experiment: Make, old: str, new: str, message: str) -> None:
+    folder = experiment("probe")
+    edit(folder / "src" / "experiment.py", old, new)
+    done = mlx(folder, "train", "run", *HERE)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {message}")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.local
+def test_too_few_gpus_end_the_run_at_once(mlx: Mlx, experiment: Make) -> None:
+    wanted = torch.cuda.device_count() + 1
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "cfg.use_gpu=true", f"cfg.start_workers={wanted}")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"error: cfg.use_gpu=true needs a GPU for each of {wanted} workers; this machine has "
+    )
+
+
+def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", "--verbos", *HERE)
+    assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; see: mlx train run --help\n")
+    done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
+    assert done.stderr.startswith("error: nowhere is not a checkpoint: it has no state.pt")
+    assert not list(folder.glob("runs/*/*"))
+    done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
+    assert done.stderr.startswith("error: datasets.train has batch_size 0; set self.batch_size")
+
+
+def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    done = mlx(folder, "train", "run", *HERE, "cfg.monitor=val/nope", "cfg.keep_checkpoints=1", "cfg.num_epochs=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cfg.monitor is 'val/nope', which was not recorded; the newest checkpoints are kept") == 1
+    assert [path.name for path in folder.glob("runs/probe/run_001/checkpoints/*")] == ["epoch_0003"]
+
+
+def test_debug_shows_the_traceback(mlx: Mlx, experiment: Make) -> None:
+    done = mlx(experiment("probe"), "train", "run", "--debug", *HERE, "cfg.fault=early")
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+
+
+def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    source = folder / "src" / "experiment.py"
+    edit(source, "self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)", "self.save_losses(batch_idx, epoch)")
+    edit(source, "enumerate(loader)", "enumerate(batch for batch, _ in zip(loader, self.beside))")
+    edit(source, 'seen = {"train"', 'self.beside = test\n        seen = {"train"')
+    edit(source, '            seen["test"].append(self.read(test, epoch, update=False))\n', "")
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
+    assert done.returncode == 0, done.stderr
+    lines = [{name for name in line if name.startswith(("train/", "test/", "lr/"))} for line in reports(folder)]
+    assert lines[:2] == [{"train/mse", "lr/adam", "lr/sgd"}] * 2
+    assert [line["step"] for line in reports(folder)][:2] == [3, 6]
+
+
+def test_default_networks_of_any_size_bind_in_little_memory(environment: dict[str, str], experiment: Make) -> None:
+    """Defaults with twelve gigabytes of weights, bound in an address space that is too small for one of them."""
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "    teacher: Net = Net()",
+        "    teacher: nn.Module = nn.Linear(40_000, 40_000)",
+    )
+    edit(folder / "src" / "experiment.py", "    first: Net = Net()", "    first: nn.Module = nn.Linear(40_000, 40_000)")
+    script = (
+        "import resource, runpy, sys\n"
+        "sys.argv = ['mlx', 'train', 'bind']\n"
+        "try: runpy.run_module('mlx_runtime', run_name='__main__')\n"
+        "finally: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "in_features: 40000" in (folder / "src" / "conf.yaml").read_text()
+    assert int(done.stderr.split()[-1]) < 2 << 30
+
+
+def test_a_default_that_needs_real_numbers_binds_too(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    (folder / "src" / "conf.yaml").unlink()
+    source = folder / "src" / "experiment.py"
+    edit(source, "class Stack(", "SCALE = torch.ones(3).sum().item()\n\n\nclass Stack(")
+    done = mlx(folder, "train", "bind")
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+
+
+def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
+    for arguments in (("train", "run"), ("train", "bind")):
+        done = mlx(tmp_path, *arguments)
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"error: {tmp_path} is not an experiment: it has no src/experiment.py. "
+            "Change into one, or make one with: mlx train new NAME\n"
+        )
+
+
+def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
+    """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
+    folder = experiment("probe")
+    (folder / "src" / "conf.yaml").unlink()
+    edit(folder / "src" / "experiment.py", "linear(3)", "linear(400_000)")
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+    command = [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, preexec_fn=limit
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
+    assert "File too large" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert record(folder)["status"] == "FAILED"
+    assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []
+
+
+def test_a_terminal_gets_a_bar(environment: dict[str, str], experiment: Make) -> None:
+    """On a pseudo-terminal the current stage is a progress bar, and finished epochs are lines."""
+    folder = experiment("probe")
+    command = f"{sys.executable} -m mlx_runtime train run cfg.start_workers=0 datasets.train.rows=4000"
+    done = subprocess.run(
+        ["script", "-qec", command, "/dev/null"],
+        cwd=folder,
+        env=environment | {"TERM": "xterm-256color", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"epoch 1 train .*━", done.stdout)
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)
+    assert re.search(r"epoch +[^\n]*mse .*  1/2 +\d.*  2/2 +\d", text, re.DOTALL)
+    assert "\x1b[1mepoch 1 train" not in done.stdout  # titles are bold, the bar next to them is not
+
+
+def test_a_pipe_gets_a_few_lines_per_epoch(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "            rows = batch",
+        "            __import__('time').sleep(0.6)\n            rows = batch",
+    )
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1", "datasets.test.rows=4")
+    line = r"^train \| (\d+)/14 \| [\d.]+ it/s \| \d+ s left(?:, \d+ s in all)?( \| mse [\d.]+ .*)?$"
+    found = re.findall(line, done.stdout, re.M)
+    assert 2 <= len(found) <= 5, done.stdout

@@ -1,0 +1,144 @@
+"""A session in this process: the order of events, what a restart restores, and what is reported."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sessions import ALONE, Events, attach
+from torch import nn
+from torch.utils.data import Dataset
+from torchmetrics import MeanMetric
+
+from mlx_runtime import BaseModule, TrainConfig
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.errors import MlxError
+from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.training.stopping import LoopStopped
+
+pytestmark = pytest.mark.pure
+
+
+class Rows(Dataset):
+    batch_size = 2
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(batch["item"])}
+
+
+class Experiment(BaseModule):
+    """Four steps per epoch, with a schedule that `worker_loop` makes."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Linear(1, 1)
+        super().__init__(
+            cfg=TrainConfig(log_every_steps=1, num_epochs=3, **settings),
+            models=SimpleNamespace(net=net),
+            optimizers=SimpleNamespace(sgd=torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)),
+            metrics=SimpleNamespace(mean=MeanMetric()),
+        )
+
+    def worker_loop(self, dataset_shards: DatasetShards, epochs: int = 3, stop_at: int | None = None) -> None:
+        (train,) = self.generate_loaders(dataset_shards)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizers.sgd, 0.9)
+        for epoch in range(self.cfg.start_epoch, epochs):
+            self.reset_all_metrics_and_losses()
+            for batch_idx, batch in enumerate(train):
+                self.backward(self.models.net(batch["x"]).square().mean())
+                self.optimizer_step()
+                self.schedule.step()
+                self.metrics.mean.update(batch["x"])
+                self.save_metrics(batch_idx=batch_idx, epoch=epoch)
+                if self.global_step == stop_at:
+                    raise KeyboardInterrupt
+            self.save_checkpoint(epoch=epoch)
+
+
+def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
+    session = attach(experiment, folder, sink=sink)
+    session.begin()
+    options = {"train": DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)}
+    try:
+        experiment.worker_loop(DatasetShards(options), **loop)
+        session.end()
+    except KeyboardInterrupt:
+        session.checkpoints.settle()
+    return experiment
+
+
+def state(experiment: Experiment) -> str:
+    optimizer, schedule = experiment.optimizers.sgd.state_dict(), experiment.schedule.state_dict()
+    weights, mean = experiment.models.net.state_dict(), experiment._session.reporter.latest["train/mean"]
+    return f"{weights} {optimizer} {schedule} {mean} {experiment.global_step}"
+
+
+class TestRestart:
+    """A run that was interrupted ends as one that was not."""
+
+    @pytest.mark.parametrize("every", [None, 1])
+    def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None) -> None:
+        whole = run(Experiment(checkpoint_every_steps=every), tmp_path / "whole")
+        run(Experiment(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
+        events = Events()
+        resumed = run(Experiment(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
+        assert state(resumed) == state(whole)
+        step = 4 if every is None else 6
+        (notice,) = [event for event in events if isinstance(event, Notice)]
+        assert notice.text.endswith(f"(epoch {1 if every is None else 2}, step {step})")
+
+    def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
+        run(Experiment(), tmp_path)
+        events = Events()
+        again = run(Experiment(), tmp_path, sink=events)
+        assert again.cfg.start_epoch == 3
+        assert Notice("already at epoch 3 of 3; raise cfg.num_epochs to train further") in events
+
+
+def test_a_step_is_recorded_then_saved_then_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, order = Experiment(), []
+    session = attach(experiment, tmp_path, stop_requested=lambda: experiment.global_step == 2)
+    session.begin()
+    for part, name in ((session.metrics, "step_finished"), (session.stopping, "step"), (session.checkpoints, "save")):
+        call = getattr(part, name)
+        monkeypatch.setattr(
+            part, name, lambda *args, call=call, name=name, **kw: (order.append(name), call(*args, **kw))[1]
+        )
+    session.stopping._consensus.due = lambda: True
+    shard = DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)
+    with pytest.raises(LoopStopped):
+        experiment.worker_loop(DatasetShards({"train": shard}))
+    assert order == ["step_finished", "step", "step_finished", "step", "save"]
+    assert [path.name for path in tmp_path.rglob("epoch_*")] == ["epoch_0001_step_00000002"]
+
+
+class TestReports:
+    """Lines for the user."""
+
+    def test_a_number_that_is_not_finite_and_a_monitor_that_is_not_recorded(self, tmp_path: Path) -> None:
+        events = Events()
+        experiment = Experiment(monitor="val/loss")
+        session = attach(experiment, tmp_path, sink=events)
+        for value in (float("nan"), float("inf")):
+            experiment.log({"own": torch.tensor(value)})
+        experiment.save_checkpoint(epoch=0)
+        session.end()
+        (warning,) = [event for event in events if isinstance(event, WarningNotice)]
+        assert warning.text.startswith("own is not finite at step 0 of epoch 1.")
+        notices = [event.text for event in events if type(event) is Notice]
+        assert notices == [
+            "cfg.monitor is 'val/loss', which was not recorded; the newest checkpoints are kept. Recorded: own."
+        ]
+
+    def test_outside_of_a_run(self) -> None:
+        with pytest.raises(MlxError, match="inside worker_loop"):
+            Experiment().log({"own": 1.0})
+        Experiment().reset_all_metrics_and_losses()

@@ -1,0 +1,40 @@
+"""Requests to end a run: at once before workers train, after a checkpoint once they do."""
+
+import pytest
+
+from mlx_runtime.training import stop_requests
+from mlx_runtime.training.stop_requests import StopRequests, Terminated
+
+pytestmark = pytest.mark.pure
+
+
+def test_before_workers_train_a_request_ends_the_run_at_once() -> None:
+    interrupts: list[bool] = []
+    stop = StopRequests(lambda: interrupts.append(True))
+    stop.check()
+    stop.request("mlx xp stop")
+    assert interrupts == [True]
+    with pytest.raises(Terminated):
+        stop.check()
+
+
+def test_workers_that_train_have_time_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts: list[bool] = []
+    stop = StopRequests(lambda: interrupts.append(True))
+    stop.allow_checkpoint()
+    assert not stop.immediate()
+    stop.request("SIGTERM")
+    stop.request("stop()")
+    assert (stop.reason, stop.immediate(), interrupts) == ("SIGTERM", True, [])
+    stop.check()
+    monkeypatch.setattr(stop_requests, "GRACE_S", 0.0)
+    with pytest.raises(Terminated):
+        stop.check()
+
+
+def test_a_run_that_was_taken_over_ends_at_once() -> None:
+    stop = StopRequests()
+    stop.allow_checkpoint()
+    stop.taken_over = True
+    with pytest.raises(Terminated):
+        stop.check()

@@ -1,0 +1,85 @@
+"""Agreement of all workers to stop."""
+
+import pytest
+import torch
+from sessions import ALONE
+
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.training import stopping
+from mlx_runtime.training.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopConsensus, StopPoll
+
+pytestmark = pytest.mark.pure
+
+
+class TestInterval:
+    """Number of steps between two votes."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """The current time in seconds."""
+        clock = [0.0]
+        monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+        return clock
+
+    @staticmethod
+    def steps(consensus: StopConsensus, clock: list[float], seconds: float, most: int = 1000) -> int:
+        """Return the number of steps of some duration until a vote is due."""
+        for number in range(1, most + 1):
+            clock[0] += seconds
+            if consensus.due():
+                return number
+        return most
+
+    def test_it_comes_about_as_often_however_long_steps_take(self, clock: list[float]) -> None:
+        for seconds, wanted in ((0.02, 10), (0.1, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
+            consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
+            self.steps(consensus, clock, seconds)
+            consensus.vote(0)
+            assert self.steps(consensus, clock, seconds) == pytest.approx(wanted, abs=1)
+
+    def test_one_that_comes_early_counts_the_steps_that_were_taken(self, clock: list[float]) -> None:
+        """As at the end of an epoch, after steps that were slower than the previous ones."""
+        consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
+        self.steps(consensus, clock, 0.002)
+        consensus.vote(0)
+        self.steps(consensus, clock, 0.09, most=20)
+        assert consensus.vote(1) == 1
+        assert self.steps(consensus, clock, 0.09) == 2
+
+
+class TestPoll:
+    """A run stops on request, or because a node is preempted."""
+
+    @pytest.fixture
+    def announced(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        """Answers to `preempted`, the last one first."""
+        answers = [False]
+        monkeypatch.setattr(stopping, "preempted", lambda: answers.pop() if len(answers) > 1 else answers[0])
+        return answers
+
+    def test_a_request_is_found_at_the_next_vote_and_stays(self) -> None:
+        requests = [True, False]
+        poll = StopPoll(ALONE, lambda: requests.pop(0))
+        assert not poll.step()
+        assert poll.agreed
+        assert poll.vote()
+        assert not poll.stopped
+
+    @pytest.mark.parametrize("fewer", [True, False])
+    def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(
+        self, announced: list[bool], fewer: bool
+    ) -> None:
+        notices: list[str] = []
+        poll = StopPoll(ALONE, preemptible=True, resumable_by_fewer=fewer, notice=notices.append)
+        poll._consensus.due = lambda: True
+        announced[:] = [True, False]
+        saves = [poll.step() for _ in range(3 * VOTES_PER_PREEMPTION_CHECK)]
+        assert [number for number, save in enumerate(saves, 1) if save] == [2 * VOTES_PER_PREEMPTION_CHECK]
+        assert poll.agreed is not fewer
+        then = "the others resume from a checkpoint" if fewer else "stopping with a checkpoint"
+        assert notices == [f"a node of this run is being drained; {then}"]
+
+    def test_a_cluster_that_announces_nothing_is_not_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(stopping, "preempted")
+        poll = StopPoll(ALONE)
+        assert not any(poll.step() for _ in range(1000))

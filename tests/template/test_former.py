@@ -1,0 +1,72 @@
+"""An experiment that an earlier version generated, bound, prepared and trained keeps working, unchanged.
+
+`tests/former/0.1.0.zip` is such a folder: `mlx train new former`, a smaller net in conf.yaml, `mlx train prepare`, then
+`mlx train run` for two epochs (run_001) and `mlx train run cfg.num_epochs=1` (run_002).
+"""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, Mlx
+
+from mlx_runtime import open_run
+
+pytestmark = pytest.mark.local
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Path:
+    with zipfile.ZipFile(ROOT / "tests" / "former" / "0.1.0.zip") as archive:
+        archive.extractall(tmp_path / "former")
+    return tmp_path / "former"
+
+
+def numbers(folder: Path, run: str, epoch: int) -> dict[str, float]:
+    """The metrics of an epoch, without times and speeds."""
+    values: dict[str, Any] = {}
+    for line in (folder / "runs" / "former" / run / "metrics.jsonl").read_text().splitlines():
+        report = json.loads(line)
+        if report["epoch"] == epoch:
+            values |= {name: value for name, value in report.items() if name.startswith(("train/", "val/", "test/"))}
+    assert values
+    return values
+
+
+def test_it_binds_trains_and_resumes(former: Path, mlx: Mlx) -> None:
+    conf = (former / "src" / "conf.yaml").read_text()
+    bound = mlx(former, "train", "bind")
+    assert bound.returncode == 0, bound.stderr
+    kept = (former / "src" / "conf.yaml").read_text()
+    assert "num_epochs: 2 # enough to see it resume" in kept
+    assert [line for line in conf.splitlines() if "_target_" in line] == [
+        line for line in kept.splitlines() if "_target_" in line
+    ]
+
+    resumed = mlx(former, "train", "run", "--resume", "run_002", "cfg.num_epochs=2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert numbers(former, "run_002", 1) == numbers(former, "run_001", 1)
+
+    new = mlx(former, "train", "run")
+    assert new.returncode == 0, new.stderr
+    assert "prepared  train, val, test" in new.stdout
+    for epoch in (0, 1):
+        assert numbers(former, "run_003", epoch) == numbers(former, "run_001", epoch)
+
+
+def test_its_runs_are_listed_and_read(former: Path, mlx: Mlx, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = json.loads(mlx(former, "xp", "ls", "--json").stdout)
+    assert [(row["run"], row["status"], row["epoch"]) for row in listed] == [
+        ("run_001", "SUCCEEDED", 2),
+        ("run_002", "SUCCEEDED", 1),
+    ]
+    best = json.loads(mlx(former, "xp", "best", "former", "--json").stdout)
+    assert best["checkpoint"] == str(former / "runs" / "former" / "run_001" / "checkpoints" / "epoch_0002")
+    run = open_run(str(former / "runs" / "former" / "run_001"))
+    assert run.record["status"] == "SUCCEEDED"
+    assert run.metrics()["val/accuracy"].dropna().iloc[-1] == pytest.approx(best["value"])
+    assert run.state("best")["epoch"] == 1
+    [net] = vars(run.load_models(trust=True)).values()
+    assert sum(item.numel() for item in net.parameters()) == 678
