@@ -23,6 +23,7 @@ def find(
     project: Path,
     tell: Tell,
     shown: Mapping[str, Any] = MappingProxyType({}),
+    ray_needed: Callable[[], object] = lambda: None,
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets that fit the datasets of a config, by name in `Datasets`.
 
@@ -35,6 +36,8 @@ def find(
         project: Folder of the experiment.
         tell: Called with a line for the user.
         shown: Nodes of datasets without secrets, for the manifests.
+        ray_needed: Called before a stream of Ray Data is made. Must start Ray, unless it runs: otherwise Ray would
+            start itself, or join another Ray of this machine.
     """
     store = Store(root)
     names = store.names()
@@ -49,6 +52,8 @@ def find(
         if not any(item.name.startswith(candidate.prefix) for item in of_arguments):
             tell(stale.format("code"))
             continue
+        if candidate.streamed:
+            ray_needed()
         try:
             dataset = candidate.make()
             manifest = store.find(candidate.full_name(dataset))

@@ -48,32 +48,41 @@ def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], N
     if cfg.prepared == "never":
         return {}
     if cfg.prepared == "auto":
-        sets = find_prepared(config, project, lambda text: emit(Notice(text)))
+        sets = _find(config, project, lambda text: emit(Notice(text)))
     else:
         sets = _make(config, project, emit)
     return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in sets.items()}
 
 
-def find_prepared(config: RunConfig, project: Path, notify: Callable[[str], None]) -> dict[str, PreparedSet]:
-    """Return the prepared datasets that match the config, without making any.
+def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
+    """Return the names of the streams of Ray Data that have to be read as such.
 
     Args:
         config: config of the run.
         project: folder of the experiment.
-        notify: called with a line about each stale one.
+        ray_needed: called before rows are read to compare them with prepared ones; must start Ray, unless it runs.
     """
-    tree, _ = _preparable(config.tree)
-    shown = config.shown.get("datasets", {})
-    return preparation.find(tree, store_of(config), shown=shown, seed=config.cfg.seed, project=project, tell=notify)
-
-
-def unprepared_streams(config: RunConfig, project: Path) -> list[str]:
-    """Return the names of the streams of Ray Data that have to be read as such."""
     streams = stream_names(config.tree)
     if not streams or config.cfg.prepared == "never":
         return streams
-    prepared = find_prepared(config, project, lambda _: None)
+    prepared = _find(config, project, lambda _: None, ray_needed)
     return [name for name in streams if name not in prepared]
+
+
+def _find(
+    config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object] = lambda: None
+) -> dict[str, PreparedSet]:
+    """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
+    tree, _ = _preparable(config.tree)
+    return preparation.find(
+        tree,
+        store_of(config),
+        shown=config.shown.get("datasets", {}),
+        seed=config.cfg.seed,
+        project=project,
+        tell=notify,
+        ray_needed=ray_needed,
+    )
 
 
 def store_of(config: RunConfig) -> str:

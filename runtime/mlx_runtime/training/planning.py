@@ -15,7 +15,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
 from mlx_runtime.training.engines import Engine, local
-from mlx_runtime.training.engines.placement import Cluster, on_ray
+from mlx_runtime.training.engines.placement import Cluster, on_ray, start_ray
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import RunConfig
@@ -88,17 +88,18 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     Raises:
         ConfigError: `cfg.engine=local` rules it out.
     """
-    streams = unprepared_streams(config, project) if cluster.engine == "local" else []
-    if not streams:
+    with contextlib.ExitStack() as stack:
+        streams = []
+        if cluster.engine == "local":
+            streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
+        if streams:
+            why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
+            if config.cfg.engine == "local":
+                raise ConfigError(
+                    f"cfg.engine=local cannot train this: {why}; run mlx train prepare first, or use cfg.engine=auto"
+                )
+            cluster = stack.enter_context(on_ray(config.cfg, why))
         yield cluster
-        return
-    why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
-    if config.cfg.engine == "local":
-        raise ConfigError(
-            f"cfg.engine=local cannot train this: {why}; run mlx train prepare first, or use cfg.engine=auto"
-        )
-    with on_ray(config.cfg, why) as ray_cluster:
-        yield ray_cluster
 
 
 def _engine(config: RunConfig, cluster: Cluster) -> Engine:

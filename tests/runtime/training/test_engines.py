@@ -622,4 +622,6 @@ class TestAuto:
         second = mlx(folder, "train", "run", *overrides)
         assert second.returncode == 0, second.stderr
         assert f"workers   2 DDP workers on {cores} cores (local engine)\n" in second.stdout
+        assert "ray       starting" in second.stdout, "rows of the stream are compared with the prepared ones"
+        assert "Ray" not in second.stderr, f"Ray started itself, or joined another one: {second.stderr}"
         assert record(folder, "run_002")["engine"] == {"asked": "auto", "used": "local"}
