@@ -40,6 +40,7 @@ def test_it_binds_trains_and_resumes(former: Path, mlx: Mlx) -> None:
     bound = mlx(former, "train", "bind")
     assert bound.returncode == 0, bound.stderr
     kept = (former / "src" / "conf.yaml").read_text()
+    assert "dropped  cfg.prefetch_batches: 2" in bound.stdout
     assert "num_epochs: 2 # enough to see it resume" in kept
     assert [line for line in conf.splitlines() if "_target_" in line] == [
         line for line in kept.splitlines() if "_target_" in line
@@ -47,11 +48,14 @@ def test_it_binds_trains_and_resumes(former: Path, mlx: Mlx) -> None:
 
     resumed = mlx(former, "train", "run", "--resume", "run_002", "cfg.num_epochs=2")
     assert resumed.returncode == 0, resumed.stderr
+    ignored = "note      cfg.prefetch_batches has no effect: it is no longer a setting of the runtime\n"
+    assert ignored in resumed.stdout  # a run keeps its own conf.yaml
     assert numbers(former, "run_002", 1) == numbers(former, "run_001", 1)
 
     new = mlx(former, "train", "run")
     assert new.returncode == 0, new.stderr
     assert "prepared  train, val, test" in new.stdout
+    assert ignored not in new.stdout
     for epoch in (0, 1):
         assert numbers(former, "run_003", epoch) == numbers(former, "run_001", epoch)
 

@@ -40,6 +40,7 @@ class Config:
         cfg: the group `cfg` as the object that user code gets.
         overrides: overrides as typed.
         unseen: targets that were not checked, since only a run may import them.
+        ignored: settings in `cfg` that an earlier version of the runtime had.
     """
 
     tree: Tree
@@ -47,6 +48,7 @@ class Config:
     cfg: Any
     overrides: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def shown(self) -> Tree:
@@ -89,6 +91,7 @@ def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool =
     composition = read(path, overrides, title)
     tree, classes, base = composition.tree, groups(experiment), base_of(experiment)
     reported = {problem.key for problem in composition.problems}
+    ignored = _ignored_settings(composition, classes["cfg"], base)
     checker = Checker(imports=not look)
     problems = [*composition.problems, *ambiguous_words(path)]
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
@@ -97,7 +100,7 @@ def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool =
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     if wrong := [*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)]:
         raise _config_error(wrong, title)
-    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
+    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
 
 
 def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
@@ -164,6 +167,17 @@ def _quote_value(override: str) -> str:
     """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
     match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
     return f"{match[1]}='{match[2]}'" if match else override
+
+
+def _ignored_settings(composition: Composition, cls: type, base: Any) -> tuple[str, ...]:
+    """Return the settings in `cfg` that the runtime no longer has, and drop those that the user's class lacks, too."""
+    own = {item.name for item in parameters(cls) or []}
+    trees = [tree["cfg"] for tree in (composition.tree, composition.unresolved) if isinstance(tree.get("cfg"), dict)]
+    ignored = tuple(name for name in getattr(base, "removed_settings", ()) if any(name in tree for tree in trees))
+    for name in {*ignored} - own:
+        for tree in trees:
+            tree.pop(name, None)
+    return ignored
 
 
 def _own_settings(node: Tree, base: type) -> Any:

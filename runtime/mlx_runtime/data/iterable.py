@@ -28,9 +28,7 @@ class IterableReader:
 
     @property
     def advice(self) -> str | None:
-        if self._processes.count:
-            return "raise cfg.prefetch_batches"
-        return "read it beside the worker with cfg.loader=workers=1"
+        return None if self._processes.count else "read it beside the worker with cfg.loader=workers=1"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)

@@ -70,7 +70,6 @@ class LoaderOptions:
     Attributes:
         seed: Seed that decides the order together with the epoch.
         processes: Number of processes beside the worker that read samples; 0 reads in the worker.
-        prefetch_batches: Batches that each of them reads ahead.
         accumulate: Steps per update of a training dataset.
         wanted_workers: Number of workers whose global batch a group of a different size keeps; None keeps the batch of
             each worker.
@@ -80,7 +79,6 @@ class LoaderOptions:
 
     seed: int = 0
     processes: int = 0
-    prefetch_batches: int = 2
     accumulate: int = 1
     wanted_workers: int | None = None
     limit: int | None = None
@@ -138,7 +136,7 @@ class DatasetShard:
         if self.stream is not None:
             return self.stream
         pin_memory = self.topology.device.type == "cuda"
-        processes = ReadingProcesses(self.options.processes, self.options.prefetch_batches, pin_memory)
+        processes = ReadingProcesses(self.options.processes, pin_memory)
         reader = IterableReader if isinstance(self.dataset, IterableDataset) else MapReader
         return reader(self.dataset, self.name, processes)
 
@@ -177,7 +175,7 @@ _INSTEAD = {
     "local_shuffle_buffer_size": "each epoch shuffles a whole training set; set its attribute `shuffle` to change that",
     "local_shuffle_seed": "cfg.seed decides the order",
     "pin_memory": "batches for a GPU are always pinned",
-    "prefetch_batches": "set cfg.prefetch_batches",
+    "prefetch_batches": "cfg.loader=workers=N reads ahead",
 }
 """What to do instead of passing an argument of Ray Data's method."""
 

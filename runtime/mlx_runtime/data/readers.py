@@ -50,12 +50,10 @@ class ReadingProcesses:
 
     Attributes:
         count: Number of processes; 0 reads in the worker itself.
-        prefetch_batches: Batches that each of them reads ahead.
         pin_memory: True to put batches into pinned memory, from which copying to a GPU does not block.
     """
 
     count: int = 0
-    prefetch_batches: int = 2
     pin_memory: bool = False
 
     def loader(self, dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
@@ -64,7 +62,6 @@ class ReadingProcesses:
             dataset,
             batch_size=None,
             collate_fn=_unchanged,
-            prefetch_factor=max(1, self.prefetch_batches),
             pin_memory=self.pin_memory,
             generator=torch.Generator(),  # else each pass would draw a random number of training
             **options,
@@ -100,10 +97,10 @@ class MapReader:
 
     @property
     def advice(self) -> str | None:
-        prefetch = "raise cfg.prefetch_batches"
+        more = f"cfg.loader=workers={max(2, 2 * self._processes.count)}"
         if getattr(self._dataset, "prepare", True):
-            return "prepare it once with --prepare-batches" + (f", or {prefetch}" if self._processes.count else "")
-        return prefetch if self._processes.count else "spread it with cfg.loader=workers=2"
+            return "prepare it once with --prepare-batches" + (f", or try {more}" if self._processes.count else "")
+        return f"try {more}" if self._processes.count else f"spread it with {more}"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)

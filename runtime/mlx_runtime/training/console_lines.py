@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlx_runtime.data import loaders
 from mlx_runtime.events import (
     DatasetsPrepared,
     Event,
@@ -25,7 +24,6 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.planning import RunPlan
 
 
@@ -86,10 +84,8 @@ class ConsoleLines:
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
             self._print("          to keep a secret out of it: ${oc.env:NAME}, a variable of the environment")
-        if cfg.prefetch_batches != TrainConfig.prefetch_batches and not loaders.reading_processes(cfg.loader):
-            self._print(
-                f"note      cfg.prefetch_batches={cfg.prefetch_batches} is ignored without cfg.loader=workers=N"
-            )
+        for name in config.ignored:
+            self._print(f"note      cfg.{name} has no effect: it is no longer a setting of the runtime")
 
     def _overrides(self) -> None:
         """Print what differs from the config that the run had before, and which overrides change nothing."""

@@ -18,7 +18,6 @@ MINIMUM = {
     "min_workers": 1,
     "num_epochs": 0,
     "overfit_batches": 1,
-    "prefetch_batches": 0,
     "seed": 0,
     "start_epoch": 0,
     "start_workers": 0,
@@ -77,7 +76,6 @@ class TrainConfig(_Checked):
         overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
             a model that does not fit them has a bug.
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard.
-        prefetch_batches: batches that each reading process prepares ahead; for `cfg.loader=workers=N`.
         loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
             processes per worker.
         prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones
@@ -129,7 +127,6 @@ class TrainConfig(_Checked):
     limit_batches: int | None = None
     overfit_batches: int | None = None
     profile: bool = False
-    prefetch_batches: int = 2
     loader: str = "auto"
     prepared: Literal["auto", "make", "never"] = "auto"
     prepared_path: str | None = None
@@ -155,6 +152,9 @@ class TrainConfig(_Checked):
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
+
+    removed_settings: ClassVar[tuple[str, ...]] = ("prefetch_batches",)
+    """Settings of earlier versions, which a conf.yaml may still contain."""
 
 
 @dataclass

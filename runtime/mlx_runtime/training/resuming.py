@@ -32,8 +32,8 @@ Build = Callable[[Any, str], Any]
 FIXED = {"limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"}
 """Settings that a run keeps: they determine where it starts and what it reads."""
 
-IGNORED = {"resume", "storage_path"}
-"""Settings that choose the run, and do not change what it does."""
+IGNORED = {"resume", "storage_path", *TrainConfig.removed_settings}
+"""Settings that do not change what a run does: they choose it, or are of an earlier version."""
 
 MAY_START = {"lr", "weight_decay"}
 """Hyperparameters that may change from or to 0. With others, like momentum, its state would differ in kind."""

@@ -33,7 +33,6 @@ def dataset_shards(
     options = LoaderOptions(
         seed=cfg.seed,
         processes=reading_processes(cfg.loader),
-        prefetch_batches=cfg.prefetch_batches,
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=cfg.start_workers if keeps_global_batch else None,
         limit=min(limits, default=None),
