@@ -1,7 +1,7 @@
 """The zoo of libraries: all classes of libraries that a default may be an instance of, including those of new versions.
 
 One class with one argument `it`, as in `zoo`, for every module, optimizer and scheduler of torch, every metric of
-TorchMetrics, every estimator of scikit-learn, and, if transformers is installed, models constructed from a config.
+TorchMetrics, every estimator of scikit-learn, and, if they are installed, models of transformers and torchvision.
 """
 
 import importlib.util
@@ -150,6 +150,21 @@ TRANSFORMERS = [
 """Models of all architectures are constructed from a config in the same way; tokenizers are Rust objects."""
 
 
+TORCHVISION = [
+    *(f"torchvision.models.{name}(num_classes=3)" for name in ("resnet18", "mobilenet_v3_small", "squeezenet1_1")),
+    *(f"torchvision.models.{name}(num_classes=3)" for name in ("densenet121", "efficientnet_b0", "regnet_y_400mf")),
+    "torchvision.models.googlenet(num_classes=3, init_weights=False)",
+    "torchvision.models.vision_transformer.VisionTransformer(16, 8, 1, 2, 8, 8)",
+    "torchvision.models.swin_transformer.SwinTransformer([2, 2], 8, [1, 1], [2, 2], [2, 2])",
+    "torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights_backbone=None, num_classes=2)",
+    "torchvision.transforms.Compose([torchvision.transforms.RandomCrop(28), torchvision.transforms.ToTensor()])",
+    "torchvision.transforms.v2.Normalize([0.5], [0.25])",
+    "torchvision.transforms.v2.RandAugment(magnitude=5)",
+    "torchvision.ops.SqueezeExcitation(8, 2)",
+]
+"""Models without pretrained weights, which a test cannot download, and transforms."""
+
+
 def _arguments(cls: type) -> str:
     """Return the source text of the required arguments."""
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -184,6 +199,8 @@ def _calls() -> Iterator[str]:
     yield from MORE
     if importlib.util.find_spec("transformers"):
         yield from TRANSFORMERS
+    if importlib.util.find_spec("torchvision"):
+        yield from TORCHVISION
 
 
 def _text(calls: dict[str, str]) -> str:

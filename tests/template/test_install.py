@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import test_data_job
 import test_generate
+import torch
 from conftest import ROOT
 from test_generate import files
 from test_template import make
@@ -143,12 +144,27 @@ def test_the_wheel_carries_the_templates_and_works_without_this_repository(
     assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
 
 
+WITH_LIBRARIES = """
+import sys
+import pytest, torch
+sys.path.append(sys.argv.pop(1))
+if torch.version.cuda is None:  # then PyPI's torchvision has no operators; models need only their names
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.timeout(600)
-def test_what_transformers_makes_can_be_a_default(tmp_path: Path) -> None:
-    """Runs in a separate environment, because TorchMetrics imports transformers if it is installed."""
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, "transformers"], check=True)
-    code = "import sys; sys.path.append(sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-    chosen = ["-q", "tests/runtime/config/test_zoo.py", "-k", "transformers or tokenizers"]
-    done = subprocess.run([sys.executable, "-c", code, tmp_path, *chosen], cwd=ROOT, capture_output=True, text=True)
+def test_what_transformers_and_torchvision_make_can_be_a_default(tmp_path: Path) -> None:
+    """Runs in a separate environment, because TorchMetrics imports both if they are installed."""
+    minor = int(torch.__version__.split(".")[1])
+    for wanted in (["transformers"], ["--no-deps", f"torchvision==0.{minor + 15}.*"]):  # the one for torch 2.{minor}
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", tmp_path, *wanted], check=True)
+    chosen = ["-q", "tests/runtime/config/test_zoo.py", "-k", "transformers or tokenizers or torchvision"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_LIBRARIES, tmp_path, *chosen], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
-    assert f"{len(zoo_libraries.TRANSFORMERS)} passed" in done.stdout
+    assert f"{len(zoo_libraries.TRANSFORMERS + zoo_libraries.TORCHVISION)} passed" in done.stdout
