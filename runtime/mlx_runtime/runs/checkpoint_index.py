@@ -23,7 +23,7 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Description of a checkpoint.
+    """Description of a checkpoint, as its `checkpoint.json` stores it.
 
     Attributes:
         epoch: Epoch, counted from 0.
@@ -56,21 +56,13 @@ class Checkpoint:
 
 
 def list_checkpoints(root: str | Storage) -> list[Checkpoint]:
-    """Return the complete checkpoints in a folder or URI, oldest first.
-
-    Raises:
-        StorageError: The storage does not answer.
-    """
+    """Return the complete checkpoints in a folder or URI, oldest first."""
     checkpoints = checkpoints_by_name(root if isinstance(root, Storage) else Storage(root)).values()
     return sorted((item for item in checkpoints if item is not None), key=lambda item: item.order)
 
 
 def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
-    """Return all checkpoints by name, with None for those without a readable description.
-
-    Raises:
-        StorageError: The storage does not answer.
-    """
+    """Return all checkpoints by name, with None for those without a readable description."""
     with storage_errors(f"cannot read {storage.root}"):
         names = [name for name in storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
         checkpoints = {name: read_description(storage, name) for name in names}
@@ -80,11 +72,7 @@ def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
 
 
 def read_description(storage: Storage, name: str) -> Checkpoint | None:
-    """Return the description of a checkpoint, or None if there is no readable one.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Return the description of a checkpoint, or None if there is no readable one; OSErrors of the storage pass."""
     try:
         fields = from_json(storage.read(name, ABOUT), _SHAPE, needs=("metrics",))
         fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}

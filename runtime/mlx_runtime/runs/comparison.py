@@ -7,16 +7,7 @@ from typing import Any
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.listing import (
-    AskJobs,
-    Row,
-    ask_nobody,
-    list_rows,
-    map_concurrently,
-    mode_of,
-    suggest_metric,
-    summarize,
-)
+from mlx_runtime.runs.listing import AskJobs, Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.files import joined
 from mlx_runtime.storage.redaction import redacted_tree
@@ -25,18 +16,12 @@ from mlx_runtime.storage.redaction import redacted_tree
 def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Find the run and the checkpoint of an experiment in which a metric is best.
 
+    A value that no checkpoint was saved with, like that of a final test, comes with the latest checkpoint of the run.
+
     Args:
-        name: name of an experiment in the storage.
-        metric: name of the metric; by default the one that its latest run monitors.
+        name: Name of an experiment in the storage.
+        metric: Name of the metric; by default the one that its latest run monitors.
         mode: `max` or `min`; by default `cfg.mode` of the runs that monitor the metric.
-
-    Returns:
-        `metric`, `mode`, `value`, `experiment`, `run`, `epoch`, `checkpoint`. A value that no checkpoint was saved
-        with, like that of a final test, comes with the latest checkpoint of the run.
-
-    Raises:
-        UsageError: no such experiment or metric, or its mode is unknown.
-        StorageError: the storage does not answer.
     """
     rows = [row for row in list_rows(name) if row.problem is None]
     chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)
@@ -80,16 +65,8 @@ def best_lines(found: Mapping[str, Any]) -> list[str]:
     return [f"{name:<{width}}{value}" for name, value in rows.items()]
 
 
-def difference(first: RunFolder, second: RunFolder, ask: AskJobs = ask_nobody) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what differs between two runs.
-
-    Returns:
-        `run` (status, seed, commit, versions, …), `config` and `metrics`, each by name with
-        the values `a` and `b`, or only one of them.
-
-    Raises:
-        StorageError: one of them cannot be read.
-    """
+def difference(first: RunFolder, second: RunFolder, ask: AskJobs | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what differs between two runs: `run`, `config` and `metrics`, with one or two values for each name."""
     a, b = (_describe(folder, ask) for folder in (first, second))
     return {
         part: {
@@ -105,11 +82,9 @@ def table(
     first: RunFolder, second: RunFolder, differing: Mapping[str, Mapping[str, Mapping[str, Any]]]
 ) -> list[dict[str, str]]:
     """Format the result of `difference` as rows of a table."""
-    a, b = (
-        (folder.title for folder in (first, second))
-        if first.title != second.title
-        else (first.location, second.location)
-    )
+    a, b = first.title, second.title
+    if a == b:
+        a, b = first.location, second.location
     return [
         {"": name, a: _cell(part, values, "a"), b: _cell(part, values, "b")}
         for part, names in differing.items()
@@ -124,7 +99,7 @@ def _cell(part: str, values: Mapping[str, Any], side: str) -> str:
     return format_number(value) if isinstance(value, float) and part != "config" else str(value)
 
 
-def _describe(folder: RunFolder, ask: AskJobs) -> dict[str, dict[str, Any]]:
+def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any]]:
     """Return facts, config and metrics of a run, each as a flat dict."""
     from mlx_runtime.config.interpolation import parsed
 

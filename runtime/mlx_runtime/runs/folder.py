@@ -35,13 +35,9 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
 
 STOP_NOTE = ".stop"
-"""Name of the file that asks a run to stop."""
-
+RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
-"""Name of the folder of evaluation results."""
-
 ATTEMPT = ".attempt-"
-"""Start of the names of the files with which drivers claim a run."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class RunFolder:
     def root(self) -> str:
         """Root of the storage that the run is in."""
         base, options = split_options(self.location)
-        return base.removesuffix(f"/{self.experiment}/{self.name}") + options
+        return base.removesuffix(f"/{self.title}") + options
 
     @property
     def title(self) -> str:
@@ -89,10 +85,6 @@ class RunFolder:
         return self.path / "conf.yaml"
 
     @property
-    def code(self) -> Path:
-        return self.path / "code.zip"
-
-    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -101,30 +93,12 @@ class RunFolder:
         """Folder or URI of the checkpoints."""
         return joined(self.location, "checkpoints")
 
-    @property
-    def reserve(self) -> Path:
-        """File that reserves space for recording the end of the run on a full disk."""
-        return self.path / ".reserve"
-
     def read(self, *parts: str) -> bytes:
-        """Return the content of a file of the run, from the object store if the run is on one.
-
-        Raises:
-            OSError: There is no such file, or the storage does not answer.
-            StorageError: There is no such storage.
-        """
+        """Return the content of a file of the run; raise OSError if there is none, or the storage does not answer."""
         return self.path.joinpath(*parts).read_bytes() if self.uri is None else Storage(self.uri).read(*parts)
 
     def push(self, *files: Path, must: bool = False) -> None:
-        """Copy files of the run folder to the object store, if the run is on one.
-
-        Args:
-            files: Files of the run folder.
-            must: Raise on failure. Not needed for files that are pushed repeatedly.
-
-        Raises:
-            StorageError: With `must`, the storage refuses them.
-        """
+        """Copy files to the object store, if the run is on one. Without `must`, failures are ignored."""
         if self.uri is None:
             return
         try:
@@ -134,19 +108,8 @@ class RunFolder:
             if must:
                 raise StorageError(f"cannot write {self.uri}: {short_message(error)}") from error
 
-    def forget(self, *files: Path) -> None:
-        """Remove files from the object store, if the run is on one."""
-        if self.uri is not None:
-            with contextlib.suppress(OSError, StorageError):
-                for file in files:
-                    Storage(self.uri).remove_file(file.name)
-
     def pull(self, *patterns: str) -> None:
-        """Copy files from the object store to the run folder, if the run is on one.
-
-        Args:
-            patterns: Patterns of their names.
-        """
+        """Replace the files whose names match by those on the object store, if the run is on one."""
         if self.uri is None:
             return
         storage = Storage(self.uri)
@@ -158,52 +121,19 @@ class RunFolder:
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                     storage.download(self.path / name, name)
 
-    def ask_to_stop(self) -> None:
-        """Ask the driver of the run to stop, whatever machine it is on."""
-        with storage_errors(f"cannot write {self.location}"):
-            Storage(self.location).write(b"", STOP_NOTE)
-
-    def asked_to_stop(self) -> bool:
-        """Return True if somebody asked the driver to stop."""
-        with contextlib.suppress(OSError, StorageError):
-            return Storage(self.location).size_bytes(STOP_NOTE) is not None
-        return False
-
-    def withdraw_stop(self) -> None:
-        """Take back a request to stop."""
-        with contextlib.suppress(OSError, StorageError):
-            Storage(self.location).remove_file(STOP_NOTE)
-
-    def begun(self) -> bool:
-        """Return True if the run has a config, so that it can be resumed; also if the storage does not answer."""
-        with contextlib.suppress(OSError):
-            return Storage(self.location).size_bytes(self.conf.name) is not None
-        return True
-
-    def hold_reserve(self) -> None:
-        """Reserve the space for recording the end."""
-        with contextlib.suppress(OSError):
-            _reserve(self.reserve)
-
     def attempts(self) -> int:
         """Return how many drivers have claimed this run so far."""
         with storage_errors(f"cannot read {self.location}"):
-            names = Storage(self.location).names()
-        matches = [re.fullmatch(rf"{re.escape(ATTEMPT)}(\d{{3,9}})", name) for name in names]
-        return max((int(match[1]) for match in matches if match), default=0)
+            return max((_number(name, ATTEMPT) for name in Storage(self.location).names()), default=0)
 
-    def claim_attempt(self, number: int, driver: Mapping[str, Any] | None = None) -> bool:
+    def claim_attempt(self, number: int, lease: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run. Return True for exactly one of several callers.
-
-        Args:
-            number: Number of the attempt.
-            driver: Lease of the driver.
 
         Raises:
             StorageError: The storage cannot be written, or cannot keep two drivers from claiming the same run.
         """
-        storage, name = Storage(self.location), _attempt(number)
-        content = to_json(dict(driver or {})).encode()
+        storage, name = Storage(self.location), attempt_name(number)
+        content = to_json(dict(lease or {})).encode()
         with storage_errors(f"cannot write {self.location}"):
             if number == 1 and not storage.exclusive:
                 storage.write(content, name)  # of a new run, which was claimed with its folder
@@ -217,18 +147,38 @@ class RunFolder:
                     "cfg.restore_checkpoint_path=CHECKPOINT"
                 ) from error
 
-    def note_attempt(self, number: int, driver: Mapping[str, Any]) -> None:
-        """Refresh the lease of the driver of an attempt."""
-        with storage_errors(f"cannot write {self.location}"):
-            Storage(self.location).write(to_json(dict(driver)).encode(), _attempt(number))
 
-    def attempt(self, number: int) -> bytes:
-        """Return the lease of the driver of an attempt, empty if it was killed before it wrote one."""
-        with storage_errors(f"cannot read {self.location}"):
-            try:
-                return Storage(self.location).read(_attempt(number))
-            except (FileNotFoundError, IsADirectoryError):
-                return b""
+def ask_to_stop(run: RunFolder) -> None:
+    """Ask the driver of a run to stop, whatever machine it is on."""
+    with storage_errors(f"cannot write {run.location}"):
+        Storage(run.location).write(b"", STOP_NOTE)
+
+
+def asked_to_stop(run: RunFolder) -> bool:
+    with contextlib.suppress(OSError, StorageError):
+        return Storage(run.location).size_bytes(STOP_NOTE) is not None
+    return False
+
+
+def withdraw_stop(run: RunFolder) -> None:
+    """Take back a request to stop."""
+    with contextlib.suppress(OSError, StorageError):
+        Storage(run.location).remove_file(STOP_NOTE)
+
+
+def has_begun(run: RunFolder) -> bool:
+    """Return True if a run has a config, so that it can be resumed; also if the storage does not answer."""
+    with contextlib.suppress(OSError):
+        return Storage(run.location).size_bytes(run.conf.name) is not None
+    return True
+
+
+def reserve_space(run: RunFolder) -> None:
+    """Reserve a megabyte for recording the end of a run: a full disk still accepts empty files and folders."""
+    with (run.path / RESERVE).open("wb") as stream:
+        stream.write(b"\0" * (1 << 20))
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def run_folder(root: str, experiment: str, run: str) -> RunFolder:
@@ -246,10 +196,6 @@ def names_folder(name: str) -> bool:
 
 def claim_run(root: str, experiment: str) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
-
-    Args:
-        root: Root of the storage.
-        experiment: Name of the experiment.
 
     Raises:
         UsageError: The experiment's name is not a valid folder name.
@@ -276,7 +222,7 @@ def claim_run(root: str, experiment: str) -> RunFolder:
                 folder.path.mkdir(parents=True)
             else:
                 (folder.path / "checkpoints").mkdir()
-            _reserve(folder.reserve)
+            reserve_space(folder)
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -298,11 +244,7 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
 
 
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
-    """Return a run by name (`run_003`), number (`3`) or `latest`.
-
-    Raises:
-        UsageError: There is no such experiment or run; the message suggests similar names.
-    """
+    """Return a run by name (`run_003`), number (`3`) or `latest`; raise UsageError with similar names without one."""
     runs = list_runs(root, experiment)
     if not runs:
         known = {folder.experiment for folder in list_runs(root)}
@@ -338,6 +280,11 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     return find_run(root, name or experiment, run)
 
 
+def attempt_name(number: int) -> str:
+    """Return the name of the file with which the driver of an attempt claims a run."""
+    return f"{ATTEMPT}{number:03d}"
+
+
 def _is_folder(storage: Storage, name: str) -> bool:
     return not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
 
@@ -353,18 +300,6 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
         return [run for run, names in zip(runs, contents, strict=True) if names]
 
 
-def _attempt(number: int) -> str:
-    return f"{ATTEMPT}{number:03d}"
-
-
-def _number(name: str) -> int:
-    match = re.fullmatch(r"run_(\d{3,})", name)
-    return int(match.group(1)) if match else 0
-
-
-def _reserve(file: Path, size_bytes: int = 1 << 20) -> None:
-    """Write a megabyte: a full disk still accepts empty files and folders."""
-    with file.open("wb") as stream:
-        stream.write(b"\0" * size_bytes)
-        stream.flush()
-        os.fsync(stream.fileno())
+def _number(name: str, prefix: str = "run_") -> int:
+    match = re.fullmatch(rf"{re.escape(prefix)}(\d{{3,9}})", name)
+    return int(match[1]) if match else 0

@@ -8,7 +8,7 @@ import datetime
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from mlx_runtime.errors import StorageError, UsageError, suggest
@@ -31,17 +31,13 @@ SLOW_S = 0.02
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
+"""Returns the status of jobs by address and id, where their clusters know it."""
+
 
 @dataclass(frozen=True)
 class Row:
-    """A run in a listing.
-
-    Attributes:
-        folder: folder of the run.
-        status: one of `STATUSES`.
-        record: content of run.json; empty if it cannot be read.
-        problem: why it cannot be read, else None.
-    """
+    """A run in a listing. If its run.json cannot be read, `record` is empty and `problem` says why."""
 
     folder: RunFolder
     status: str
@@ -122,11 +118,7 @@ class Row:
         }
 
     def cells(self, metric: str | None = None) -> dict[str, str]:
-        """Return the cells of a table row as text, by column.
-
-        Args:
-            metric: metric to show; by default the run's monitor, else its first metric.
-        """
+        """Return the cells of a table row by column, for a metric: by default the monitored, else the first one."""
         shown = metric or self.monitor or next(iter(self.metrics), None)
         epochs = self.record.get("epochs")
         epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
@@ -146,36 +138,26 @@ class Row:
         return {name: value or "-" for name, value in values.items()}
 
 
-AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
-"""Returns the status of jobs by address and id, where their clusters know it."""
-
-
-def ask_nobody(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Leave the status of runs at what their records say."""
-    return {}
-
-
 def list_rows(
     name: str | None = None,
     *,
     status: str | None = None,
     sort: str | None = None,
     mode: str | None = None,
-    ask: AskJobs = ask_nobody,
+    ask: AskJobs | None = None,
 ) -> list[Row]:
     """List the runs of an experiment, or of the whole storage, oldest first.
 
     Args:
-        name: name of an experiment in the storage.
-        status: only runs with this status.
-        sort: metric to sort by, best first: by the `cfg.mode` of the runs that monitor it, otherwise smallest first.
+        name: Name of an experiment in the storage.
+        status: Only runs with this status.
+        sort: Metric to sort by, best first: by the `cfg.mode` of the runs that monitor it, otherwise smallest first.
             Runs without a value come last.
         mode: `max` or `min`, instead of that of the runs.
-        ask: asks clusters about the jobs of unfinished runs.
+        ask: Asks clusters about the jobs of unfinished runs.
 
     Raises:
-        UsageError: no such experiment, or no run has such a metric.
-        StorageError: the storage does not answer.
+        UsageError: No such experiment, or no run has such a metric.
     """
     root = lookup.storage_root()
     folders = list_runs(root, name)
@@ -195,12 +177,31 @@ def empty_message(status: str | None) -> str:
     return f"there are no runs in {root} yet; start one with: mlx train run"
 
 
-def summarize(folders: Sequence[RunFolder], ask: AskJobs = ask_nobody) -> list[Row]:
+def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[Row]:
     """Read the records of runs, and ask the clusters of those that are alive."""
-    found = map_concurrently(_read_record, folders)
-    jobs = {job for record in found if isinstance(record, dict) and (job := _live_job(record)) is not None}
-    statuses = ask(jobs) if jobs else {}
-    return [_row(folder, record, statuses) for folder, record in zip(folders, found, strict=True)]
+    rows = map_concurrently(_row, folders)
+    jobs = {
+        row.folder: (job["address"], job["id"])
+        for row in rows
+        if row.record.get("status") in records.LIVING and (job := row.record.get("job"))
+    }
+    if ask is None or not jobs:
+        return rows
+    statuses = ask(set(jobs.values()))
+    return [
+        replace(row, status=records.status_of(row.record, statuses.get(jobs[row.folder])))
+        if row.folder in jobs
+        else row
+        for row in rows
+    ]
+
+
+def _row(folder: RunFolder) -> Row:
+    try:
+        record = records.recorded(folder)
+    except StorageError as error:
+        return Row(folder, UNREADABLE, {}, str(error))
+    return Row(folder, records.status_of(record), record)
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -230,40 +231,16 @@ def suggest_metric(rows: Iterable[Row], metric: str) -> str:
     return suggest(metric, names) if len(names) <= 30 else " See all with: mlx xp ls --json"
 
 
-def _read_record(folder: RunFolder) -> dict[str, Any] | StorageError:
-    try:
-        return records.recorded(folder)
-    except StorageError as error:
-        return error
-
-
-def _live_job(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the address and id of a live run's job."""
-    job = record.get("job")
-    if record.get("status") not in records.LIVING or not isinstance(job, dict):
-        return None
-    return str(job.get("address")), str(job.get("id"))
-
-
-def _row(folder: RunFolder, record: dict[str, Any] | StorageError, statuses: Mapping[tuple[str, str], str]) -> Row:
-    if isinstance(record, StorageError):
-        return Row(folder, UNREADABLE, {}, str(record))
-    job = _live_job(record)
-    return Row(folder, records.status_of(record, statuses.get(job) if job else None), record)
-
-
 def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
-    values = [(row.value(metric), row) for row in rows]
-    if rows and all(value is None for value, _ in values):
-        raise UsageError(f"no run has a value of {metric}.{suggest_metric(rows, metric)}")
     sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
-    ranked = [(sign * value, row) for value, row in values if value is not None]
-    ranked.sort(key=lambda pair: pair[0])
-    return [row for _, row in ranked] + [row for value, row in values if value is None]
+    known = [(sign * value, row) for row in rows if (value := row.value(metric)) is not None]
+    if rows and not known:
+        raise UsageError(f"no run has a value of {metric}.{suggest_metric(rows, metric)}")
+    known.sort(key=lambda pair: pair[0])
+    return [row for _, row in known] + [row for row in rows if row.value(metric) is None]
 
 
-def _seconds_between(start: Any, end: Any) -> float | None:
+def _seconds_between(start: str | None, end: str | None) -> float | None:
     if not start or not end:
         return None
-    first, last = (datetime.datetime.fromisoformat(str(item)) for item in (start, end))
-    return (last - first).total_seconds()
+    return (datetime.datetime.fromisoformat(end) - datetime.datetime.fromisoformat(start)).total_seconds()

@@ -4,14 +4,11 @@ import contextlib
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.files import Storage
-
-DRIVER = "driver"
+from mlx_runtime.storage.files import Storage, storage_errors
 
 PUSH_S = 10.0
 """Interval at which a log is copied to an object store."""
@@ -19,16 +16,11 @@ PUSH_S = 10.0
 
 def log_name(rank: int | None = None) -> str:
     """Return the path of the log of a rank, or of the driver, in the run folder."""
-    return f"logs/{DRIVER if rank is None else f'rank_{rank}'}.log"
+    return "logs/driver.log" if rank is None else f"logs/rank_{rank}.log"
 
 
 class LogFile:
-    """A log in the folder of a run, copied to its object store periodically. A full disk ends the log, not the run.
-
-    Args:
-        folder: folder of the run.
-        name: path in the folder.
-    """
+    """A log in the folder of a run, copied to its object store periodically. A full disk ends the log, not the run."""
 
     def __init__(self, folder: RunFolder, name: str) -> None:
         self._folder, self._name = folder, name
@@ -75,14 +67,9 @@ class LogFile:
 
 
 class Log:
-    """Copies the output of this process to a log while the block runs.
+    """Copies the output of this process, a worker or the driver, to a log while the block runs.
 
-    Args:
-        folder: folder of the run.
-        rank: rank of this process if it is a worker; None for the driver.
-
-    Attributes:
-        screen: the original `sys.stdout`.
+    `screen` is the original `sys.stdout`.
     """
 
     def __init__(self, folder: RunFolder, rank: int | None = None) -> None:
@@ -110,9 +97,7 @@ class Log:
         sys.stdout, sys.stderr = (cast(TextIO, _Tee(stream, self)) for stream in self._before)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._before is not None
         assert self._file is not None
         sys.stdout, sys.stderr = self._before
@@ -135,24 +120,16 @@ class _Tee:
 
 
 def read_log(folder: RunFolder, rank: int | None = None) -> bytes | None:
-    """Return the stored part of a log, or None if there is none.
-
-    Raises:
-        StorageError: the storage does not answer.
-    """
+    """Return the stored part of a log, or None if there is none."""
     name = log_name(rank)
-    try:
-        if folder.uri is None:
-            return (folder.path / name).read_bytes()
-        return Storage(folder.uri).read(name)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StorageError(f"cannot read {folder.location}/{name}: {error}") from error
+    with storage_errors(f"cannot read {folder.location}/{name}"):
+        try:
+            return folder.read(name)
+        except FileNotFoundError:
+            return None
 
 
 def last_lines(text: str, count: int) -> str:
-    """Return the last lines of a text."""
     return "".join(text.splitlines(keepends=True)[-count:]) if count > 0 else ""
 
 

@@ -1,6 +1,8 @@
-"""Resolve what a user typed: the storage, a run, or a checkpoint."""
+"""Resolve what a user typed: the storage, a run, a checkpoint, or any path in the storage."""
 
+import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.config.projects import CONF
@@ -10,17 +12,13 @@ from mlx_runtime.runs.folder import RunFolder, find_run, named_run
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
-from mlx_runtime.storage.files import is_uri, joined
+from mlx_runtime.storage.files import Storage, is_uri, joined, storage_errors
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
 
 def storage_root() -> str:
-    """Return the storage: `MLX_STORAGE`, else the one in the conf.yaml of the working directory.
-
-    Raises:
-        UsageError: neither names one.
-    """
+    """Return the storage: `MLX_STORAGE`, else the one in the conf.yaml of the working directory."""
     path = Settings.read().storage or conf_value("cfg.storage_path")
     if path is None:
         raise UsageError(NO_STORAGE)
@@ -28,11 +26,7 @@ def storage_root() -> str:
 
 
 def conf_value(key: str) -> str | None:
-    """Return a value in the conf.yaml of the working directory, or None if there is no such file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return a value in the conf.yaml of the working directory, or None if there is no such file."""
     if not CONF.is_file():
         return None
     try:
@@ -42,15 +36,12 @@ def conf_value(key: str) -> str | None:
 
 
 def resolve_run(name: str, run: str | None = None) -> RunFolder:
-    """Find the run that one or two words of a command name.
+    """Find the run that one or two words of a command name, or raise UsageError.
 
     Args:
-        name: an experiment in the storage, if `run` follows. Otherwise `run_003`, `3` or `latest` of the experiment
+        name: An experiment in the storage, if `run` follows. Otherwise `run_003`, `3` or `latest` of the experiment
             here, `digits/run_003`, or the path or URI of a run's folder, in which case `run` is ignored.
         run: `run_003`, `3` or `latest`.
-
-    Raises:
-        UsageError: there is no such run.
     """
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
@@ -67,12 +58,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
 def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
     """Find a checkpoint by its folder or URI, or the latest of a run that `resolve_run` finds.
 
-    Returns:
-        The run of the checkpoint, and the folder or URI of the checkpoint.
-
-    Raises:
-        UsageError: there is no such run or checkpoint.
-        StorageError: the storage does not answer.
+    Return its run, and its folder or URI.
     """
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
@@ -84,3 +70,74 @@ def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
     if name not in known:
         raise UsageError(f"{folder.title} has no checkpoint {name}.{suggest(name, known)}")
     return folder, joined(folder.checkpoints, name)
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """A file or folder below the root of the storage; without parts the root itself."""
+
+    root: str
+    parts: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Folder or URI for the user."""
+        return joined(self.root, *self.parts)
+
+    @property
+    def path(self) -> str:
+        """Path in the file system of the storage."""
+        return Storage(self.root).of(*self.parts)
+
+    @classmethod
+    def parse(cls, root: str, text: str | None) -> "StoragePath":
+        """Parse a path below the root, or a full path or URI that leads into it; None stands for the root.
+
+        Raises:
+            UsageError: It lies outside the storage, or does not exist.
+        """
+        storage = Storage(root)
+        parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
+        found = cls(root, parts)
+        with storage_errors(f"cannot read {root}"):
+            exists = os.path.lexists(found.path) if storage.local else bool(storage.fs.get_file_info(found.path).type)
+        if not exists:
+            siblings = storage.names(*parts[:-1]) if parts else []
+            suggestion = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""
+            raise UsageError(f"there is no {found.title}.{suggestion}")
+        return found
+
+
+def _local_parts(storage: Storage, text: str) -> tuple[str, ...]:
+    """Return the parts of a path with links resolved, except in the last part, which may be a link itself."""
+    if is_uri(text):
+        if not is_uri(storage.root):
+            raise _outside(text, storage.path)
+        text = "/".join(_remote_parts(storage.root, text))
+    root = Path(storage.path)
+    path = root / Path(text).expanduser()
+    if path.name == "..":
+        path = path.resolve()
+    real = path.parent.resolve() / path.name if path != root else root
+    if not real.is_relative_to(root):
+        raise _outside(text, storage.path)
+    return real.relative_to(root).parts
+
+
+def _remote_parts(root: str, text: str) -> tuple[str, ...]:
+    path = text
+    if is_uri(text):
+        base, whole = root.partition("?")[0].rstrip("/"), text.partition("?")[0].rstrip("/")
+        if whole != base and not whole.startswith(f"{base}/"):
+            raise _outside(text, base)
+        path = whole.removeprefix(base)
+    elif text.startswith("/"):
+        raise _outside(text, root)
+    parts = tuple(part for part in path.split("/") if part not in ("", "."))
+    if ".." in parts:
+        raise _outside(text, root)
+    return parts
+
+
+def _outside(text: str, root: str) -> UsageError:
+    return UsageError(f"{text} lies outside the storage {root}; MLX_STORAGE=FOLDER selects another storage")

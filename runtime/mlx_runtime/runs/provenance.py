@@ -16,11 +16,7 @@ PACKAGES = ("mlx-runtime", "torch", "torchmetrics", "ray", "hydra-core", "hydra-
 
 
 def provenance(overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the origin of a run, as fields of its record, without secrets.
-
-    Args:
-        overrides: Overrides of its config.
-    """
+    """Return the origin of a run with these overrides, as fields of its record, without secrets."""
     return {
         "command": shlex.join(redacted_override(word) for word in sys.orig_argv),
         "overrides": [redacted_override(item) for item in overrides],

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,11 +64,8 @@ class Run:
         Raises:
             StorageError: it cannot be read.
         """
-        content = self._read("conf.yaml")
-        try:
-            return parsed(content)
-        except ValueError as error:
-            raise StorageError(f"cannot read {self._folder.location}/conf.yaml: {error}") from error
+        with self._reading("conf.yaml"):
+            return parsed(self._folder.read("conf.yaml"))
 
     def metrics(self) -> "pandas.DataFrame":
         """Return all recorded metrics: one row per report, with `step`, `epoch`, `timestamp` (seconds since 1970) and a
@@ -78,11 +76,9 @@ class Run:
         """
         import pandas
 
-        complete = self._read("metrics.jsonl").rpartition("\n")[0]  # a live run may be writing the next line
-        try:
-            return pandas.DataFrame([from_json(line.encode(), {}) for line in complete.splitlines()])
-        except ValueError as error:
-            raise StorageError(f"cannot read {self._folder.location}/metrics.jsonl: {error}") from error
+        with self._reading("metrics.jsonl"):
+            *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last one
+            return pandas.DataFrame([from_json(line, {}) for line in lines])
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the results of `mlx train eval`, oldest first: `time`, `checkpoint`, `metrics`, `command`, versions, …
@@ -90,11 +86,9 @@ class Run:
         Raises:
             StorageError: they cannot be read.
         """
-        try:
-            names = sorted(Storage(self._folder.location).names(EVALUATIONS))
+        with self._reading(EVALUATIONS):
+            names = Storage(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
-        except (OSError, ValueError) as error:
-            raise StorageError(f"cannot read {self._folder.location}/{EVALUATIONS}: {short_message(error)}") from error
 
     def state(self, which: Which = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
@@ -162,8 +156,9 @@ class Run:
             return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
         return f"<Run {self._folder.title}>"
 
-    def _read(self, name: str) -> str:
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
         try:
-            return self._folder.read(name).decode()
+            yield
         except (OSError, ValueError) as error:
             raise StorageError(f"cannot read {self._folder.location}/{name}: {short_message(error)}") from error

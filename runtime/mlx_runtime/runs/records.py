@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
     COUNT,
@@ -27,7 +27,7 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage.files import Storage, storage_errors, to_json
 from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished, write_atomic
 
@@ -57,19 +57,10 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "run": TEXT,
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
     "heartbeat": TIME,
-    "boot": TEXT.or_null(),
-    "pid_started": TEXT.or_null(),
     "attempt": COUNT,
     "attempts": list_of(mapping_with(_DRIVER)),
-    "error": TEXT.or_null(),
-    "epoch": COUNT.or_null(),
-    "epochs": COUNT.or_null(),
-    "failures": COUNT.or_null(),
-    "workers": COUNT.or_null(),
-    "seed": COUNT.or_null(),
-    "parameters": COUNT.or_null(),
-    "device": TEXT.or_null(),
-    "monitor": TEXT.or_null(),
+    **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor"), TEXT.or_null()),
+    **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),
     "metrics": mapping_of(NUMBER.or_null()).or_null(),
     "best": _CHECKPOINT.or_null(),
@@ -84,6 +75,8 @@ SHAPE: dict[str, Kind] = _DRIVER | {
 
 class Record:
     """The record of a run, kept up to date on disk. Statuses: PENDING RUNNING SUCCEEDED FAILED STOPPED.
+
+    Methods raise StorageError if the run folder cannot be written.
 
     Args:
         folder: Folder of the run.
@@ -108,94 +101,47 @@ class Record:
         return self._fields.get(name)
 
     def update(self, **fields: Any) -> None:
-        """Change fields and store the record.
-
-        Raises:
-            StorageError: The run folder cannot be written.
-        """
+        """Change fields and store the record."""
         with self._lock:
             self._fields |= fields | {"heartbeat": now()}
             if not self._ours:
                 return
             if self.held:
-                self.folder.note_attempt(self._fields["attempt"], lease(status=self._fields["status"]))
+                self._refresh_lease(self._fields["status"])
             else:
                 self._write(self.folder.record, to_json(self._fields))
-
-    def begin(self, conf: str) -> None:
-        """Store the config, then the record and its later changes: the run has begun to do what they say.
-
-        Args:
-            conf: conf.yaml of the run.
-
-        Raises:
-            StorageError: The run folder cannot be written.
-        """
-        with self._lock:
-            self.held = False
-            self._write(self.folder.conf, conf, must=True)
-        self.update()
-
-    def withdraw(self) -> None:
-        """Give up resuming the run, and restore its previous record if it was replaced.
-
-        Raises:
-            StorageError: The run folder cannot be written.
-        """
-        self.folder.reserve.unlink(missing_ok=True)
-        with self._lock:
-            if self.held:
-                self.folder.note_attempt(self._fields["attempt"], lease(status="FAILED"))
-            if self._replaced is not None:
-                self._write(self.folder.record, to_json(self._replaced))
-            self._ours = False
-
-    def _write(self, file: Path, content: str, *, must: bool = False) -> None:
-        """Replace a file of the run unless another driver has claimed the run.
-
-        The check comes after the new file is written and before it is renamed. A driver that takes over claims the run
-        first and then removes such files, so one of the two always notices the other. (An object store has no rename:
-        a driver that freezes between check and write can still replace one file.)
-        """
-        try:
-            write_atomic(file, content, self._look)
-        except _TakenOver:
-            return
-        except OSError as error:
-            if self._taken_over():
-                return
-            raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
-        self.folder.push(file, must=must)
-
-    def _look(self) -> None:
-        if self._taken_over():
-            raise _TakenOver
-
-    def _taken_over(self) -> bool:
-        """Return True if another driver has claimed the run."""
-        attempt = self._fields.get("attempt")
-        with contextlib.suppress(StorageError):
-            self._ours = self._ours and (attempt is None or self.folder.attempts() <= attempt)
-        return not self._ours
-
-    def disown(self) -> None:
-        """Stop writing: the run has another driver."""
-        with self._lock:
-            self._ours = False
 
     def note(self, **fields: Any) -> None:
         """Change fields, to be stored with the next heartbeat."""
         with self._lock:
             self._fields |= fields
 
-    def finish(self, status: str, **fields: Any) -> None:
-        """Record how the run ended, in the space that was reserved for it.
+    def begin(self, conf: str) -> None:
+        """Store conf.yaml, then the record and its later changes: the run has begun to do what they say."""
+        with self._lock:
+            self.held = False
+            self._write(self.folder.conf, conf, must=True)
+        self.update()
 
-        Raises:
-            StorageError: The run folder cannot be written.
-        """
-        self.folder.reserve.unlink(missing_ok=True)
+    def finish(self, status: str, **fields: Any) -> None:
+        """Record how the run ended, in the space that was reserved for it."""
+        self._free_reserve()
         self.update(status=status, end=now(), **fields)
+
+    def withdraw(self) -> None:
+        """Give up resuming the run, and restore its previous record if it was replaced."""
+        self._free_reserve()
+        with self._lock:
+            if self.held:
+                self._refresh_lease("FAILED")
+            if self._replaced is not None:
+                self._write(self.folder.record, to_json(self._replaced))
+            self._ours = False
+
+    def disown(self) -> None:
+        """Stop writing: the run has another driver."""
+        with self._lock:
+            self._ours = False
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:
@@ -208,17 +154,42 @@ class Record:
         with heartbeat(beat):
             yield
 
+    def _free_reserve(self) -> None:
+        (self.folder.path / RESERVE).unlink(missing_ok=True)
 
-class _TakenOver(Exception):  # noqa: N818 - not a failure
-    """Another driver has the run."""
+    def _refresh_lease(self, status: str) -> None:
+        content = to_json(lease(status=status)).encode()
+        with storage_errors(f"cannot write {self.folder.location}"):
+            Storage(self.folder.location).write(content, attempt_name(self._fields["attempt"]))
+
+    def _write(self, file: Path, content: str, *, must: bool = False) -> None:
+        """Replace a file of the run unless another driver has claimed the run.
+
+        The check comes after the new file is written and before it is renamed. A driver that takes over claims the run
+        first and then removes such files, so one of the two always notices the other. (An object store has no rename:
+        a driver that freezes between check and write can still replace one file.)
+        """
+        try:
+            write_atomic(file, content, self._check_ours)
+        except OSError as error:
+            if self._taken_over():
+                return
+            raise StorageError(f"cannot write {file}: {error.strerror or error}") from error
+        self.folder.push(file, must=must)
+
+    def _check_ours(self) -> None:
+        if self._taken_over():
+            raise PermissionError("another driver has the run")
+
+    def _taken_over(self) -> bool:
+        attempt = self._fields.get("attempt")
+        with contextlib.suppress(StorageError):
+            self._ours = self._ours and (attempt is None or self.folder.attempts() <= attempt)
+        return not self._ours
 
 
 def recorded(folder: RunFolder) -> dict[str, Any]:
-    """Return the stored record of a run.
-
-    Raises:
-        StorageError: There is none, or it cannot be read.
-    """
+    """Return the stored record of a run; raise StorageError if it cannot be read."""
     try:
         return parsed(folder.read(folder.record.name))
     except (OSError, ValueError) as error:
@@ -226,11 +197,7 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
 
 
 def parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a record, of the types in `SHAPE`.
-
-    Raises:
-        ValueError: It is not a record.
-    """
+    """Return the fields of a record, of the types in `SHAPE`; raise ValueError if it is none."""
     record = from_json(content, SHAPE, needs=("status",))
     if record["status"] in LIVING and "heartbeat" not in record:
         raise ValueError("heartbeat is missing")
@@ -255,12 +222,7 @@ def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
 
 
 def refuse_living(folder: RunFolder) -> dict[str, Any]:
-    """Return the record of a run unless a driver is training it.
-
-    Raises:
-        UsageError: Its driver lives.
-        StorageError: The record cannot be read.
-    """
+    """Return the record of a run; raise UsageError if a driver is training it."""
     record = recorded(folder)
     name = f"{folder.experiment} {folder.name}"
     job = record.get("job") or {}
@@ -281,28 +243,31 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
 
 
 def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lease of a living driver that has claimed a run and not changed its record yet, else nothing.
-
-    Raises:
-        StorageError: The storage does not answer.
-    """
+    """Return the lease of a living driver that has claimed a run and not changed its record yet, else nothing."""
     newest = folder.attempts()
     if newest <= record.get("attempt", newest):
         return {}
-    content = folder.attempt(newest)
+    content = _read_lease(folder, newest)
     if not content:
         time.sleep(CLAIM_S)  # it is about to write its lease, unless it died
-        content = folder.attempt(newest)
+        content = _read_lease(folder, newest)
     with contextlib.suppress(ValueError):
         driver = parsed(content)
         return driver if driver["status"] in LIVING and is_alive(driver) else {}
     return {}
 
 
+def _read_lease(folder: RunFolder, attempt: int) -> bytes:
+    with storage_errors(f"cannot read {folder.location}"):
+        try:
+            return folder.read(attempt_name(attempt))
+        except (FileNotFoundError, IsADirectoryError):
+            return b""
+
+
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the history of a run that resumes: one entry per attempt, including the one that ended last."""
-    kept = ("start", "end", "status", "command", "overrides", "host", "pid", "job")
-    return [*record.get("attempts", []), {name: record.get(name) for name in kept}]
+    return [*record.get("attempts", []), {name: record.get(name) for name in _DRIVER}]
 
 
 def take_over(folder: RunFolder) -> int:
@@ -322,16 +287,3 @@ def take_over(folder: RunFolder) -> int:
     for file in (folder.record, folder.conf):  # which a driver that seemed dead is about to rename
         discard_unfinished(file)
     return number
-
-
-FACTS = (
-    "training_iteration",
-    "timestamp",
-    "date",
-    "time_this_iter_s",
-    "time_total_s",
-    "hostname",
-    "node_ip",
-    "pid",
-)
-"""Fields of a report that are not metrics, beside `step` and `epoch`."""

@@ -12,8 +12,8 @@ from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.runs.listing import AskJobs, ask_nobody, summarize
-from mlx_runtime.runs.storage_paths import StoragePath
+from mlx_runtime.runs.listing import AskJobs, summarize
+from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.survey import REMOVING, RUN, Survey, survey
 from mlx_runtime.storage.files import Storage, joined, size_text
 from mlx_runtime.storage.local import opened, remove_tree
@@ -23,29 +23,17 @@ MANIFEST = "manifest.json"
 
 
 def refuse_in_use(path: StoragePath, found: Survey) -> None:
-    """Refuse to remove what is not data, or what is in use.
-
-    Args:
-        path: path to remove.
-        found: its survey.
-
-    Raises:
-        UsageError: it is the storage itself, belongs to a run, or is being read or written.
-    """
+    """Raise UsageError if a surveyed path is the storage itself, belongs to a run, or is being read or written."""
     if not path.parts:
         raise UsageError(f"{path.title} is the storage itself; name a folder in it")
     storage = Storage(path.root)
-    runs = [path.parts + _split(run) for run in sorted(found.runs)]
-    jobs = [path.parts + _split(job) for job in sorted(found.jobs)]
-    for count in range(1, len(path.parts)):
-        above = path.parts[:count]
-        if storage.size_bytes(*above, RUN) is not None:
-            runs.append(above)
-        jobs.append(above)
+    above = [path.parts[:count] for count in range(1, len(path.parts))]
+    runs = [path.parts + run for run in sorted(found.runs)]
+    runs += [parts for parts in above if storage.size_bytes(*parts, RUN) is not None]
     for parts in runs:
         if not any(REMOVING in part for part in parts):  # the rest of a run that was partly removed
             _refuse_run(path.root, parts)
-    for parts in jobs:
+    for parts in [path.parts + job for job in sorted(found.jobs)] + above:
         record = job_record(storage, *parts)
         if record is not None and job_status(record) in records.LIVING:
             raise UsageError(
@@ -53,7 +41,7 @@ def refuse_in_use(path: StoragePath, found: Survey) -> None:
                 "end that first"
             )
     if found.reading:
-        read = joined(path.root, *path.parts, *_split(min(found.reading)))
+        read = joined(path.root, *path.parts, *min(found.reading))
         raise UsageError(f"{read} is being read; wait for the runs that read it")
 
 
@@ -67,15 +55,11 @@ def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
     raise UsageError(f"{joined(root, *parts)} is a run; remove it with: {command}")
 
 
-def _split(relative: str) -> tuple[str, ...]:
-    return tuple(part for part in relative.split("/") if part)
-
-
 def remove(path: StoragePath) -> None:
     """Remove a file or folder; call `refuse_in_use` first. If it is a link, its target is kept.
 
     Raises:
-        StorageError: not all of it could be removed; the message names what remains.
+        StorageError: Not all of it could be removed; the message names what remains.
     """
     storage = Storage(path.root)
     if storage.local:
@@ -130,14 +114,7 @@ def _partly_removed(path: StoragePath, rest: StoragePath, cause: str) -> Storage
 
 @dataclass(frozen=True)
 class RunRemoval:
-    """A run that may be removed.
-
-    Attributes:
-        folder: folder of the run.
-        files: how many it has.
-        size_bytes: size of all files together.
-        warning: what the user should know first, or nothing.
-    """
+    """A run that may be removed, and what the user should know first."""
 
     folder: RunFolder
     files: int
@@ -146,26 +123,21 @@ class RunRemoval:
 
     @property
     def title(self) -> str:
-        """What is removed."""
         return f"{self.folder.title}, {self.files:,} files, {size_text(self.size_bytes)}, in {self.folder.location}"
 
 
-def plan_run(name: str, run: str, ask: AskJobs = ask_nobody) -> RunRemoval:
-    """Measure a run, and refuse it if it must not be removed.
+def plan_run(name: str, run: str, ask: AskJobs | None = None) -> RunRemoval:
+    """Measure the run that `lookup.resolve_run` finds. Raise UsageError if it is alive, or not in the storage.
 
     Args:
-        name: name of an experiment in the storage, or a run's `name/run_003`, path or URI.
+        name: Name of an experiment in the storage, or a run's `name/run_003`, path or URI.
         run: `run_003`, `3` or `latest`.
-        ask: asks a cluster about the job of the run.
-
-    Raises:
-        UsageError: there is no such run, it is alive, or it is not in the storage.
-        StorageError: the storage does not answer.
+        ask: Asks a cluster about the job of the run.
     """
     return _plan(lookup.resolve_run(name, run), ask)
 
 
-def _plan(folder: RunFolder, ask: AskJobs) -> RunRemoval:
+def _plan(folder: RunFolder, ask: AskJobs | None) -> RunRemoval:
     path = _path(folder)
     [row] = summarize([folder], ask)
     title = f"{folder.experiment} {folder.name}"
@@ -178,12 +150,12 @@ def _plan(folder: RunFolder, ask: AskJobs) -> RunRemoval:
     return RunRemoval(folder, top.files, top.size_bytes, warning)
 
 
-def remove_run(plan: RunRemoval, ask: AskJobs = ask_nobody) -> None:
+def remove_run(plan: RunRemoval, ask: AskJobs | None = None) -> None:
     """Remove the folder of a run and its working copy on this machine, unless it has changed since `plan_run`.
 
     Raises:
-        UsageError: the run has changed or is alive; nothing was removed.
-        StorageError: not all of it could be removed; the message names what remains.
+        UsageError: The run has changed or is alive; nothing was removed.
+        StorageError: Not all of it could be removed; the message names what remains.
     """
     folder = plan.folder
     if _plan(folder, ask) != plan:

@@ -8,41 +8,49 @@ import base64
 import contextlib
 import functools
 import hashlib
+import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import logs
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.curves import group_charts, read_curves
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.listing import AskJobs, Row, ask_nobody, summarize
+from mlx_runtime.runs.listing import AskJobs, Row, summarize
 from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number
+from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
 from mlx_runtime.storage.files import Storage, joined, size_text, split_options
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import redacted
 
-if TYPE_CHECKING:
-    import jinja2
-
 PAGES = Path(__file__).parent / "pages"
 
 REPORT = "report.html"
-"""Name of the page in the folder of a run."""
 
 CACHED_LENGTH = 100
 """Texts up to this length repeat in many runs; their redaction is cached."""
 
 LOG_LINES = 100
 
+FACTS = ("training_iteration", "timestamp", "date", "time_this_iter_s", "time_total_s", "hostname", "node_ip", "pid")
+"""Fields of a report that are not metrics, beside `step` and `epoch`."""
 
-def render_run(folder: RunFolder, ask: AskJobs = ask_nobody) -> str:
-    """Render the page of a run: facts, config, curves, checkpoints and the end of its log.
+MAX_POINTS = 2_000
+"""Points per curve; each section of a longer one is drawn by its minimum and maximum."""
 
-    The page names what cannot be read, and shows the rest.
-    """
+GROUPS = ("lr", "time")
+"""Prefixes, as in `lr/adam`, whose curves share a chart. Other charts have one per metric: `train/loss`, `val/loss`."""
+
+LAST_CHARTS = (*GROUPS, "samples_per_s")
+
+Point = tuple[int, float | None, int]
+"""Step, value (None for NaN), epoch counted from 1."""
+
+
+def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
+    """Render the page of a run: facts, config, curves, checkpoints and the end of its log, as far as readable."""
     from plotly.offline import get_plotlyjs
 
     [row] = summarize([folder], ask)
@@ -74,11 +82,7 @@ def render_runs(rows: Sequence[Row]) -> str:
 
 
 def write(page: str, file: Path) -> None:
-    """Write a page to a file. Links, pipes and devices are written through, not replaced.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Write a page to a file. Links, pipes and devices are written through, not replaced."""
     content = page.encode(errors="backslashreplace")
     try:
         if file.exists() and not file.is_file():
@@ -90,11 +94,7 @@ def write(page: str, file: Path) -> None:
 
 
 def store(page: str, folder: RunFolder) -> str:
-    """Write the page of a run to its folder or object store. Returns its path or URI.
-
-    Raises:
-        UsageError: it cannot be written there.
-    """
+    """Write the page of a run to its folder or object store. Return its path or URI."""
     path = joined(folder.location, REPORT)
     try:
         Storage(folder.location).write(page.encode(errors="backslashreplace"), REPORT)
@@ -105,17 +105,8 @@ def store(page: str, folder: RunFolder) -> str:
 
 def _render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
     """Render a page in which no other scripts can run."""
-    from markupsafe import Markup
-
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{item}'" for item in hashes) or "'none'"
-    page = _environment().get_template(template)
-    return page.render(scripts=[Markup(script) for script in scripts], allowed=allowed, **values)
-
-
-@functools.cache
-def _environment() -> "jinja2.Environment":
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(PAGES),
@@ -126,7 +117,10 @@ def _environment() -> "jinja2.Environment":
         finalize=_without_secrets,
     )
     environment.filters["number"] = format_number
-    return environment
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{item}'" for item in hashes) or "'none'"
+    page = environment.get_template(template)
+    return page.render(scripts=[Markup(script) for script in scripts], allowed=allowed, **values)
 
 
 def _without_secrets(value: Any) -> Any:
@@ -175,7 +169,7 @@ def _checkpoints(row: Row) -> list[dict[str, str]]:
     return [
         {
             "checkpoint": item.name,
-            "": " ".join(_labels(item.name, found[-1].name, best)),
+            "": " ".join(name for name, holds in (("best", item.name == best), ("latest", item is found[-1])) if holds),
             "epoch": str(item.epoch + 1) if item.finished else f"in {item.epoch + 1}",
             "step": f"{item.global_step:,}",
             "size": size_text(item.size_bytes),
@@ -185,24 +179,56 @@ def _checkpoints(row: Row) -> list[dict[str, str]]:
     ]
 
 
-def _labels(name: str, latest: str, best: str) -> Iterable[str]:
-    if name == best:
-        yield "best"
-    if name == latest:
-        yield "latest"
-
-
 def _log(folder: RunFolder) -> str | None:
     """Return the last lines of the driver's log, without escape sequences."""
-    with contextlib.suppress(StorageError):
-        content = logs.read_log(folder)
-        if content is not None:
-            lines = content.decode(errors="replace").splitlines()[-LOG_LINES:]
-            return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "\n".join(lines))
-    return None
+    content = _text(folder, logs.log_name())
+    if content is None:
+        return None
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "\n".join(content.splitlines()[-LOG_LINES:]))
 
 
 def _text(folder: RunFolder, name: str) -> str | None:
     with contextlib.suppress(OSError, StorageError):
-        return Storage(folder.location).read(name).decode(errors="replace")
+        return folder.read(name).decode(errors="replace")
     return None
+
+
+def read_curves(lines: str) -> dict[str, list[Point]]:
+    """Read the curve of each metric from metrics.jsonl, skipping incomplete lines."""
+    found: dict[str, list[Point]] = {}
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError):
+            values = from_json(line.encode(), {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
+            for name, value in values.items():
+                if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
+                    found.setdefault(name, []).append((values["step"], value, values["epoch"] + 1))
+    return found
+
+
+def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> list[dict[str, Any]]:
+    """Group curves into charts: first the monitored metric, last learning rates and speed."""
+    charts: dict[str, dict[str, Any]] = {}
+    for name, points in curves.items():
+        group, _, short = name.partition("/")
+        title, label = (group, short) if group in GROUPS or not short else (short, group)
+        chart = charts.setdefault(title, {"title": title, "order": 2 if title in LAST_CHARTS else 1, "curves": []})
+        chart["order"] = 0 if name == monitor else chart["order"]
+        steps, values, epochs = zip(*thin(points), strict=True)
+        # Plotly interprets tags and %{...} in names as markup.
+        escaped = html.escape(label or title).replace("%", "&#37;")
+        chart["curves"].append({"name": escaped, "x": steps, "y": values, "epochs": epochs})
+    return sorted(charts.values(), key=lambda chart: chart["order"])
+
+
+def thin(points: Sequence[Point]) -> Sequence[Point]:
+    """Reduce a curve to at most `MAX_POINTS` that look the same: peaks stay."""
+    if len(points) <= MAX_POINTS:
+        return points
+    kept: dict[int, Point] = {0: points[0], len(points) - 1: points[-1]}
+    sections = MAX_POINTS // 2 - 1
+    for section in range(sections):
+        first, end = (len(points) * edge // sections for edge in (section, section + 1))
+        known = [(value, index) for index in range(first, end) if (value := points[index][1]) is not None]
+        for _, index in (min(known), max(known)) if known else [(None, first)]:
+            kept[index] = points[index]
+    return [kept[index] for index in sorted(kept)]

@@ -20,22 +20,19 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.files import Storage, storage_errors
 from mlx_runtime.storage.uploads import RUNTIME, Upload
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
 """Maximum size of a file in a snapshot, and of all files together; larger ones are data, not code."""
 
+CODE = "code.zip"
 PREFIX = "_mlx_code_"
 
 
 def store(project: Path, folder: RunFolder) -> None:
-    """Store the files of a project that an upload would include as `code.zip` of a run, `src` first.
-
-    Raises:
-        StorageError: The run folder cannot be written.
-    """
-    part = folder.code.with_suffix(".part")
+    """Store the files of a project that an upload would include as `code.zip` of a run, `src` first."""
+    code = folder.path / CODE
+    part = code.with_suffix(".part")
     try:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             left = ALL_BYTES
@@ -45,24 +42,20 @@ def store(project: Path, folder: RunFolder) -> None:
                 with contextlib.suppress(FileNotFoundError):  # removed just now
                     archive.write(project / path, path)
                     left -= size
-        part.replace(folder.code)
+        part.replace(code)
     except OSError as error:
-        raise StorageError(f"cannot write {folder.code}: {error.strerror or error}") from error
-    folder.push(folder.code, must=True)
+        raise StorageError(f"cannot write {code}: {error.strerror or error}") from error
+    folder.push(code, must=True)
 
 
 def unpacked(folder: RunFolder) -> Path:
-    """Unpack the stored code of a run into a temporary folder, once per process and version of the code.
-
-    Raises:
-        UsageError: The run has none.
-        StorageError: It cannot be read.
-    """
-    storage = Storage(folder.location)
-    with storage_errors(f"cannot read {folder.location}/{folder.code.name}"):
-        if storage.size_bytes(folder.code.name) is None:
-            raise UsageError(f"{folder.title} has no stored code; open it in the folder of its experiment")
-        content = storage.read(folder.code.name)
+    """Unpack the stored code of a run into a temporary folder, once per process and version of the code."""
+    try:
+        content = folder.read(CODE)
+    except FileNotFoundError as error:
+        raise UsageError(f"{folder.title} has no stored code; open it in the folder of its experiment") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {folder.location}/{CODE}: {short_message(error)}") from error
     digest = hashlib.sha256(content).hexdigest()[:16]
     if digest not in _unpacked:
         temporary = tempfile.TemporaryDirectory(prefix="mlx-code-")
@@ -72,7 +65,7 @@ def unpacked(folder: RunFolder) -> Path:
             with zipfile.ZipFile(archive) as opened:
                 opened.extractall(Path(temporary.name, "code"))
         except (zipfile.BadZipFile, OSError) as error:
-            raise StorageError(f"{folder.location}/{folder.code.name} is damaged: {short_message(error)}") from error
+            raise StorageError(f"{folder.location}/{CODE} is damaged: {short_message(error)}") from error
         _unpacked[digest] = temporary  # removed when this process exits
     return Path(_unpacked[digest].name, "code")
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.data.prepared import is_read_mark
-from mlx_runtime.errors import StorageError, printable, short_message
+from mlx_runtime.errors import printable
 from mlx_runtime.runs import records
 from mlx_runtime.runs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.folder import ATTEMPT
-from mlx_runtime.runs.storage_paths import StoragePath
-from mlx_runtime.storage.files import Storage, size_text
+from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.storage.files import Storage, size_text, storage_errors
 
 RUN = "run.json"
 
@@ -29,19 +29,22 @@ REMOVING = ".removing-"
 THREADS = 8
 """Folders listed at the same time; a shared folder is slow, but answers many requests at once."""
 
+Parts = tuple[str, ...]
+"""Path of a folder below the one that is measured."""
+
 
 @dataclass
 class Entry:
     """A file or folder in the storage.
 
     Attributes:
-        name: its name, without the path of its parent folder.
+        name: Its name, without the path of its parent folder.
         kind: `folder`, `file`, or `link`.
-        size_bytes: size of all files below it.
-        files: how many there are.
-        children: its entries, largest first; None below the requested depth.
-        more: number of entries that are not listed, and their bytes.
-        note: remark for the user.
+        size_bytes: Size of all files below it.
+        files: How many there are.
+        children: Its entries, largest first; None below the requested depth.
+        more: Number of entries that are not listed, and their bytes.
+        note: Remark for the user.
     """
 
     name: str
@@ -68,10 +71,13 @@ class Entry:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Entry":
         """Restore an entry from `as_json`."""
-        children = [cls.from_json(child) for child in found["children"]] if "children" in found else None
-        more = found.get("more", {"entries": 0, "size_bytes": 0})
-        fields = {name: found[name] for name in ("name", "kind", "size_bytes", "files", "note") if name in found}
-        return cls(**fields, children=children, more=(more["entries"], more["size_bytes"]))
+        plain = ("name", "kind", "size_bytes", "files", "note")
+        fields: dict[str, Any] = {name: found[name] for name in plain if name in found}
+        if "children" in found:
+            fields["children"] = [cls.from_json(child) for child in found["children"]]
+        if "more" in found:
+            fields["more"] = found["more"]["entries"], found["more"]["size_bytes"]
+        return cls(**fields)
 
     def rows(self, indent: str = "", indent_below: str = "") -> Iterator[tuple[str, str, str]]:
         """Yield the columns of each line: branch and name, size, and remarks."""
@@ -94,7 +100,7 @@ class Entry:
         self.children.sort(key=lambda child: (-child.size_bytes, child.name))
         rest = self.children[limit:] if limit else []
         if len(rest) + self.more[0] > 1:  # `1 more` takes as much space as the entry itself
-            self.more = (self.more[0] + len(rest), self.more[1] + sum(child.size_bytes for child in rest))
+            self.more = (self.more[0] + len(rest), self.more[1] + _total(rest))
             del self.children[limit:]
         for child in self.children:
             child.truncate(limit)
@@ -105,18 +111,18 @@ class Survey:
     """A measured part of the storage.
 
     Attributes:
-        top: the entry that was asked for.
-        unreadable: folders that could not be listed.
-        runs: folders of runs, relative to `top`, which may be one itself.
-        jobs: folders with the record of a data job.
-        reading: folders that a run has marked as being read.
+        top: The entry that was asked for.
+        unreadable: Folders that could not be listed, relative to `top`.
+        runs: Folders of runs.
+        jobs: Folders with the record of a data job.
+        reading: Folders that a run has marked as being read.
     """
 
     top: Entry
     unreadable: list[str] = field(default_factory=list)
-    runs: set[str] = field(default_factory=set)
-    jobs: set[str] = field(default_factory=set)
-    reading: set[str] = field(default_factory=set)
+    runs: set[Parts] = field(default_factory=set)
+    jobs: set[Parts] = field(default_factory=set)
+    reading: set[Parts] = field(default_factory=set)
 
     def lines(self) -> list[str]:
         """Return the tree as lines for the terminal."""
@@ -133,168 +139,135 @@ class Survey:
         """Restore what `as_json` shows of a survey."""
         return cls(Entry.from_json(found), found.get("unreadable", []))
 
-    def add_marks(self, relative: str, names: Iterable[str]) -> None:
-        """Register what a folder is by the names of files in it."""
-        for name in names:
-            if name == RUN or name.startswith(ATTEMPT):
-                self.runs.add(relative)
-            elif name == RECORD:
-                self.jobs.add(relative)
-            else:
-                self.reading.add(relative)
+    def add_mark(self, folder: Parts, name: str, modified_s: float) -> None:
+        """Register what a folder is, if the name of a file in it says so."""
+        if name == RUN or name.startswith(ATTEMPT):
+            self.runs.add(folder)
+        elif name == RECORD:
+            self.jobs.add(folder)
+        elif is_read_mark(name, modified_s):
+            self.reading.add(folder)
 
 
 def survey(path: StoragePath, depth: int, limit: int) -> Survey:
     """Measure a file or folder with everything below it.
 
     Args:
-        path: path to measure.
-        depth: levels to list; everything below is counted as well.
-        limit: entries to list per folder, the largest; the others are counted.
+        path: Path to measure.
+        depth: Levels to list; everything below is counted as well.
+        limit: Entries to list per folder, the largest; the others are counted. 0 lists all.
 
     Raises:
-        StorageError: the storage does not answer.
+        StorageError: The storage does not answer.
     """
     storage = Storage(path.root)
-    found = Survey(Entry(path.parts[-1] if path.parts else path.title))
-    if storage.local:
-        _measure_folder(path.path, found, depth, limit)
-    else:
-        _measure_objects(storage, path, found, depth)
-    found.top.truncate(limit)
-    if found.top.kind == "folder":
-        _add_notes(found, Storage(path.title))
+    with storage_errors(f"cannot read {path.title}"):
+        found = Survey(_measure_top(storage, path))
+        if found.top.kind == "folder":
+            found.top.children = [] if depth else None
+            folders = _local_folders(path.path, found) if storage.local else _remote_folders(storage, path, found)
+            _build_tree(folders, found, depth, limit)
+            found.top.truncate(limit)
+            _add_notes(found, Storage(path.title))
     return found
 
 
-def _measure_folder(path: str, found: Survey, depth: int, limit: int) -> None:
-    """Measure a folder on this machine, listing several folders at a time."""
-    top = found.top
-    if Path(path).is_symlink() or not Path(path).is_dir():
-        top.kind = "link" if Path(path).is_symlink() else "file"
-        top.files = int(top.kind == "file")
-        top.size_bytes = Path(path).lstat().st_size if top.files else 0
-        return
-    top.children = [] if depth else None
-    with ThreadPoolExecutor(THREADS) as pool:
-        # A folder deeper than `depth` has no entry of its own and only adds to those above it.
-        waiting = deque([(pool.submit(_Listing.read, path), "", [top])])
-        while waiting:
-            future, relative, above = waiting.popleft()
-            listing = future.result()
-            if listing is None:
-                found.unreadable.append(relative or ".")
-                listed = len(above) == 1 + len(Path(relative).parts)
-                above[-1].note = "cannot be read" if listed else "cannot be read in part"
-                continue
-            for entry in above:
-                entry.size_bytes += sum(file.size_bytes for file in listing.files)
-                entry.files += sum(file.files for file in listing.files)
-            children = above[-1].children if len(above) <= depth else None
-            if children is not None:
-                largest = heapq.nlargest(limit + 1, listing.files, key=_size) if limit else listing.files
-                children += largest
-                hidden = sum(map(_size, listing.files)) - sum(map(_size, largest))
-                above[-1].more = (len(listing.files) - len(largest), hidden)
-            found.add_marks(relative, listing.marks)
-            for name in listing.folders:
-                below, chain = f"{relative}/{name}".lstrip("/"), above
-                if children is not None:
-                    chain = [*above, Entry(name, children=[] if len(above) < depth else None)]
-                    children.append(chain[-1])
-                waiting.append((pool.submit(_Listing.read, f"{path}/{below}"), below, chain))
+def _measure_top(storage: Storage, path: StoragePath) -> Entry:
+    """Return the entry of a path, empty if it is a folder."""
+    name = path.parts[-1] if path.parts else path.title
+    if not storage.local:
+        info = storage.fs.get_file_info(path.path)
+        return Entry(name, "file", info.size or 0, 1) if info.is_file else Entry(name)
+    file = Path(path.path)
+    if file.is_symlink():
+        return Entry(name, "link")
+    return Entry(name) if file.is_dir() else Entry(name, "file", file.stat().st_size, 1)
 
 
-def _size(entry: Entry) -> int:
-    return entry.size_bytes
+def _build_tree(folders: Iterable[tuple[Parts, list[Entry] | None]], found: Survey, depth: int, limit: int) -> None:
+    """Add the files of folders to the entries above them. Their folders may come in any order and in several pieces.
 
-
-@dataclass(frozen=True)
-class _Listing:
-    """Contents of one folder on this machine.
-
-    Attributes:
-        folders: names of the folders in it.
-        files: the files and links in it.
-        marks: names of files that say what the folder is.
+    A folder deeper than `depth` has no entry of its own and only adds to those above it. A folder without files is one
+    that cannot be read.
     """
+    entries: dict[Parts, Entry] = {(): found.top}
 
-    folders: list[str]
-    files: list[Entry]
-    marks: list[str]
+    def entry_of(parts: Parts) -> Entry:
+        if parts not in entries:
+            entries[parts] = Entry(parts[-1], children=[] if len(parts) < depth else None)
+            siblings = entry_of(parts[:-1]).children
+            assert siblings is not None, "its depth was asked for"
+            siblings.append(entries[parts])
+        return entries[parts]
 
-    @classmethod
-    def read(cls, path: str) -> "_Listing | None":
-        """List a folder. Returns None if it cannot be read."""
-        found = cls([], [], [])
+    for parts, files in folders:
+        above = [entry_of(parts[:count]) for count in range(min(len(parts), depth) + 1)]
+        listed = above[-1]
+        if files is None:
+            found.unreadable.append("/".join(parts) or ".")
+            listed.note = "cannot be read" if len(parts) <= depth else "cannot be read in part"
+            continue
+        size, count = _total(files), sum(file.files for file in files)
+        for entry in above:
+            entry.size_bytes += size
+            entry.files += count
+        if len(parts) < depth and listed.children is not None:
+            largest = heapq.nlargest(limit + 1, files, key=lambda file: file.size_bytes) if limit else files
+            listed.children += largest
+            listed.more = (listed.more[0] + len(files) - len(largest), listed.more[1] + size - _total(largest))
+
+
+def _total(entries: list[Entry]) -> int:
+    return sum(entry.size_bytes for entry in entries)
+
+
+def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:
+    """Yield the folders below a path on this machine with their files, listing several at a time."""
+
+    def listed(parts: Parts) -> tuple[Parts, list[str], list[Entry] | None]:
+        folders, files = [], []
         try:
-            with os.scandir(path) as entries:
+            with os.scandir(os.path.join(path, *parts)) as entries:  # noqa: PTH118 - called for each folder
                 for entry in entries:
                     if entry.is_symlink():
-                        found.files.append(Entry(entry.name, "link"))
+                        files.append(Entry(entry.name, "link"))
                     elif entry.is_dir(follow_symlinks=False):
-                        found.folders.append(entry.name)
+                        folders.append(entry.name)
                     else:
                         with contextlib.suppress(OSError):  # removed meanwhile
                             facts = entry.stat(follow_symlinks=False)
-                            found.files.append(Entry(entry.name, "file", facts.st_size, 1))
-                            if _is_mark(entry.name, facts.st_mtime):
-                                found.marks.append(entry.name)
+                            files.append(Entry(entry.name, "file", facts.st_size, 1))
+                            found.add_mark(parts, entry.name, facts.st_mtime)
         except OSError:
-            return None
-        return found
+            return parts, [], None
+        return parts, folders, files
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        waiting = deque([pool.submit(listed, ())])
+        while waiting:
+            parts, folders, files = waiting.popleft().result()
+            yield parts, files
+            waiting += [pool.submit(listed, (*parts, name)) for name in folders]
 
 
-def _measure_objects(storage: Storage, path: StoragePath, found: Survey, depth: int) -> None:
-    """Measure a part of an object store, which lists all objects below a prefix at once."""
-    top = found.top
-    try:
-        info = storage.fs.get_file_info(path.path)
-        if info.is_file:
-            top.kind, top.size_bytes, top.files = "file", info.size or 0, 1
-            return
-        infos = storage.below(*path.parts)
-    except OSError as error:
-        raise StorageError(f"cannot read {path.title}: {short_message(error)}") from error
-    top.children = [] if depth else None
-    folders: dict[tuple[str, ...], Entry] = {(): top}
-
-    def folder(parts: tuple[str, ...]) -> Entry:
-        """Return the entry of a listed folder, creating it first if needed."""
-        if parts not in folders:
-            folders[parts] = Entry(parts[-1], children=[] if len(parts) < depth else None)
-            siblings = folder(parts[:-1]).children
-            assert siblings is not None, "its depth was asked for"
-            siblings.append(folders[parts])
-        return folders[parts]
-
-    for info in infos:
-        parts = tuple(info.path.removeprefix(path.path).strip("/").split("/"))
-        above = [folder(parts[:count]) for count in range(min(len(parts) - 1, depth) + 1)]
-        for entry in above:
-            entry.size_bytes += info.size or 0
-            entry.files += 1
-        if len(parts) <= depth and above[-1].children is not None:
-            above[-1].children.append(Entry(parts[-1], "file", info.size or 0, 1))
-        if _is_mark(parts[-1], (info.mtime_ns or 0) / 1e9):
-            found.add_marks("/".join(parts[:-1]), [parts[-1]])
-
-
-def _is_mark(name: str, modified_s: float) -> bool:
-    """Return True if a file says what its folder is."""
-    return name in (RUN, RECORD) or name.startswith(ATTEMPT) or is_read_mark(name, modified_s)
+def _remote_folders(storage: Storage, path: StoragePath, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:
+    """Yield the files of an object store, which lists all below a prefix at once, each with its folder."""
+    for info in storage.below(*path.parts):
+        *above, name = info.path.removeprefix(path.path).strip("/").split("/")
+        found.add_mark(tuple(above), name, (info.mtime_ns or 0) / 1e9)
+        yield tuple(above), [Entry(name, "file", info.size or 0, 1)]
 
 
 def _add_notes(found: Survey, storage: Storage) -> None:
     """Mark listed folders that are incomplete."""
-    waiting = [(found.top, "")]
+    waiting: list[tuple[Entry, Parts]] = [(found.top, ())]
     while waiting:
-        entry, relative = waiting.pop()
-        waiting += [(child, f"{relative}/{child.name}".lstrip("/")) for child in entry.children or ()]
+        entry, parts = waiting.pop()
+        waiting += [(child, (*parts, child.name)) for child in entry.children or ()]
         if REMOVING in entry.name:
             entry.note = "partly removed; remove it again"
-        elif relative in found.jobs and not entry.note:
-            entry.note = _job_note(job_record(storage, *filter(None, relative.split("/"))), entry)
+        elif parts in found.jobs and not entry.note:
+            entry.note = _job_note(job_record(storage, *parts), entry)
 
 
 def _job_note(record: dict[str, Any] | None, entry: Entry) -> str:

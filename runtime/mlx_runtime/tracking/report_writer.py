@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.trackers import JSONL, TensorBoard
@@ -131,7 +132,9 @@ class ReportWriter:
                     write_atomic(file, lines.read(sizes.get(file.name, 0)))
             else:
                 file.unlink()
-                self._folder.forget(file)
+                if self._folder.uri is not None:
+                    with contextlib.suppress(OSError, StorageError):
+                        Storage(self._folder.uri).remove_file(file.name)
         if self._begun:
             self._record.on_run_end("", {})
             self._record.on_run_start(self._run)

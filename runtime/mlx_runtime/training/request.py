@@ -14,7 +14,7 @@ from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, list_runs, named_run
+from mlx_runtime.runs.folder import RunFolder, has_begun, list_runs, named_run
 from mlx_runtime.storage.files import Storage, is_uri, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
@@ -135,7 +135,7 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
     storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
     root, choice = storage_root(storage), _Choice(tuple(typed))
     claimed = named_run(options["--run"], root, experiment) if options["--run"] else None
-    if claimed is not None and claimed.begun():
+    if claimed is not None and has_begun(claimed):
         claimed = None
     if options["--from"] and options["--resume"]:
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
@@ -145,9 +145,7 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
         return replace(choice, claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     if name in ("auto", "latest"):
-        begun = [
-            folder for folder in list_runs(root, experiment) if folder.begun()
-        ]  # others died in their first second
+        begun = [run for run in list_runs(root, experiment) if has_begun(run)]  # others died in their first second
         name = begun[-1].name if begun else "" if name == "auto" else name
     if not name:
         return choice

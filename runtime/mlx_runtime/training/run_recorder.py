@@ -1,5 +1,6 @@
 """The record of a run as its driver writes it: claimed at the start, updated by events, closed with the outcome."""
 
+import contextlib
 import datetime
 import math
 import uuid
@@ -21,7 +22,7 @@ from mlx_runtime.events import (
     WorkersStarted,
 )
 from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.folder import EVALUATIONS, claim_run
+from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space, withdraw_stop
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import Storage, joined, storage_root, to_json
@@ -151,7 +152,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
         if not plan.launched:
             previous = previous.get(records.REPLACED) or previous
             facts |= {"attempts": records.attempts(previous), "job": None}
-        folder.withdraw_stop()
+        withdraw_stop(folder)
     else:
         folder, attempt = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name), 1
         if not folder.claim_attempt(attempt, leases.lease()):
@@ -160,7 +161,8 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
         if config.origin:
             facts["from"] = config.origin.title
     folder.path.mkdir(parents=True, exist_ok=True)
-    folder.hold_reserve()
+    with contextlib.suppress(OSError):
+        reserve_space(folder)
     previous = {name: value for name, value in previous.items() if name not in ("end", "error")}
     before_alive()
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, asked_to_stop, withdraw_stop
 
 GRACE_S = 25.0
 """How long workers have to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""
@@ -86,11 +86,11 @@ class StopRequests:
             yield
         finally:
             done.set()
-            folder.withdraw_stop()
+            withdraw_stop(folder)
 
     def _watch(self, folder: RunFolder, attempt: int, done: threading.Event) -> None:
         while not done.wait(POLL_S * (10 if folder.uri else 1)):
-            if not self.requested() and folder.asked_to_stop():
+            if not self.requested() and asked_to_stop(folder):
                 self.request("mlx xp stop")
             with contextlib.suppress(StorageError):
                 if folder.attempts() > attempt:

@@ -22,8 +22,8 @@ from storages import files, put
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import filling
 from mlx_runtime.runs.filling import Filling, job_record
+from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.removal import remove
-from mlx_runtime.runs.storage_paths import StoragePath
 from mlx_runtime.runs.survey import survey
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import Storage, joined, to_json

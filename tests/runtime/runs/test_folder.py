@@ -15,9 +15,17 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import checkpoints, lookup
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.folder import claim_run, find_run, list_runs, named_run
-from mlx_runtime.runs.storage_paths import StoragePath
-from mlx_runtime.storage.files import storage_root
+from mlx_runtime.runs.folder import (
+    ask_to_stop,
+    asked_to_stop,
+    claim_run,
+    find_run,
+    list_runs,
+    named_run,
+    withdraw_stop,
+)
+from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
 
@@ -118,7 +126,7 @@ class TestObjectStore:
         run.metrics.write_text("changed\n")
         run.pull("*.jsonl")
         assert (run.metrics.read_text(), run.conf.read_text()) == ("a\n", "b\n")
-        run.forget(run.metrics)
+        Storage(run.location).remove_file(run.metrics.name)
         run.pull("*.jsonl")
         assert not run.metrics.exists()
 
@@ -129,11 +137,11 @@ class TestObjectStore:
 
     def test_a_note_asks_to_stop(self, root: str) -> None:
         run = claim_run(root, "digits")
-        assert not run.asked_to_stop()
-        run.ask_to_stop()
-        assert run.asked_to_stop()
-        run.withdraw_stop()
-        assert not run.asked_to_stop()
+        assert not asked_to_stop(run)
+        ask_to_stop(run)
+        assert asked_to_stop(run)
+        withdraw_stop(run)
+        assert not asked_to_stop(run)
 
 
 @pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])

@@ -14,7 +14,7 @@ import pytest
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
-from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.folder import RunFolder, asked_to_stop, claim_run, run_folder
 from mlx_runtime.runs.removal import plan_run
 from mlx_runtime.storage import files, leases
 
@@ -142,7 +142,7 @@ class TestOneDriver:
         record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, str(run.path), "latest")
-            while not run.asked_to_stop() and not stopped.done():
+            while not asked_to_stop(run) and not stopped.done():
                 time.sleep(0.01)
             record.withdraw()
             assert stopped.result() == "digits run_001 is SUCCEEDED"
@@ -169,14 +169,14 @@ class TestOneDriver:
 
     def test_one_that_freezes_between_its_look_and_its_write_changes_nothing(self, run: RunFolder) -> None:
         first = records.Record(run, status="STOPPED", attempt=1)
-        look = first._look
+        look = first._check_ours
 
         def freeze() -> None:
             look()
             assert records.take_over(run) == 2
             records.Record(run, records.recorded(run), status="RUNNING", attempt=2)
 
-        first._look = freeze  # type: ignore[method-assign]
+        first._check_ours = freeze  # type: ignore[method-assign]
         first.update(status="FAILED")
         assert (records.recorded(run)["status"], records.recorded(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
@@ -193,7 +193,7 @@ class TestOneDriver:
         with ThreadPoolExecutor(8) as pool:
             won = list(pool.map(lambda pid: folder.claim_attempt(2, {"pid": pid}), range(8)))
         assert sum(won) == 1
-        assert json.loads(folder.attempt(2)) == {"pid": won.index(True)}
+        assert json.loads(folder.read(".attempt-002")) == {"pid": won.index(True)}
         assert folder.attempts() == 2
         monkeypatch.setattr(files, "put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):

@@ -12,7 +12,7 @@ import pytest
 from browser import Browser, Page
 from conftest import Mlx
 
-from mlx_runtime.runs import curves, listing, records, report
+from mlx_runtime.runs import listing, records, report
 from mlx_runtime.runs.checkpoints import Checkpoint, Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.storage import documents
@@ -278,16 +278,16 @@ class TestOfRuns:
 
 @pytest.mark.pure
 def test_long_curves_keep_their_peaks() -> None:
-    points: list[curves.Point] = [(step, 1.0, 1) for step in range(100_000)]
+    points: list[report.Point] = [(step, 1.0, 1) for step in range(100_000)]
     points[70_123] = (70_123, 9.0, 1)
     points[70_125] = (70_125, -9.0, 1)
     points[500:900] = [(step, None, 1) for step in range(500, 900)]
-    thinned = curves.thin(points)
-    assert len(thinned) <= curves.MAX_POINTS
+    thinned = report.thin(points)
+    assert len(thinned) <= report.MAX_POINTS
     assert thinned == sorted(thinned, key=lambda point: point[0])
     assert {points[0], points[70_123], points[70_125], points[-1]} <= set(thinned)
     assert any(value is None for _, value, _ in thinned)
-    assert curves.thin(points[:2_000]) == points[:2_000]
+    assert report.thin(points[:2_000]) == points[:2_000]
 
 
 @pytest.mark.pure

@@ -85,10 +85,10 @@ def test_a_snapshot_holds_code_and_no_data(tmp_path: Path, run: RunFolder, monke
         here.joinpath(name).write_bytes(b"#" * size)
     snapshots.store(here, run)
     source = {f"src/{name}.py" for name in ("__init__", "experiment", "models", "sizes", "layers")}
-    assert set(zipfile.ZipFile(run.code).namelist()) == source | {"main.py", ".gitignore"}
+    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == source | {"main.py", ".gitignore"}
     monkeypatch.setattr(snapshots, "ALL_BYTES", sum(here.joinpath(name).stat().st_size for name in source))
     snapshots.store(here, run)
-    assert set(zipfile.ZipFile(run.code).namelist()) == source
+    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == source
     assert sorted(file.name for file in run.path.iterdir()) == ["code.zip"]
 
 
@@ -102,6 +102,6 @@ def test_stored_code_is_imported_once_unpacked(tmp_path: Path, run: RunFolder) -
 @pytest.mark.parametrize(("content", "message"), [(None, "has no stored code"), (b"no zip", "code.zip is damaged")])
 def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run: RunFolder) -> None:
     if content is not None:
-        run.code.write_bytes(content)
+        (run.path / "code.zip").write_bytes(content)
     with pytest.raises(MlxError, match=message):
         snapshots.unpacked(run)

@@ -25,8 +25,8 @@ from mlx_runtime.cli.verbs import data
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import removal
 from mlx_runtime.runs.folder import run_folder
+from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.removal import refuse_in_use, remove
-from mlx_runtime.runs.storage_paths import StoragePath
 from mlx_runtime.runs.survey import Survey, survey
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import Storage, joined, to_json

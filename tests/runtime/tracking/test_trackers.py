@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.records import FACTS
+from mlx_runtime.runs.report import FACTS
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.trackers import CSV, JSONL, MLflow, TensorBoard, WandB, flatten

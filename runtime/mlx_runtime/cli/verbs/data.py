@@ -15,7 +15,7 @@ from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.data.prepared import Store
-    from mlx_runtime.runs.storage_paths import StoragePath
+    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey
 
 ANSWER = "mlx-show "
@@ -39,7 +39,7 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
         StorageError: the storage does not answer.
         ClusterError: the cluster does not answer.
     """
-    from mlx_runtime.runs.storage_paths import StoragePath
+    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey, survey
 
     root = lookup.storage_root()
@@ -89,7 +89,7 @@ def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
         StorageError: the storage does not answer.
     """
     from mlx_runtime.runs import removal
-    from mlx_runtime.runs.storage_paths import StoragePath
+    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import survey
 
     target = StoragePath.parse(lookup.storage_root(), path)

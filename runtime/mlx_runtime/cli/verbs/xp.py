@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, printable, suggest
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, ask_to_stop
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.lookup import resolve_run
 
@@ -50,7 +50,7 @@ def stop(name: str, run: str) -> str:
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
         return f"{title} is STOPPED, before it began"
-    folder.ask_to_stop()
+    ask_to_stop(folder)
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or records.resuming(folder, record):
         if time.monotonic() > deadline:

@@ -17,11 +17,17 @@ checkpoints/epoch_0004/
 """
 
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
-from mlx_runtime.runs.checkpoints.background import AsyncCheckpointer
-from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, members, merged, on_device, state_of
-from mlx_runtime.runs.checkpoints.plain import copied
-from mlx_runtime.runs.checkpoints.retention import score
-from mlx_runtime.runs.checkpoints.store import PARTS, Checkpoints, State, read
+from mlx_runtime.runs.checkpoints.groups import (
+    State,
+    copied,
+    load_into,
+    load_what_fits,
+    members,
+    merged,
+    on_device,
+    state_of,
+)
+from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read, score
 
 __all__ = [
     "ABOUT",

@@ -1,19 +1,25 @@
-"""States of the members of a group (`models`, `optimizers`, `tools`, …), taken and put back."""
+"""States of the members of a group (`models`, `optimizers`, `tools`, …), taken and put back.
 
+A state consists of plain values: what loading a checkpoint gives back without running code.
+"""
+
+import collections
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs import metric_states
-from mlx_runtime.runs.checkpoints.plain import moved as moved_to
-from mlx_runtime.runs.checkpoints.plain import plain, plain_entries, tensors
 
 State = dict[str, Any]
+
+_DICTS = (dict, collections.OrderedDict, collections.Counter)
+"""Mappings that keep their type when they are loaded with `weights_only=True`."""
 
 
 def members(group: Any) -> dict[str, Any]:
@@ -22,14 +28,9 @@ def members(group: Any) -> dict[str, Any]:
 
 
 def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]]:
-    """Return the state of every member of a group that has one.
+    """Return the states of the members that have one, and what cannot be part of a checkpoint, like `stopper.history`.
 
-    Args:
-        group: Holds the members as attributes.
-        hidden: Secrets of the config. Tools that hold one get it from their constructor when they are restored.
-
-    Returns:
-        The states by name, and what cannot be part of a checkpoint, like `stopper.history`.
+    Attributes that hold one of the `hidden` secrets of the config are left out: constructors set them again.
     """
     states: State = {}
     left_out: list[str] = []
@@ -57,7 +58,7 @@ def load_into(
     only: set[str] | None = None,
     moved: Mapping[str, torch.device] | None = None,
 ) -> list[str]:
-    """Put saved states back into the members of a group.
+    """Put saved states back into the members of a group. Return a line for each member that was not restored.
 
     Args:
         group: Holds the members as attributes.
@@ -65,9 +66,6 @@ def load_into(
         title: The user's name of the group, like `models`.
         only: Names to restore; all by default.
         moved: Devices of tensors of an attribute, like `{"ema.shadow": cuda:0}`; others stay on the CPU.
-
-    Returns:
-        One line for each member that was not restored.
 
     Raises:
         ConfigError: A model or an optimizer has no counterpart, or its state does not fit.
@@ -104,25 +102,18 @@ def load_what_fits(models: Any, saved: Mapping[str, Any]) -> list[str]:
         own, state = present[name].state_dict(), saved[name]
         fits = {key: item for key, item in state.items() if key in own and _shape(own[key]) == _shape(item)}
         for key in sorted((set(own) | set(state)) - set(fits)):
+            what = "new" if key in own else "in the checkpoint only"
             if key in own and key in state:
-                lines.append(
-                    f"models.{name}.{key} is {_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
-                )
-            else:
-                lines.append(f"models.{name}.{key} is {'new' if key in own else 'in the checkpoint only'}")
+                what = f"{_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
+            lines.append(f"models.{name}.{key} is {what}")
         present[name].load_state_dict(fits, strict=False)
     return lines
 
 
 def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> tuple[State, list[str]]:
-    """Merge the states of metrics on several ranks, for a group of a different size.
+    """Merge the states of metrics on several ranks, for another number of them.
 
-    Args:
-        states_of_ranks: States by name, one mapping per rank.
-        group: Holds the metrics as attributes.
-
-    Returns:
-        The merged states by name, and the names of metrics that cannot be merged.
+    Return the states by name, and the names of metrics that cannot be merged.
     """
     states: State = {}
     lost = []
@@ -132,14 +123,13 @@ def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> tuple[St
             continue
         if not metric_states.is_metric(member):
             states[name] = saved[0]
-            continue
-        if len(saved) > 1 and not metric_states.is_mergeable(member):
+        elif len(saved) > 1 and not metric_states.is_mergeable(member):
             lost.append(name)
-            continue
-        try:
-            states[name] = metric_states.merge_states(member, saved)
-        except KeyError:  # it was saved with other parts, and cannot be loaded
-            states[name] = saved[0]
+        else:
+            try:
+                states[name] = metric_states.merge_states(member, saved)
+            except KeyError:  # it was saved with other parts, and cannot be loaded
+                states[name] = saved[0]
     return states, lost
 
 
@@ -162,7 +152,7 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     else:
         for key, item in saved.items():
             value = copy.deepcopy(item)
-            setattr(member, key, moved_to(value, devices[key]) if key in devices else value)
+            setattr(member, key, _moved(value, devices[key]) if key in devices else value)
 
 
 def _has_state(member: Any) -> bool:
@@ -171,3 +161,61 @@ def _has_state(member: Any) -> bool:
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def plain(value: Any) -> Any:
+    """Return a value as loading gives it back, or raise TypeError if a checkpoint cannot hold it.
+
+    Tensors are not copied.
+    """
+    if value is None or type(value) in (bool, int, float, complex, str, bytes):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    if isinstance(value, dict):
+        kind = type(value) if type(value) in _DICTS else dict
+        return kind({plain(key): plain(item) for key, item in value.items()})
+    raise TypeError
+
+
+def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the entries that a checkpoint can hold, and the names of the others."""
+    kept, left_out = {}, []
+    for name, value in values.items():
+        try:
+            kept[name] = plain(value)
+        except TypeError:
+            left_out.append(name)
+    return kept, left_out
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of plain values on the CPU, which training does not change."""
+    return _map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among plain values."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return _map_tensors(value, lambda tensor: tensor.to(device))
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict) and type(value) in _DICTS:
+        return type(value)({key: _map_tensors(item, change) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(item, change) for item in value)
+    return value

@@ -1,10 +1,12 @@
-"""The checkpoints of one run on disk: stored, verified and loaded, pruned."""
+"""The checkpoints of one run on disk: stored, perhaps in the background, verified and loaded, pruned."""
 
 import contextlib
+import math
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 
@@ -17,7 +19,7 @@ from mlx_runtime.runs.checkpoint_index import (
     list_checkpoints,
     read_description,
 )
-from mlx_runtime.runs.checkpoints.retention import superfluous
+from mlx_runtime.runs.checkpoints.groups import State, copied
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
@@ -28,7 +30,8 @@ PARTS = {
 }
 """Keys of a state."""
 
-State = dict[str, Any]
+UNFINISHED = 2
+"""How many checkpoints of an unfinished epoch are kept."""
 
 LEFT_BY_0_1 = (".saving-", ".removed-")
 """Prefix of the names of folders that a killed save of version 0.1 left behind."""
@@ -59,15 +62,9 @@ class Checkpoints:
         return joined(self._storage.root, checkpoint.name)
 
     def save(self, state: State, checkpoint: Checkpoint, allowed: Callable[[], None] = lambda: None) -> Checkpoint:
-        """Store a checkpoint, whole or not at all.
+        """Store a checkpoint, whole or not at all. Return its description with the checksum.
 
-        Args:
-            state: Plain values and tensors.
-            checkpoint: Its description.
-            allowed: Called before it becomes visible; raises if another driver has the run.
-
-        Returns:
-            The description with the checksum.
+        `allowed` is called before it becomes visible, and raises if another driver has the run.
         """
         try:
             with Publication(self._storage, checkpoint.name, ABOUT) as publication:
@@ -95,13 +92,9 @@ class Checkpoints:
         return _loaded(self._storage, checkpoint.name, checkpoint)
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is not damaged.
+        """Return the newest checkpoint that is not damaged, or None if there are no checkpoints.
 
-        Args:
-            warn: Called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
-
-        Returns:
-            None if there are no checkpoints.
+        `warn` is called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
 
         Raises:
             ConfigError: All are damaged.
@@ -154,6 +147,68 @@ class Checkpoints:
                     self._storage.remove_folder(name)
 
 
+class AsyncCheckpointer:
+    """Stores checkpoints in a thread, one at a time.
+
+    Args:
+        checkpoints: Where to store them.
+        stored: Called in the thread with each complete checkpoint.
+        allowed: Called in the thread before a checkpoint becomes visible; raises if another driver has the run.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, stored: Callable[[Checkpoint], None], allowed: Callable[[], None]
+    ) -> None:
+        self._checkpoints, self._stored, self._allowed = checkpoints, stored, allowed
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(self, state: State, checkpoint: Checkpoint) -> None:
+        """Wait for the checkpoint before, copy a state to the CPU, and start to store the copy."""
+        self.wait()
+        copy = copied(state)
+        self._thread = threading.Thread(target=self._save, args=(copy, checkpoint), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until everything is stored; raise StorageError if it could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _save(self, state: State, checkpoint: Checkpoint) -> None:
+        try:
+            self._stored(self._checkpoints.save(state, checkpoint, self._allowed))
+        except Exception as error:
+            self._error = error
+
+
+def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float:
+    """Return how good a checkpoint is, higher is better; minus infinity if it has no such metric."""
+    value = metrics.get(monitor or "", math.nan)
+    return -math.inf if math.isnan(value) else value if mode == "max" else -value
+
+
+def superfluous(saved: Sequence[Checkpoint], keep: int, monitor: str | None, mode: str) -> list[Checkpoint]:
+    """Return the checkpoints to remove: all but the best, the latest, and the newest of an unfinished epoch.
+
+    Args:
+        saved: All checkpoints, oldest first.
+        keep: How many of the best to keep.
+        monitor: Metric they are judged by; without one the newest are the best.
+        mode: `max` or `min`.
+    """
+    finished = [item for item in saved if item.finished]
+    ranked = sorted(finished, key=lambda item: (score(item.metrics, monitor, mode), item.order), reverse=True)
+    last = finished[-1].order if finished else (-1, True, 0)
+    newest = [item for item in saved if item.order > last][-UNFINISHED:]
+    kept = {item.name for item in [*ranked[:keep], *finished[-1:], *newest]}
+    return [item for item in saved if item.name not in kept]
+
+
 def read(path: str) -> State:
     """Return the state of the checkpoint in any folder or URI, on the CPU.
 
@@ -177,12 +232,7 @@ class _DamagedError(ConfigError):
 
 
 def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
-    """Load a state, comparing the bytes that are read with their checksum. Loading never runs code.
-
-    Args:
-        storage: Storage that holds the checkpoint.
-        name: Folder of the checkpoint.
-        about: Its description, if it has one.
+    """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code.
 
     Raises:
         ConfigError: It is damaged, or not a state of this version.
