@@ -35,7 +35,7 @@ DOORS = {"__init__", "__main__", "datasets", "trackers"}
 
 HOMES = {
     "aiohttp": {"cluster.dashboard"},
-    "botocore": {"storage.s3"},
+    "botocore": {"storage.leases"},
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.generation"},
     "hydra": {"config.composition"},

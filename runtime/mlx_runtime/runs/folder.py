@@ -33,6 +33,7 @@ from typing import Any
 from mlx_runtime.errors import StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
+from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
 
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
@@ -135,11 +136,11 @@ class RunFolder:
         storage, name = Storage(self.location), attempt_name(number)
         content = to_json(dict(lease or {})).encode()
         with storage_errors(f"cannot write {self.location}"):
-            if number == 1 and not storage.exclusive:
+            if number == 1 and not creates_exclusively(storage):
                 storage.write(content, name)  # of a new run, which was claimed with its folder
                 return True
             try:
-                return storage.create_exclusively(content, name)
+                return create_exclusively(storage, content, name)
             except StorageError as error:
                 raise StorageError(
                     f"{error}, so two drivers could train {self.title} at once. "
@@ -214,7 +215,7 @@ def claim_run(root: str, experiment: str) -> RunFolder:
         while True:
             number += 1
             folder = run_folder(root, experiment, f"run_{number:03d}")
-            if storage.claim(experiment, folder.name):
+            if claim_folder(storage, experiment, folder.name):
                 break
         try:
             if folder.uri is not None:

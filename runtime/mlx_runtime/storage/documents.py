@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DEPTH = 50
-"""Maximum nesting of a file."""
+"""Maximum nesting of a YAML file."""
 
 NODES = 200_000
 """Maximum number of values in a YAML file, each counted as often as aliases repeat it."""
@@ -19,18 +19,12 @@ LARGEST = 2**63
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of a field of a document.
-
-    Attributes:
-        title: Name for error messages, like `a number`.
-        fits: Returns True for a value of the type.
-    """
+    """Type of a field of a document: its name in error messages, like `a number`, and what accepts its values."""
 
     title: str
     fits: Callable[[Any], bool]
 
     def or_null(self) -> "Kind":
-        """Return the type that also allows null."""
         return Kind(f"{self.title} or null", lambda value: value is None or self.fits(value))
 
 
@@ -58,11 +52,8 @@ def list_of(kind: Kind) -> Kind:
 
 
 def mapping_of(kind: Kind) -> Kind:
-    """Return the type of a mapping of names to values of one type."""
-    return Kind(
-        f"a mapping of names to {kind.title}",
-        lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())),
-    )
+    title = f"a mapping of names to {kind.title}"
+    return Kind(title, lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())))
 
 
 def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
@@ -71,13 +62,7 @@ def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind
 
 
 def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> str | None:
-    """Return what is wrong with a document, or None if it has the expected shape.
-
-    Args:
-        document: What was read.
-        shape: Types of its fields; others may hold anything.
-        needs: Required fields.
-    """
+    """Return what is wrong with a document, or None if it has the fields it needs and they fit the shape."""
     if not isinstance(document, dict):
         return f"it is {_shown(document)}, not a mapping"
     for name in needs:
@@ -101,11 +86,7 @@ def _shown(value: Any) -> str:
 
 
 def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a JSON document.
-
-    Raises:
-        ValueError: It is not JSON, is nested too deeply, or has the wrong shape; the message is one line.
-    """
+    """Return the fields of a JSON document. Raises ValueError with one line if it has another shape or is none."""
     try:
         document = json.loads(content)
         if rb"\ud" in content.lower():  # half of a pair, which cannot be printed or stored
@@ -120,14 +101,13 @@ def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] 
 
 
 def from_yaml(content: bytes) -> Any:
-    """Return a YAML document as OmegaConf reads it, with `${...}` not resolved yet.
+    """Return a YAML mapping as OmegaConf reads it, with `${...}` not resolved yet.
 
-    Raises:
-        ValueError: It is not YAML, too large, nested too deeply, or not a mapping; the message is one line.
+    Raises ValueError with one line if it is none, too large or nested too deeply.
     """
     from omegaconf import DictConfig, OmegaConf
 
-    check_yaml(content)
+    _check_size(content)
     try:
         document = OmegaConf.create(content.decode())
     except Exception as error:  # YAML and OmegaConf raise many kinds
@@ -142,8 +122,7 @@ def from_yaml(content: bytes) -> Any:
 def selected(content: bytes, key: str) -> str | None:
     """Return a string or number of a YAML document as text, with `${...}` resolved; None if the key is missing.
 
-    Raises:
-        ValueError: The document or the value cannot be read; the message is one line.
+    Raises ValueError with one line if the document or the value cannot be read.
     """
     from omegaconf import OmegaConf
 
@@ -157,12 +136,8 @@ def selected(content: bytes, key: str) -> str | None:
     return None if value is None else str(value)
 
 
-def check_yaml(content: bytes) -> None:
-    """Check the size of a YAML document before it is built: aliases can make a small file endless.
-
-    Raises:
-        ValueError: It is not YAML, too large or nested too deeply.
-    """
+def _check_size(content: bytes) -> None:
+    """Check the size of a YAML document before it is built: aliases can make a small file endless."""
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.storage.local import opened, remove_tree, write_atomic
-from mlx_runtime.storage.s3 import put_new
 
 if TYPE_CHECKING:
     import pyarrow.fs
@@ -45,7 +43,7 @@ def split_options(root: str) -> tuple[str, str]:
 
 
 class Storage:
-    """A folder or an object store.
+    """A folder or an object store. Its methods raise OSError if it does not answer or refuses something.
 
     Attributes:
         root: The folder or URI, as given.
@@ -78,7 +76,6 @@ class Storage:
 
     @cached_property
     def fs(self) -> "pyarrow.fs.FileSystem":
-        """File system of the storage."""
         import pyarrow.fs
 
         return pyarrow.fs.LocalFileSystem()
@@ -92,8 +89,7 @@ class Storage:
         import pyarrow.fs
 
         selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
-        infos: list[pyarrow.fs.FileInfo] = self.fs.get_file_info(selector)
-        return infos
+        return list(self.fs.get_file_info(selector))
 
     def below(self, *parts: str) -> "list[pyarrow.fs.FileInfo]":
         """Return all files in a folder and its subfolders."""
@@ -117,11 +113,7 @@ class Storage:
         return path.stat().st_size if path.is_file() else None
 
     def open(self, *parts: str) -> Any:
-        """Open a file for reading; it is seekable.
-
-        Raises:
-            OSError: There is no such file, or the storage does not answer.
-        """
+        """Open a file for reading; it is seekable."""
         if not self.local:
             return self.fs.open_input_file(self.of(*parts))
         return open(self.of(*parts), "rb")  # noqa: PTH123 - listings do this for each run
@@ -132,21 +124,12 @@ class Storage:
         return stream
 
     def read(self, *parts: str) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            OSError: There is no such file, or the storage does not answer.
-        """
         with self.open(*parts) as stream:
             content: bytes = stream.read()
         return content
 
     def write(self, data: bytes, *parts: str) -> None:
-        """Replace the content of a file so that readers see the old or the new content, never a part.
-
-        Raises:
-            OSError: The storage refuses it.
-        """
+        """Replace the content of a file so that readers see the old or the new content, never a part."""
         if self.local:
             write_atomic(Path(self.of(*parts)), data)
         else:
@@ -164,62 +147,8 @@ class Storage:
         with self.open(*parts) as source, file.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
 
-    def claim(self, *parts: str) -> bool:
-        """Create a folder unless it exists. Return True for at most one of several callers at the same instant.
-
-        Raises:
-            OSError: The storage refuses it.
-        """
-        if self.local:
-            try:
-                Path(self.of(*parts)).mkdir()
-            except FileExistsError:
-                return False
-            return True
-        mine = f".claim-{uuid.uuid4().hex}"
-        self.write(b"", *parts, mine)
-        # A listing shows what was written before it, so of two callers one at least sees the other and gives way.
-        if self.names(*parts) == [mine]:
-            return True
-        self.remove_file(*parts, mine)
-        return False
-
-    @property
-    def exclusive(self) -> bool:
-        """True if `create_exclusively` works: on file systems, and on object stores with the API of S3."""
-        return self.local or self.fs.type_name == "s3"
-
-    def create_exclusively(self, data: bytes, *parts: str) -> bool:
-        """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
-
-        Raises:
-            OSError: The storage refuses it.
-            StorageError: It has no such operation, so no caller could be sure that it alone created the file.
-        """
-        if self.local:
-            try:
-                with Path(self.of(*parts)).open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except FileExistsError:
-                return False
-            return True
-        if not self.exclusive:
-            raise StorageError(f"{self.root} does not support conditional writes")
-        put = self.root, self.fs.region, self.of(*parts), data
-        if not put_new(*put):
-            return False
-        if put_new(*put):  # a store that ignores the condition would have accepted everyone
-            raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
-        return True
-
     def move(self, old: str, new: str) -> None:
-        """Rename a folder; on an object store file by file.
-
-        Raises:
-            OSError: The storage refuses it.
-        """
+        """Rename a folder; on an object store file by file."""
         if self.local:
             Path(self.of(old)).rename(self.of(new))
         else:
@@ -235,11 +164,7 @@ class Storage:
                 self.fs.delete_file(self.of(*parts))
 
     def remove_folder(self, *parts: str) -> None:
-        """Remove a folder with everything in it, without following links.
-
-        Raises:
-            OSError: Something is left.
-        """
+        """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
         with contextlib.suppress(FileNotFoundError):
             if not self.local:
                 self.fs.delete_dir(self.of(*parts))

@@ -10,14 +10,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class HashingWriter:
-    """A file to write to, on disk once it is closed.
-
-    Args:
-        file: File that takes the bytes; closed at the end of the `with` block.
-
-    Attributes:
-        size_bytes: Bytes written so far.
-    """
+    """A file to write to, closed by a `with` block and then on disk; counts and hashes its bytes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, hashlib.sha256()
@@ -49,23 +42,16 @@ class HashingWriter:
 
 
 class HashingReader(io.RawIOBase):
-    """A seekable file to read from that hashes the bytes it hands out.
+    """A seekable file that hashes the bytes it hands out. Keeps as `failure` a read error that callers may hide.
 
     The hash needs every byte in order. Readers of archives skip little and return to few places, so skipped bytes are
     read for the hash alone, and those after the last read by `finish`.
-
-    Args:
-        file: Seekable file.
-
-    Attributes:
-        failure: Error of the last read that failed, which callers may have hidden behind one of their own.
     """
 
     def __init__(self, file: Any) -> None:
         self._file, self._digest = file, hashlib.sha256()
         self.failure: OSError | None = None
-        self._hashed = 0
-        self._position = 0
+        self._position = self._hashed = 0
 
     def readable(self) -> bool:
         return True
@@ -82,16 +68,13 @@ class HashingReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            return self._read(buffer)
+            if self._hashed < self._position <= self._hashed + BLOCK_BYTES:
+                self._hash_until(self._position)
+            self._file.seek(self._position)
+            size: int = self._file.readinto(buffer)
         except OSError as error:
             self.failure = error
             raise
-
-    def _read(self, buffer: Any) -> int:
-        if self._hashed < self._position <= self._hashed + BLOCK_BYTES:
-            self._hash_until(self._position)
-        self._file.seek(self._position)
-        size: int = self._file.readinto(buffer)
         if self._position <= self._hashed < self._position + size:
             self._digest.update(memoryview(buffer)[self._hashed - self._position : size])
             self._hashed = self._position + size

@@ -1,4 +1,4 @@
-"""Leases: which process holds a run or a folder, and whether it is still alive.
+"""Claims and leases: which process gets a run or a folder, and whether it is still alive.
 
 A lease is a small file that its holder refreshes: a record that names the process, or an empty mark whose age counts.
 """
@@ -9,11 +9,13 @@ import os
 import socket
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.errors import StorageError
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import Storage
 
@@ -25,6 +27,80 @@ STALE_S = 60
 
 MARK_S = 300
 """Age at which a mark has expired; holders refresh theirs more often."""
+
+
+def claim_folder(storage: Storage, *parts: str) -> bool:
+    """Create a folder unless it exists. Return True for at most one of several callers at the same instant."""
+    if storage.local:
+        try:
+            Path(storage.of(*parts)).mkdir()
+        except FileExistsError:
+            return False
+        return True
+    mine = f".claim-{uuid.uuid4().hex}"
+    storage.write(b"", *parts, mine)
+    # A listing shows what was written before it, so of two callers one at least sees the other and gives way.
+    if storage.names(*parts) == [mine]:
+        return True
+    storage.remove_file(*parts, mine)
+    return False
+
+
+def creates_exclusively(storage: Storage) -> bool:
+    """Return True if `create_exclusively` works: on file systems, and on object stores with the API of S3."""
+    return storage.local or storage.fs.type_name == "s3"
+
+
+def create_exclusively(storage: Storage, data: bytes, *parts: str) -> bool:
+    """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
+
+    Raises:
+        StorageError: The storage has no such operation, so no caller could be sure that it alone created the file.
+    """
+    if storage.local:
+        try:
+            with Path(storage.of(*parts)).open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+        return True
+    if not creates_exclusively(storage):
+        raise StorageError(f"{storage.root} does not support conditional writes")
+    if not _put_new(storage, data, *parts):
+        return False
+    if _put_new(storage, data, *parts):  # a store that ignores the condition would have accepted everyone
+        raise StorageError(f"{storage.root} ignores the condition If-None-Match of S3's PutObject")
+    return True
+
+
+def _put_new(storage: Storage, data: bytes, *parts: str) -> bool:
+    """Put an object on S3 with `If-None-Match: *`, which pyarrow cannot do. Return False if it exists."""
+    import botocore.config
+    import botocore.exceptions
+    import botocore.session
+
+    options = dict(urllib.parse.parse_qsl(storage.root.partition("?")[2]))
+    endpoint = options.get("endpoint_override")
+    if endpoint and "://" not in endpoint:
+        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+    config = botocore.config.Config(s3={"addressing_style": "path"} if endpoint else {})
+    bucket, _, key = storage.of(*parts).partition("/")
+    try:
+        session = botocore.session.get_session()
+        client = session.create_client("s3", region_name=storage.fs.region, endpoint_url=endpoint, config=config)
+        client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+    except botocore.exceptions.ClientError as error:
+        code = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if code in (409, 412):  # another writer is creating it, or has created it
+            return False
+        if code == 501:
+            raise StorageError(f"{storage.root} does not implement If-None-Match of S3's PutObject") from error
+        raise OSError(str(error)) from error
+    except botocore.exceptions.BotoCoreError as error:
+        raise OSError(str(error)) from error
+    return True
 
 
 def this_process() -> dict[str, Any]:
@@ -43,29 +119,24 @@ def is_alive(record: Mapping[str, Any]) -> bool:
     boot = _boot()
     if boot is not None and record.get("boot") == boot:
         return _started(record.get("pid", 0)) == record.get("pid_started")
-    return age_s(record) < STALE_S
+    return _age_s(record) < STALE_S
 
 
-def age_s(record: Mapping[str, Any]) -> float:
+def holder(record: Mapping[str, Any]) -> str:
+    """Describe who holds something, for error messages: `process 123 on host, last heard from 5 s ago`."""
+    seconds = max(0, _age_s(record))
+    return f"process {record.get('pid')} on {record.get('host')}, last heard from {seconds:.0f} s ago"
+
+
+def _age_s(record: Mapping[str, Any]) -> float:
     """Return the seconds since the last heartbeat."""
     then = datetime.datetime.fromisoformat(record["heartbeat"])
     return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
 
 
-def holder(record: Mapping[str, Any]) -> str:
-    """Describe who holds something, for error messages: `process 123 on host, last heard from 5 s ago`."""
-    seconds = max(0, age_s(record))
-    return f"process {record.get('pid')} on {record.get('host')}, last heard from {seconds:.0f} s ago"
-
-
 @contextlib.contextmanager
 def heartbeat(beat: Callable[[], None], every_s: float | None = None) -> Iterator[None]:
-    """Call a function again and again in a thread while the block runs.
-
-    Args:
-        beat: Refreshes a lease; handles its own errors.
-        every_s: Seconds between two calls; `HEARTBEAT_S` by default.
-    """
+    """Call a function, which must not raise, every `HEARTBEAT_S` or `every_s` seconds while the block runs."""
     done = threading.Event()
 
     def run() -> None:
@@ -83,13 +154,7 @@ def heartbeat(beat: Callable[[], None], every_s: float | None = None) -> Iterato
 
 @contextlib.contextmanager
 def mark(storage: Storage, folder: str, prefix: str) -> Iterator[None]:
-    """Keep a fresh mark in a folder while the block runs, or none if the storage is not writable.
-
-    Args:
-        storage: Storage that holds the folder.
-        folder: Name of the folder.
-        prefix: Start of the file's name.
-    """
+    """Keep a fresh mark `<prefix>…` in a folder while the block runs, or none if the storage is not writable."""
     name = f"{prefix}{uuid.uuid4().hex}"
 
     def refresh() -> None:

@@ -10,14 +10,8 @@ from pathlib import Path
 def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
     """Replace the content of a file so that readers see the old or the new content, never a part.
 
-    Args:
-        path: Path of the file.
-        content: New content.
-        allowed: Called between writing the new file and renaming it; raises to keep the old one. If somebody removes
-            the new file with `discard_unfinished` afterwards, it can no longer be renamed.
-
-    Raises:
-        OSError: The folder cannot be written.
+    `allowed` is called between writing the new file and renaming it, and raises to keep the old one. If somebody
+    removes the new file with `discard_unfinished` after that call, it can no longer be renamed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -40,36 +34,25 @@ def discard_unfinished(path: Path) -> None:
 
 @contextlib.contextmanager
 def opened(root: str, *parts: str) -> Iterator[int]:
-    """Open a folder while the block runs. Yield its descriptor.
+    """Open a folder below a root while the block runs. Yield its descriptor.
 
-    Args:
-        root: An existing folder; it may be a link.
-        parts: Path below it, of which no part may be a link: somebody may have just created it.
-
-    Raises:
-        OSError: A part is missing, a link, or not a folder.
+    The root may be a link; no part below it may be one, which somebody may have just created, else OSError is raised.
     """
-    with contextlib.ExitStack() as stack:
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        stack.callback(os.close, folder)
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         for part in parts:
-            folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            stack.callback(os.close, folder)
+            above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(above)
         yield folder
+    finally:
+        os.close(folder)
 
 
 def remove_tree(name: str, above: int) -> OSError | None:
-    """Remove a folder and everything below it that can be removed, without following links.
+    """Remove a folder and everything below it that can be removed. Return the first error if something is left.
 
-    Each step goes through the descriptor of a folder, so that replacing a folder with a link meanwhile has no effect.
-    (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
-
-    Args:
-        name: Name of the folder.
-        above: Descriptor of the folder that it is in.
-
-    Returns:
-        The first error if something is left, else None.
+    Each step goes through the descriptor of a folder, from that of the folder above, so that replacing a folder with a
+    link meanwhile has no effect. (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
     """
     errors: list[OSError] = []
 

@@ -23,8 +23,7 @@ from typing import BinaryIO
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.local import write_atomic
 
-LEFTOVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>part|old|gone)-[0-9a-f]{4,}")
-"""Names of folders that exist only while something is published, replaced or removed."""
+_LEFTOVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>part|old|gone)-[0-9a-f]{4,}")
 
 
 class Publication:
@@ -61,35 +60,32 @@ class Publication:
         return file if self._staged else f"{path.stem}-{self.id}{path.suffix}"
 
     def create(self, file: str) -> BinaryIO:
-        """Open a new file of the folder for writing.
-
-        Args:
-            file: Its name, from `unique`.
-        """
+        """Open a new file of the folder for writing; its name is from `unique`."""
         self._files.append(file)
         return self._storage.create(self.folder, file)
 
     def commit(self, marker: bytes) -> None:
         """Make the folder count, in place of an older one with its name.
 
-        Args:
-            marker: Content of the marker.
-
         Raises:
             OSError: The storage refuses it, or `recover` ran meanwhile.
         """
         self._storage.write(marker, self.folder, self._marker)
         if self._staged:
-            self._replace_target()
+            old = f".{self._name}.old-{self.id}"
+            replaces = _exists(self._storage, self._name)
+            if replaces:
+                self._storage.move(self._name, old)
+            self._storage.move(self.folder, self._name)
+            if replaces:
+                with contextlib.suppress(OSError):  # `recover` removes what is left
+                    self._storage.remove_folder(old)
         self._committed = True
 
     def commit_first(self, marker: bytes) -> bool:
         """Make a folder written in place count unless another attempt did so before. Return True on success.
 
         On an object store, of two attempts at the same instant the last one counts.
-
-        Raises:
-            OSError: The storage refuses it.
         """
         if self._storage.local:
             self._committed = _create_whole(Path(self._storage.of(self._name, self._marker)), marker)
@@ -101,7 +97,7 @@ class Publication:
         """Remove files that other attempts left in a folder written in place; none may still be under way."""
         if not self._staged:
             for file in self._storage.names(self._name):
-                if file != self._marker and file not in self._files:
+                if file not in (self._marker, *self._files):
                     self._storage.remove_file(self._name, file)
 
     def __exit__(self, *_: object) -> None:
@@ -109,29 +105,25 @@ class Publication:
             return
         with contextlib.suppress(OSError):
             if self._staged:
-                _remove_while_written(self._storage, self.folder, self._marker)
+                self._remove_staged()
                 recover(self._storage, self._name, lambda name: name.endswith(self.id))
             else:
                 for file in self._files:
                     self._storage.remove_file(self._name, file)
+                if not self._storage.names(self._name):
+                    self._storage.remove_folder(self._name)
 
-    def _replace_target(self) -> None:
-        old = f".{self._name}.old-{self.id}"
-        replaces = _exists(self._storage, self._name)
-        if replaces:
-            self._storage.move(self._name, old)
-        self._storage.move(self.folder, self._name)
-        if replaces:
-            with contextlib.suppress(OSError):  # `recover` removes what is left
-                self._storage.remove_folder(old)
+    def _remove_staged(self) -> None:
+        """Remove what was staged; a task that is being cancelled may still be writing to it."""
+        self._storage.remove_file(self.folder, self._marker)
+        for _ in range(10):
+            with contextlib.suppress(OSError):
+                return self._storage.remove_folder(self.folder)
+            time.sleep(0.1)
 
 
 def unpublish(storage: Storage, name: str, marker: str) -> None:
-    """Remove a folder so that nobody takes a part of it for the whole.
-
-    Raises:
-        OSError: Something is left.
-    """
+    """Remove a folder so that nobody takes a part of it for the whole. Raises OSError if something is left."""
     if storage.local:
         gone = f".{name}.gone-{uuid.uuid4().hex[:8]}"
         storage.move(name, gone)
@@ -142,16 +134,8 @@ def unpublish(storage: Storage, name: str, marker: str) -> None:
 
 
 def leftovers(storage: Storage, name: str | None = None) -> list[tuple[str, str, str]]:
-    """Return the folders that attempts to publish have beside their targets: name, target and kind of each.
-
-    Args:
-        storage: Storage that holds them.
-        name: Target; all by default.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
-    matches = filter(None, map(LEFTOVER.fullmatch, storage.names() if storage.local else ()))
+    """Return the folders that attempts to publish have beside their targets, or one target: name, target and kind."""
+    matches = filter(None, map(_LEFTOVER.fullmatch, storage.names() if storage.local else ()))
     return [(match[0], match["target"], match["kind"]) for match in matches if name in (None, match["target"])]
 
 
@@ -191,13 +175,3 @@ def _create_whole(path: Path, content: bytes) -> bool:
     finally:
         temporary.unlink()
     return True
-
-
-def _remove_while_written(storage: Storage, folder: str, marker: str, tries: int = 10) -> None:
-    """Remove a folder that a task which is being cancelled may still be writing to."""
-    storage.remove_file(folder, marker)
-    while tries and _exists(storage, folder):
-        with contextlib.suppress(OSError):
-            storage.remove_folder(folder)
-        tries -= 1
-        time.sleep(0.1 * _exists(storage, folder))

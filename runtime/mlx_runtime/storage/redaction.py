@@ -108,12 +108,9 @@ def hidden_texts(tree: Any, shown: Any) -> set[str]:
 
 
 def filled(saved: Any, shown: Any, tree: Any) -> Any:
-    """Return a saved config with its secrets put back, where the current config has the same values.
+    """Return a saved, redacted config with its secrets put back from the current config `tree`, `shown` redacted.
 
-    Args:
-        saved: The saved config, redacted.
-        shown: The current config, redacted.
-        tree: The current config.
+    A secret is known only where the current config is the same without it.
     """
     if saved == shown:
         return tree

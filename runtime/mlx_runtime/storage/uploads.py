@@ -16,7 +16,7 @@ from mlx_runtime.storage.redaction import FILES
 LIMIT_BYTES = 100 << 20
 """Size of an upload that a cluster accepts."""
 
-IGNORE_FILES = (".gitignore", ".rayignore")
+IGNORE_FILES = {".gitignore", ".rayignore"}
 
 NEVER = (
     *(".git", ".venv/", "venv/", "__pycache__/", "*.pyc", "runs/", ".prepared/", "node_modules/"),
@@ -67,7 +67,6 @@ class Upload:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files together."""
         return sum(size for _, size in self.files)
 
     def largest(self, count: int = 10) -> list[tuple[Path, int]]:
@@ -91,7 +90,8 @@ def _walk(root: Path) -> Iterator[tuple[Path, int | str]]:
     ignored = _IgnoreRules(root)
     for where, folders, files in os.walk(root, followlinks=False):
         here = Path(where)
-        ignored.add_files_of(here, files)
+        for name in IGNORE_FILES.intersection(files):
+            ignored.add(here / name, here)
         entered = []
         for name in sorted(folders):
             path = here / name
@@ -110,46 +110,38 @@ def _walk(root: Path) -> Iterator[tuple[Path, int | str]]:
 
 
 class _IgnoreRules:
-    """The ignore files of a folder and of the repository it is in.
-
-    Args:
-        root: Folder whose files are collected.
-    """
+    """The ignore files of a folder whose files are collected, and of the repository it is in."""
 
     _never = GitIgnoreSpec.from_lines(NEVER)
 
     def __init__(self, root: Path) -> None:
-        self._specs: dict[str, list[tuple[Path, GitIgnoreSpec]]] = {name: [] for name in IGNORE_FILES}
+        self._of_git: list[tuple[Path, GitIgnoreSpec]] = []
+        self._of_ray: list[tuple[Path, GitIgnoreSpec]] = []
         for file, base in _ignore_files_above(root):
-            self._add(".gitignore", file, base)
+            self.add(file, base)
         if self._named(root, is_folder=True):  # all of the project is ignored, so rules above it do not count
-            self._specs[".gitignore"].clear()
+            self._of_git.clear()
 
-    def add_files_of(self, folder: Path, names: list[str]) -> None:
-        """Read the ignore files among the files of a folder."""
-        for name in IGNORE_FILES:
-            if name in names:
-                self._add(name, folder / name, folder)
+    def add(self, file: Path, base: Path) -> None:
+        """Read an ignore file, whose lines refer to a folder."""
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        chain = self._of_ray if file.name == ".rayignore" else self._of_git
+        chain.append((base, GitIgnoreSpec.from_lines(lines)))
 
     def matches(self, path: Path, *, is_folder: bool) -> bool:
         name = f"{path.name}/" if is_folder else path.name
         return self._never.match_file(name) or self._named(path, is_folder=is_folder)
 
-    def _add(self, name: str, file: Path, base: Path) -> None:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        self._specs[name].append((base, GitIgnoreSpec.from_lines(lines)))
-
     def _named(self, path: Path, *, is_folder: bool) -> bool:
-        return any(self._decision(chain, path, is_folder=is_folder) for chain in self._specs.values())
-
-    @staticmethod
-    def _decision(chain: list[tuple[Path, GitIgnoreSpec]], path: Path, *, is_folder: bool) -> bool:
-        """Return what the nearest ignore file with a rule for a path decides."""
-        for base, spec in reversed(chain):
-            if path.is_relative_to(base):
-                ignored = spec.check_file(f"{path.relative_to(base)}{'/' if is_folder else ''}").include
-                if ignored is not None:
-                    return ignored
+        """Return True if git or Ray ignores a path: for each, the nearest file with a rule for it decides."""
+        for chain in (self._of_git, self._of_ray):
+            for base, spec in reversed(chain):
+                if path.is_relative_to(base):
+                    ignored = spec.check_file(f"{path.relative_to(base)}{'/' if is_folder else ''}").include
+                    if ignored:
+                        return True
+                    if ignored is not None:
+                        break
         return False
 
 

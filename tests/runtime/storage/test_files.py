@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_runtime.storage import leases
 from mlx_runtime.storage.files import Storage, joined, parent_of, size_text
 
 pytestmark = pytest.mark.pure
@@ -20,8 +21,8 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Path) -> None:
-    assert storage.claim("a")
-    assert not storage.claim("a")
+    assert leases.claim_folder(storage, "a")
+    assert not leases.claim_folder(storage, "a")
     (tmp_path / "x").write_bytes(b"uploaded")
     storage.upload(tmp_path / "x", "a", "up")
     storage.write(b"12", "a", "n")
@@ -46,9 +47,9 @@ def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Pa
 
 
 def test_a_file_is_created_once(storage: Storage) -> None:
-    assert storage.exclusive
-    assert storage.create_exclusively(b"first", "x")
-    assert not storage.create_exclusively(b"second", "x")
+    assert leases.creates_exclusively(storage)
+    assert leases.create_exclusively(storage, b"first", "x")
+    assert not leases.create_exclusively(storage, b"second", "x")
     assert storage.read("x") == b"first"
 
 
