@@ -12,68 +12,48 @@ from mlx_runtime.errors import DatasetError
 Batch = dict[str, Any]
 """Tensors (rows, ...) by name, and whatever else `ray_map_batches` returns, like a list of strings."""
 
-
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types that stand in for types that NumPy lacks, by bytes per element."""
 
 
 class BatchReader:
-    """Reads samples of a map-style dataset and stacks them by its `ray_map_batches`.
+    """Reads samples of a map-style dataset and stacks them by its `ray_map_batches`; streams only use `stack`.
 
     An exception in user code gets a note that names the dataset and the sample.
-
-    Args:
-        dataset: Dataset with `ray_map_batches`; to stack samples, it need not be map-style.
-        name: Name in `Datasets`, like `train`.
     """
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset, self.name = dataset, name
 
     def read(self, rows: Sequence[int]) -> Batch:
-        """Return the batch of some rows.
-
-        Raises:
-            DatasetError: `ray_map_batches` did not return a batch of them.
-        """
-        return self.stack(self._samples(rows))
-
-    def _samples(self, rows: Sequence[int]) -> list[Any]:
+        """Return the batch of some rows."""
         remaining = iter(rows)
         try:
             if hasattr(self.dataset, "__getitems__"):
-                return self.dataset.__getitems__(rows)  # type: ignore[no-any-return]
-            return list(map(self.dataset.__getitem__, remaining))  # the fastest loop that Python has
+                samples = self.dataset.__getitems__(rows)
+            else:
+                samples = list(map(self.dataset.__getitem__, remaining))  # the fastest loop that Python has
         except Exception as error:
             count = len(rows) - length_hint(remaining)
             which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
             note(error, f"while reading {which} of datasets.{self.name}")
             raise
+        return self.stack(samples)
 
     def stack(self, samples: list[Any]) -> Batch:
-        """Return the batch of some samples.
-
-        Raises:
-            DatasetError: `ray_map_batches` did not return a batch of them.
-        """
+        """Return the batch of some samples. Raises DatasetError if `ray_map_batches` does not."""
         try:
             batch = self.dataset.ray_map_batches({"item": samples})
         except Exception as error:
             note(error, f"in ray_map_batches, while stacking {len(samples)} samples of datasets.{self.name}")
             raise
-        return tensors(batch, len(samples), f"datasets.{self.name}: ray_map_batches returned")
+        return _tensors(batch, len(samples), f"datasets.{self.name}: ray_map_batches returned")
 
 
-def tensors(batch: Any, rows: int, subject: str) -> Batch:
+def _tensors(batch: Any, rows: int, subject: str) -> Batch:
     """Return a batch with all numbers as tensors of shape (rows, ...); strings, nested lists and the like pass through.
 
-    Args:
-        batch: Batch to check.
-        rows: Number of rows that it must have.
-        subject: Beginning of error messages.
-
-    Raises:
-        DatasetError: It is not a mapping, or has a different number of rows.
+    Raises DatasetError, with a message that begins with the subject, if it is no mapping or has other rows.
     """
     if not isinstance(batch, Mapping) or not batch:
         kind = "nothing" if batch in (None, {}) else type(batch).__name__
@@ -122,11 +102,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def rows_of(dataset: Any, name: str) -> int:
-    """Return the number of rows in a dataset.
-
-    Raises:
-        DatasetError: It has no length.
-    """
+    """Return the number of rows in a dataset. Raises DatasetError if it has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:

@@ -4,10 +4,14 @@ That is the dataset's class and arguments, the code it is made of, its number of
 read today. So a prepared dataset is never used once the code, the arguments or the data have changed.
 """
 
+import ast
+import contextlib
 import hashlib
+import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +22,8 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
-from mlx_runtime.data.code_digest import code_of
 from mlx_runtime.data.prepared import Manifest
-from mlx_runtime.data.streams import make_dataset, stream_of
+from mlx_runtime.data.streams import dataset_nodes, make_dataset, stream_of
 from mlx_runtime.errors import DatasetError
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
@@ -39,8 +42,7 @@ class Candidate:
         node: Its node in conf.yaml.
         shown: The node without secrets.
         seed: `cfg.seed`.
-        project: Folder of the experiment.
-        cls: Class of the dataset.
+        project: Folder of the experiment, whose code is followed.
         arguments: Arguments of its constructor without secrets, for the manifest.
         prefix: Start of the names of its prepared datasets: class, and a digest of the code and the arguments.
     """
@@ -57,7 +59,7 @@ class Candidate:
             {key: value for key, value in node.items() if key not in ("_target_", *LOADER_ARGUMENTS)}
             for node in (self.node, self.shown)
         )
-        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *code_of(self.cls, self.project)]
+        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *_code_of(self.cls, self.project)]
         self.prefix = f"{self.cls.__name__}-{_digest(content)}"
 
     @property
@@ -83,11 +85,7 @@ class Candidate:
         return (manifest.dataset, manifest.arguments) == (self.node["_target_"], arguments)
 
     def full_name(self, dataset: Any) -> str:
-        """Return the name of the prepared dataset that fits a dataset.
-
-        Raises:
-            DatasetError: It cannot be prepared.
-        """
+        """Return the name of the prepared dataset that fits a dataset. Raises DatasetError if there can be none."""
         content: list[Any]
         if self.streamed:
             stream = stream_of(dataset, self.name)
@@ -104,25 +102,18 @@ class Candidate:
         return f"{self.prefix}-{_digest(content)}"
 
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
-        """Return a few rows as a batch, each stacked alone.
-
-        Raises:
-            DatasetError: They differ in type or shape, or are not tensors.
-        """
+        """Return a few rows as a batch, each stacked alone. Raises DatasetError if they differ or are no tensors."""
         reader = BatchReader(dataset, self.name)
         batches = [reader.read([row]) for row in rows]
         for key, value in batches[0].items():
             if not isinstance(value, torch.Tensor):
-                raise self.error(
-                    f"{key!r} is a {type(value).__name__}, and only tensors are stored",
-                    "Leave it out of ray_map_batches",
-                )
+                problem = f"{key!r} is a {type(value).__name__}, and only tensors are stored"
+                raise self.error(problem, "Leave it out of ray_map_batches")
         for row, batch in zip(rows, batches, strict=True):
             self.check_schema(schema_of(batches[0]), schema_of(batch), str(row))
         return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
     def check_schema(self, expected: Schema, schema: Schema, rows: str) -> None:
-        """Raise DatasetError unless rows have the types and shapes of row 0."""
         if schema != expected:
             raise self.error(
                 f"row 0 is {shown_schema(expected)}, row {rows} is {shown_schema(schema)}",
@@ -130,20 +121,15 @@ class Candidate:
             )
 
     def error(self, problem: str, hint: str = "") -> DatasetError:
-        """Return the error of a dataset that cannot be prepared."""
         switch = f"prepare = False in {self.cls.__name__}"
         cure = f"{hint}, or set {switch}" if hint else f"Set {switch}, so that its samples are read every time"
         return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
 
 
 def candidates(tree: Mapping[str, Any], shown: Mapping[str, Any], *, seed: int, project: Path) -> list[Candidate]:
-    """Return the datasets of a config, with their nodes without secrets by name."""
-    nodes = {name: node for name, node in tree.get("datasets", {}).items() if isinstance(node, dict)}
-    return [
-        Candidate(name, node, shown.get(name, node), seed, project)
-        for name, node in nodes.items()
-        if "_target_" in node
-    ]
+    """Return the datasets of a config; `shown` has their nodes without secrets by name."""
+    nodes = dataset_nodes(tree).items()
+    return [Candidate(name, node, shown.get(name, node), seed, project) for name, node in nodes]
 
 
 def some_rows(rows: int, count: int = 8) -> list[int]:
@@ -152,17 +138,16 @@ def some_rows(rows: int, count: int = 8) -> list[int]:
 
 
 def schema_of(batch: Batch) -> Schema:
-    return {key: _kind(column) for key, column in batch.items()}
+    return {
+        key: (dtype_name(column), tuple(column.shape[1:]))
+        if isinstance(column, torch.Tensor)
+        else (type(column).__name__, ())
+        for key, column in batch.items()
+    }
 
 
 def shown_schema(schema: Schema) -> str:
     return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
-
-
-def _kind(column: Any) -> tuple[str, tuple[int, ...]]:
-    if not isinstance(column, torch.Tensor):
-        return type(column).__name__, ()
-    return dtype_name(column), tuple(column.shape[1:])
 
 
 def _files_in(arguments: Any) -> list[str]:
@@ -192,3 +177,65 @@ def _digest(content: Sequence[Any]) -> str:
         data = item if isinstance(item, bytes) else str(item).encode()
         digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()[:12]
+
+
+def _code_of(cls: type, project: Path) -> list[str]:
+    """Return the definition of a class and all definitions of the project it refers to, without comments and layout."""
+    code: dict[tuple[str, str], str] = {}
+    todo = [(cls.__module__, cls.__name__)]
+    while todo:
+        module, name = todo.pop()
+        if (module, name) in code:
+            continue
+        definitions = _definitions(module, project)
+        nodes = definitions.get(name, []) if name else [node for nodes in definitions.values() for node in nodes]
+        code[module, name] = "\n".join(ast.dump(node) for node in nodes)
+        for node in nodes:
+            todo += _references(node, module)
+    return [f"{module}.{name}: {text}" for (module, name), text in sorted(code.items()) if text]
+
+
+def _definitions(module: str, project: Path) -> dict[str, list[ast.AST]]:
+    """Return the statements that define each name of a module; nothing for a module of a library."""
+    found = _spec(module)
+    file = Path((found.origin if found else None) or "/")
+    if file.suffix != ".py" or not file.is_relative_to(project) or "site-packages" in file.parts:
+        return {}
+    definitions: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)]
+        for name in names:
+            definitions.setdefault(name, []).append(node)
+    return definitions
+
+
+def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
+    """Yield what a statement refers to as (module, name), with an empty name for all of a module."""
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name):
+            yield module, item.id
+        elif isinstance(item, ast.Import):
+            yield from ((alias.name, "") for alias in item.names)
+        elif isinstance(item, ast.ImportFrom):
+            source = "." * item.level + (item.module or "")
+            if item.level:
+                found = _spec(module)
+                in_package = found is not None and found.submodule_search_locations is not None
+                source = importlib.util.resolve_name(source, module if in_package else module.rpartition(".")[0])
+            for alias in item.names:
+                yield source, "" if alias.name == "*" else alias.name
+                yield f"{source}.{alias.name}", ""  # it may be a module
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Return where a module is, even if nothing has imported it yet."""
+    with contextlib.suppress(ImportError, ValueError, AttributeError):
+        return importlib.util.find_spec(module)
+    return None

@@ -16,9 +16,7 @@ from mlx_runtime.errors import DatasetError
 class IterableReader:
     """Reads an `IterableDataset`. Every worker iterates over all of it, and stacks its own samples.
 
-    Args:
-        dataset, name: The dataset, and its name in `Datasets`.
-        processes: Processes that read; any number but 0 means one.
+    Any number of reading processes but 0 means one.
     """
 
     window_rows = 1
@@ -54,16 +52,11 @@ class _IterableBatches(IterableDataset[Any]):
             yield ReadFailure.of(error, self.name)
 
     def read(self) -> Iterator[Batch]:
-        batches = BatchReader(self.dataset, self.name)
-        sizes = iter(self.part.plan.sizes(self.part.rank))
-        waiting: list[Any] = []
-        size, number = next(sizes, 0), 0
-        for sample in self._own_samples():
-            waiting.append(sample)
-            if len(waiting) == size:
-                if number >= self.part.skip:
-                    yield batches.stack(waiting)
-                waiting, size, number = [], next(sizes, 0), number + 1
+        reader, samples = BatchReader(self.dataset, self.name), self._own_samples()
+        for number, size in enumerate(self.part.plan.sizes(self.part.rank)):
+            batch = list(islice(samples, size))
+            if number >= self.part.skip:
+                yield reader.stack(batch)
 
     def _own_samples(self) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):
@@ -83,10 +76,9 @@ class _IterableBatches(IterableDataset[Any]):
 
     def _next(self, samples: Iterator[Any], position: int, before: int, count: int) -> list[Any]:
         """Skip `before` samples of other workers, and return the next `count`."""
-        own: list[Any] = []
         try:
             skipped = sum(1 for _ in islice(samples, before))
-            own.extend(islice(samples, count))
+            own = list(islice(samples, count))
         except Exception as error:
             note(error, f"while reading samples {position} to {position + before + count - 1} of datasets.{self.name}")
             raise

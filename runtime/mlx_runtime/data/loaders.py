@@ -12,7 +12,7 @@ epoch and the world size, and every worker takes the same number of steps.
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 
@@ -42,14 +42,7 @@ def trains(name: str) -> bool:
 
 
 def reading_processes(loader: str) -> int:
-    """Return the number of processes beside each worker that read samples; 0 reads in the worker itself.
-
-    Args:
-        loader: `cfg.loader`: `auto` or `workers=N`.
-
-    Raises:
-        ConfigError: `loader` is neither.
-    """
+    """Return the number of reading processes that `cfg.loader` asks for: `auto`, which means 0, or `workers=N`."""
     name, _, count = loader.partition("=")
     if loader == "auto":
         return 0
@@ -129,14 +122,28 @@ class DatasetShard:
             return self.prepared.attributes.get(name, default)
         return getattr(self.dataset, name, default)
 
+    def micro_batches(self, batch_size: int | None) -> tuple[int, int]:
+        """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
+        size = batch_size if batch_size is not None else self.attribute("batch_size")
+        if type(size) is not int or size < 1:
+            cls = "its class" if self.prepared else type(self.dataset).__name__
+            raise DatasetError(
+                f"datasets.{self.name} has batch_size {size!r}; "
+                f"set self.batch_size to a number of rows, 1 or more, in {cls}"
+            )
+        wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
+        if not self.training:
+            return size, 1
+        size, factor = (size, 1) if wanted in (None, workers) else micro_batches(size, wanted, workers)
+        return size, factor * self.options.accumulate
+
     def reader(self) -> Reader:
         """Return what reads the rows."""
         if self.prepared is not None:
             return PreparedReader(self.prepared, self.topology.device)
         if self.stream is not None:
             return self.stream
-        pin_memory = self.topology.device.type == "cuda"
-        processes = ReadingProcesses(self.options.processes, pin_memory)
+        processes = ReadingProcesses(self.options.processes, pin_memory=self.topology.device.type == "cuda")
         reader = IterableReader if isinstance(self.dataset, IterableDataset) else MapReader
         return reader(self.dataset, self.name, processes)
 
@@ -162,11 +169,10 @@ class DatasetShard:
         """
         if unsupported:
             name = next(iter(unsupported))
-            raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {_INSTEAD.get(name, _SUPPORTED)}")
+            cure = _INSTEAD.get(name, "it takes batch_size and drop_last")
+            raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {cure}")
         return self.follow(Loader(self, batch_size, drop_last))
 
-
-_SUPPORTED = "it takes batch_size and drop_last"
 
 _INSTEAD = {
     "collate_fn": "write it as ray_map_batches of the dataset",
@@ -199,11 +205,11 @@ class LoaderObserver(Protocol):
     def iterated(self, loader: "Loader") -> None:
         """`iter(loader)` was called."""
 
-    def pass_begins(self, loader: "Loader", steps: int) -> None:
-        """The first of `steps` batches in the pass is about to be read."""
+    def pass_begins(self, loader: "Loader", part: WorkerPass) -> None:
+        """The first batch of a pass is about to be read."""
 
-    def batch_given(self, loader: "Loader", number: int) -> None:
-        """The loop is about to get a batch; `number` counts from 1 in its pass, even after a restart."""
+    def batch_given(self, loader: "Loader", part: WorkerPass) -> None:
+        """The loop is about to get a batch."""
 
     def step_finished(self, loader: "Loader") -> None:
         """The loop has finished with a batch and asks for the next."""
@@ -220,8 +226,8 @@ class Loader:
         asked: Batch size and `drop_last`, None for the dataset's own.
         epoch: Number of the next pass, which decides the order; a restart sets it.
         observer: Object that follows each pass.
+        current: The pass that is being read, or was read last; None before the first.
         waited_s: Seconds that this pass has waited for data.
-        seconds: Duration of this pass so far.
     """
 
     def __init__(self, shard: DatasetShard, batch_size: int | None = None, drop_last: bool | None = None) -> None:
@@ -229,92 +235,70 @@ class Loader:
         self.asked = (batch_size, drop_last)
         self.epoch = 0
         self.observer: LoaderObserver | None = None
-        self.waited_s = 0.0
-        self._started = 0.0
-        self._plan: ShardPlan | None = None
-        self._taken = self._skipped = 0
-        self._left = False  # before its end
-        self._resumed: Mapping[str, Any] | None = None
+        self.current: WorkerPass | None = None
+        self.waited_s = self._started = 0.0
+        self._resumed: dict[str, Any] | None = None
 
-    @property
+    @cached_property
     def batch_size(self) -> int:
         """Rows per worker and step.
 
         Raises:
             DatasetError: Neither the call nor the dataset specifies it.
         """
-        return self._micro_batches[0]
+        return self.shard.micro_batches(self.asked[0])[0]
 
-    @property
+    @cached_property
     def accumulate(self) -> int:
         """Steps per update: as configured, times the factor by which a smaller group keeps the global batch."""
-        return self._micro_batches[1] * (self.shard.options.accumulate if self.shard.training else 1)
+        return self.shard.micro_batches(self.asked[0])[1]
 
     @cached_property
-    def _micro_batches(self) -> tuple[int, int]:
-        size = self.asked[0] if self.asked[0] is not None else self.shard.attribute("batch_size")
-        if type(size) is not int or size < 1:
-            cls = "its class" if self.shard.prepared else type(self.shard.dataset).__name__
-            raise DatasetError(
-                f"datasets.{self.shard.name} has batch_size {size!r}; "
-                f"set self.batch_size to a number of rows, 1 or more, in {cls}"
-            )
-        wanted, workers = self.shard.options.wanted_workers, self.shard.topology.data_parallel_size
-        if wanted is None or wanted == workers or not self.shard.training:
-            return size, 1
-        return micro_batches(size, wanted, workers)
-
-    @cached_property
-    def _reader(self) -> Reader:
+    def reader(self) -> Reader:
+        """What reads the rows."""
         return self.shard.reader()
 
     @cached_property
-    def _all_rows(self) -> int:
-        return self._reader.rows()
+    def _whole_pass(self) -> ShardPlan:
+        """The plan of a pass from its first row.
 
-    @property
-    def _limit(self) -> int | None:
-        """Maximum number of rows in a pass, over all workers; None means all."""
-        limit, workers = self.shard.options.limit, self.shard.topology.data_parallel_size
-        return None if limit is None else limit * self.accumulate * self.batch_size * workers
+        Raises:
+            DatasetError: There are too few rows for every worker, or for one full batch of each.
+        """
+        shard, size, drop_last = self.shard, self.batch_size, self.asked[1]
+        if drop_last is None:
+            drop_last = bool(shard.attribute("drop_last", False))
+        workers, limit = shard.topology.data_parallel_size, shard.options.limit
+        limit = None if limit is None else limit * self.accumulate * size * workers
+        chunk = max(1, self.reader.window_rows // size)
+        plan = ShardPlan(self.reader.rows(), workers, size, drop_last, chunk, limit=limit)
+        rows = f"datasets.{shard.name} has {plan.rows} rows"
+        if plan.rows == 0:
+            raise DatasetError(f"datasets.{shard.name} has no rows")
+        if plan.rows < workers:
+            raise DatasetError(f"{rows}, fewer than the {workers} workers. Give it more, or lower cfg.start_workers")
+        if (shard.training or drop_last) and plan.rows < workers * (size - 1) + 1:
+            fewer = " or cfg.start_workers" if workers > 1 else ""
+            raise DatasetError(
+                f"{rows}, too few for one full batch per worker: {workers} worker{'s' * (workers > 1)} with "
+                f"batch_size {size}. Lower datasets.{shard.name}.batch_size{fewer}"
+            )
+        return plan
 
     @property
     def rows(self) -> int:
-        """Number of rows in a pass, over all workers.
-
-        Raises:
-            DatasetError: The dataset has no length.
-        """
-        return self._all_rows if self._limit is None else min(self._all_rows, self._limit)
+        """Number of rows in a whole pass, over all workers."""
+        plan = self._whole_pass
+        return plan.rows if plan.limit is None else min(plan.rows, plan.limit)
 
     @property
     def seconds(self) -> float:
+        """Duration of this pass so far."""
         return time.perf_counter() - self._started
-
-    @property
-    def rows_read(self) -> int:
-        """Rows that all workers have read in this pass so far; those before an interruption do not count."""
-        per_step = self.batch_size * self.shard.topology.data_parallel_size
-        return min(self._plan.assigned, self._taken * per_step) - self._skipped * per_step if self._plan else 0
-
-    @property
-    def given(self) -> int:
-        """Batches that this loader has given in this pass, without those before an interruption."""
-        return self._taken - self._skipped
-
-    @property
-    def steps_left(self) -> int:
-        """Steps left in the current pass; 0 between two passes."""
-        return self._plan.steps - self._taken if self._plan is not None and not self._left else 0
-
-    @property
-    def advice(self) -> str | None:
-        """How to read rows faster; None if there is no better way."""
-        return self._reader.advice
 
     def __len__(self) -> int:
         """Return the number of steps in a whole pass, the same on every worker."""
-        return self._whole_pass().steps
+        return self._whole_pass.steps
 
     def __getitem__(self, name: Any) -> NoReturn:
         raise DatasetError(
@@ -329,48 +313,61 @@ class Loader:
         return self._read()
 
     def _read(self) -> Iterator[Batch]:
-        plan, skip, epoch = self._begin()
-        self._plan, self._taken, self._skipped, self.epoch = plan, skip, skip, epoch + 1
-        self._left = False
+        part = self.current = self._begin()
+        self.epoch += 1
         self.waited_s, self._started = 0.0, time.perf_counter()
         observer = self.observer
         if observer is not None:
-            observer.pass_begins(self, plan.steps)
+            observer.pass_begins(self, part)
         on_cuda = self.shard.topology.device.type == "cuda"
         asked = time.perf_counter()
         try:
-            for batch in self._batches(plan, skip, epoch):
+            for batch in self.reader.batches(part):
                 if on_cuda:
                     device = self.shard.topology.device
                     batch = move_tensors(batch, partial(torch.Tensor.to, device=device, non_blocking=True))
-                self._taken += 1
+                part.given += 1
                 self.waited_s += time.perf_counter() - asked
                 if observer is not None:
-                    observer.batch_given(self, self._taken)
+                    observer.batch_given(self, part)
                 yield batch
                 if observer is not None:
                     observer.step_finished(self)
                 asked = time.perf_counter()
         except GeneratorExit:  # the loop was left with `break`
-            if self._plan is plan:  # else the loader was iterated again before this iterator was closed
-                self._left = True
+            if self.current is part:  # else the loader was iterated again before this iterator was closed
+                part.left = True
                 if observer is not None:
                     observer.pass_left(self)
 
-    def _batches(self, plan: ShardPlan, skip: int, epoch: int) -> Iterator[Batch]:
-        """Return the batches that are left of a pass."""
-        shard = self.shard
-        epoch = 0 if shard.options.repeats else epoch
-        rank = shard.topology.data_parallel_rank
-        return self._reader.batches(WorkerPass(plan, rank, skip, epoch, shard.options.seed, shard.shuffle))
+    def _begin(self) -> WorkerPass:
+        """Return the next pass, or what is left of an interrupted one."""
+        shard, plan, skip = self.shard, self._whole_pass, 0
+        state, self._resumed = self._resumed, None
+        if state is not None and state["steps"]:
+            if state["rows"] != plan.rows:
+                raise DatasetError(
+                    f"datasets.{shard.name} has {plan.rows} rows, but had {state['rows']} when the run was "
+                    "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
+                )
+            before = ShardPlan.from_state(state)
+            plan = replace(plan, read=before.read, limit=before.limit)
+            if plan == before:
+                skip = state["steps"]
+            else:
+                shuffles_shares = self.reader.window_rows > 1 and shard.shuffle
+                seed = mix_seeds(shard.options.seed, self.epoch) if shuffles_shares else None
+                plan = replace(plan, read=before.read_after(state["steps"], seed))
+        epoch = 0 if shard.options.repeats else self.epoch
+        return WorkerPass(plan, shard.topology.data_parallel_rank, skip, epoch, shard.options.seed, shard.shuffle)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, even in the middle of a pass, as plain values."""
         if self._resumed is not None:
-            return dict(self._resumed)
-        if self._plan is None or not self.steps_left:
+            return self._resumed | {"epoch": self.epoch}
+        if self.current is None or not self.current.steps_left:
             return {"epoch": self.epoch, "steps": 0}
-        return _plan_state(self._plan) | {"epoch": self.epoch - 1, "steps": self._taken}
+        return self.current.plan.state_dict() | {"epoch": self.epoch - 1, "steps": self.current.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position: from its step if it is in the middle of a pass, else with its epoch.
@@ -378,81 +375,11 @@ class Loader:
         With the same number of workers and batch size, each worker continues with the same batches; otherwise the
         remaining rows are reassigned.
         """
-        self.epoch = state["epoch"]
-        self._resumed = state if state["steps"] else None
-        self._plan = None
-
-    def _begin(self) -> tuple[ShardPlan, int, int]:
-        """Return the plan of the next pass, the steps of it that were taken before, and its epoch."""
-        plan = self._whole_pass()
-        state, self._resumed = self._resumed, None
-        if state is None:
-            return plan, 0, self.epoch
-        if state["rows"] != plan.rows:
-            raise DatasetError(
-                f"datasets.{self.shard.name} has {plan.rows} rows, but had {state['rows']} when the run was "
-                "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
-            )
-        before = _plan_of(state)
-        same = (plan.world_size, plan.batch_size, plan.drop_last, plan.chunk)
-        if (before.world_size, before.batch_size, before.drop_last, before.chunk) == same:
-            return before, state["steps"], self.epoch
-        shuffles_shares = self._reader.window_rows > 1 and self.shard.shuffle
-        seed = mix_seeds(self.shard.options.seed, self.epoch) if shuffles_shares else None
-        read = before.read_after(state["steps"], seed)
-        return ShardPlan(plan.rows, *same, read=read, limit=before.limit), 0, self.epoch
-
-    def _whole_pass(self) -> ShardPlan:
-        """Return the plan of a whole pass.
-
-        Raises:
-            DatasetError: There are too few rows for every worker, or for one full batch of each.
-        """
-        shard, size = self.shard, self.batch_size
-        chunk = max(1, self._reader.window_rows // size)
-        drop_last = bool(shard.attribute("drop_last", False)) if self.asked[1] is None else self.asked[1]
-        workers = shard.topology.data_parallel_size
-        plan = ShardPlan(self._all_rows, workers, size, drop_last, chunk, limit=self._limit)
-        rows = f"datasets.{shard.name} has {plan.rows} rows"
-        if plan.rows == 0:
-            raise DatasetError(f"datasets.{shard.name} has no rows")
-        if plan.rows < workers:
-            raise DatasetError(f"{rows}, fewer than the {workers} workers. Give it more, or lower cfg.start_workers")
-        if (shard.training or drop_last) and plan.rows < workers * (size - 1) + 1:
-            fewer = " or cfg.start_workers" if workers > 1 else ""
-            raise DatasetError(
-                f"{rows}, too few for one full batch per worker: {workers} worker{'s' * (workers > 1)} with "
-                f"batch_size {size}. Lower datasets.{shard.name}.batch_size{fewer}"
-            )
-        return plan
-
-
-_IN_STATE = {"limit": "most"}
-"""Names in a state, where they are not those of the field."""
-
-
-def _plan_state(plan: ShardPlan) -> dict[str, Any]:
-    """Return a plan as plain values."""
-    state = {_IN_STATE.get(item.name, item.name): getattr(plan, item.name) for item in fields(plan)}
-    return state | {"read": [list(part) for part in plan.read]}
-
-
-def _plan_of(state: Mapping[str, Any]) -> ShardPlan:
-    """Return the plan of a state; one without a limit was saved by an earlier version."""
-    values = {item.name: state.get(_IN_STATE.get(item.name, item.name)) for item in fields(ShardPlan)}
-    return ShardPlan(**values | {"read": tuple((start, stop) for start, stop in state["read"])})
+        self.epoch, self._resumed = state["epoch"], dict(state)
 
 
 def check(cls: type, key: str) -> None:
-    """Refuse a dataset class that cannot be batched, before anything starts.
-
-    Args:
-        cls: Class of the dataset.
-        key: Its key in conf.yaml, for the error.
-
-    Raises:
-        DatasetError: It has neither `ray_map_batches` nor `to_ray`, or is an IterableDataset without a length.
-    """
+    """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
     if callable(getattr(cls, "to_ray", None)):
         return
     if not callable(getattr(cls, "ray_map_batches", None)):

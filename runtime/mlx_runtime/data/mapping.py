@@ -29,7 +29,7 @@ NOT_WORTH_A_PROCESS_S = 5.0
 """Work that takes no longer than this is done in this process: starting another and importing torch takes as long."""
 
 Cluster = Callable[[], contextlib.AbstractContextManager[None]]
-"""Returns a context manager within which Ray runs."""
+"""Returns a context manager within which Ray runs; entered only for work that is worth it."""
 
 Block = Mapping[str, Any]
 """The bytes of some rows by column."""
@@ -38,31 +38,10 @@ Progress = Callable[[str, int, int], None]
 """Called with the name of a dataset, the rows that are done, and all rows."""
 
 
-def write_prepared(
+def write_rows(
     candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
 ) -> Manifest:
-    """Write a prepared dataset.
-
-    Args:
-        candidate: What is known of the dataset.
-        dataset: The dataset.
-        store: Store to write to.
-        name: Name in the store.
-        progress: Called as rows are done.
-        cluster: Entered only for work that is worth it.
-
-    Raises:
-        DatasetError: The dataset cannot be prepared.
-        StorageError: The store cannot be written.
-    """
-    write = _write_stream if candidate.streamed else _write_rows
-    return write(candidate, dataset, store, name, progress, cluster)
-
-
-def _write_rows(
-    candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
-) -> Manifest:
-    """Write a map-style dataset."""
+    """Write a map-style dataset to a folder of a store."""
     rows = rows_of(dataset, candidate.name)
     sample, expected_s = _checked_sample(candidate, dataset, rows)
     row_bytes = sum(column[0].numel() * column.element_size() for column in sample.values())
@@ -86,10 +65,10 @@ def _write_rows(
         return writer.commit(documents.now())
 
 
-def _write_stream(
+def write_stream(
     candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
 ) -> Manifest:
-    """Write what `to_ray` gives."""
+    """Write what `to_ray` gives to a folder of a store."""
     stream = stream_of(dataset, candidate.name)
     rows = rows_of_stream(dataset, stream)
     writer, schema, done = None, {}, 0
@@ -110,7 +89,7 @@ def _write_stream(
             done += stop - start
             if done > rows:
                 break
-            writer.write({key: pyarrow.py_buffer(as_numpy(column)) for key, column in block.items()})
+            writer.write(_stored(block))
             progress(candidate.name, done, rows)
         if writer is None or done != rows:
             raise DatasetError(f"datasets.{candidate.name}: to_ray() does not give the {rows} rows that it announces")
@@ -122,11 +101,14 @@ def _writer(candidate: Candidate, store: Store, name: str, rows: int, like: Batc
     return ColumnWriter(store, name, rows, like, dataset=target, arguments=candidate.arguments)
 
 
+def _stored(batch: Batch) -> Block:
+    return {key: pyarrow.py_buffer(as_numpy(column)) for key, column in batch.items()}
+
+
 def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
     """Return a few rows of a dataset, and the seconds that reading all of them would take.
 
-    Raises:
-        DatasetError: They read differently the next time, or together in a batch.
+    Raises DatasetError if they read differently the next time, or together in a batch.
     """
     few = some_rows(rows)
     sample = candidate.sample(dataset, few)
@@ -135,8 +117,7 @@ def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batc
     expected_s = (time.monotonic() - started) * rows / len(few)
     if not _alike(sample, again):
         raise candidate.error("a row reads differently each time")
-    together = BatchReader(dataset, candidate.name).read(few)
-    if not _alike(sample, together):
+    if not _alike(sample, BatchReader(dataset, candidate.name).read(few)):
         raise candidate.error("a row comes out differently in a batch with others")
     return sample, expected_s
 
@@ -160,11 +141,7 @@ class _Work:
     samples: dict[int, Batch]
 
     def mapped(self, reader: BatchReader, start: int) -> Batch:
-        """Map `per_call` rows from `start` on.
-
-        Raises:
-            DatasetError: They differ from the others, or from what was read before.
-        """
+        """Map `per_call` rows. Raises DatasetError if they differ from the others, or from what was read before."""
         stop = min(self.rows, start + self.per_call)
         batch = reader.read(range(start, stop))
         self.candidate.check_schema(self.schema, schema_of(batch), f"{start} to {stop - 1}")
@@ -177,9 +154,7 @@ class _Work:
 def _mapped_here(work: _Work, dataset: Any) -> Iterator[Block]:
     """Map all rows in order in this process."""
     reader = BatchReader(dataset, work.candidate.name)
-    for start in range(0, work.rows, work.per_call):
-        batch = work.mapped(reader, start)
-        yield {key: pyarrow.py_buffer(as_numpy(batch[key])) for key in work.schema}
+    return (_stored(work.mapped(reader, start)) for start in range(0, work.rows, work.per_call))
 
 
 def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:

@@ -7,12 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_runtime.data.fingerprints import LOADER_ARGUMENTS, candidates
-from mlx_runtime.data.mapping import Cluster, Progress, write_prepared
+from mlx_runtime.data.mapping import Cluster, Progress, write_rows, write_stream
 from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.data.streams import dataset_error
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
-
-Tell = Callable[[str], None]
 
 
 def find(
@@ -21,7 +19,7 @@ def find(
     *,
     seed: int,
     project: Path,
-    tell: Tell,
+    tell: Callable[[str], None],
     shown: Mapping[str, Any] = MappingProxyType({}),
     ray_needed: Callable[[], object] = lambda: None,
 ) -> dict[str, PreparedSet]:
@@ -35,7 +33,7 @@ def find(
         seed: `cfg.seed`.
         project: Folder of the experiment.
         tell: Called with a line for the user.
-        shown: Nodes of datasets without secrets, for the manifests.
+        shown: Nodes of datasets without secrets by name, for the manifests.
         ray_needed: Called before a stream of Ray Data is made. Must start Ray, unless it runs: otherwise Ray would
             start itself, or join another Ray of this machine.
     """
@@ -73,16 +71,12 @@ def make(
     *,
     seed: int,
     project: Path,
-    tell: Tell,
+    tell: Callable[[str], None],
     progress: Progress,
     cluster: Cluster,
     shown: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, PreparedSet]:
-    """Prepare every dataset that is not prepared yet.
-
-    Arguments as for `find`, and:
-        progress: Called as rows are done.
-        cluster: Returns a context manager within which Ray runs; entered only for work that is worth it.
+    """Prepare every dataset that is not prepared yet; arguments as for `find`.
 
     Raises:
         DatasetError: A dataset cannot be prepared; the message says how to fix it.
@@ -100,7 +94,8 @@ def make(
             name = candidate.full_name(dataset)
             manifest = store.find(name)
             if manifest is None:
-                manifest = write_prepared(candidate, dataset, store, name, progress, cluster)
+                write = write_stream if candidate.streamed else write_rows
+                manifest = write(candidate, dataset, store, name, progress, cluster)
                 size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
                 tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")
         except MlxError:

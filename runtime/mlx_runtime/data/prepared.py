@@ -3,6 +3,7 @@
 <root>/Digits-3f2a…/
     manifest.json          rows, bytes, schema; written last, so a dataset without it does not exist
     9c41d2-0.npy           a column; the first part differs between attempts to write the dataset
+    last_used              its time of change counts
     used-7be0…             a process reads the dataset; refreshed while it does
 
 The root is a folder or a URI like `s3://bucket/prepared`.
@@ -24,8 +25,6 @@ MANIFEST = "manifest.json"
 READ_MARK = "used-"
 """Start of the names of files that mark a prepared dataset as being read."""
 
-LAST_USED = "last_used"
-
 
 @dataclass(frozen=True)
 class Manifest:
@@ -33,7 +32,6 @@ class Manifest:
 
     Attributes:
         name: Folder of the dataset: its class and a key.
-        rows: Rows in each column.
         size_bytes: Size of the files of all columns together.
         columns: File, torch dtype and shape of one row, by column.
         dataset: Class path.
@@ -68,7 +66,7 @@ class Entry:
         name: Name of the folder.
         size_bytes: Size of all its files.
         age_s: Seconds since it was last used or written.
-        busy: True if a process reads or writes it.
+        busy: True if a process reads or writes it, or if that is unknown.
     """
 
     manifest: Manifest | None
@@ -96,14 +94,7 @@ class PreparedSet:
 
 
 class Store:
-    """The prepared datasets in a folder or on an object store.
-
-    Args:
-        root: Folder or URI.
-
-    Raises:
-        StorageError: There is no file system for such a URI.
-    """
+    """The prepared datasets in a folder or on an object store. Raises StorageError if it cannot be reached or read."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -131,8 +122,8 @@ class Store:
                 manifest = self._find(name)
             except StorageError:
                 manifest, busy = None, True  # do not remove what may be fine
-            size = sum(info.size or 0 for info in infos)
-            entries.append(Entry(manifest, name, size, max(0.0, time.time() - changed), busy))
+            size_bytes = sum(info.size or 0 for info in infos)
+            entries.append(Entry(manifest, name, size_bytes, max(0.0, time.time() - changed), busy))
         return sorted(entries, key=lambda item: -item.age_s)
 
     @contextlib.contextmanager
@@ -148,7 +139,7 @@ class Store:
     def note_use(self, name: str) -> None:
         """Record that a dataset was used just now, unless the storage cannot be written."""
         with contextlib.suppress(OSError):
-            self.storage.write(b"", name, LAST_USED)
+            self.storage.write(b"", name, "last_used")
 
     def remove(self, name: str) -> bool:
         """Remove a dataset unless it is in use or the storage refuses it. Return True if it is gone."""
@@ -169,10 +160,7 @@ class Store:
     def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
         """Return the datasets to remove: incomplete ones, old ones, and the least recently used until the rest fits.
 
-        Args:
-            max_age_s: Seconds since the last use.
-            max_bytes: Size of all datasets together.
-            keep: Names to leave out; datasets in use are left out, too.
+        Those in use, and those to keep by name, are left out.
         """
         entries = self.entries()
         total = sum(item.size_bytes for item in entries)
@@ -192,8 +180,7 @@ class Store:
     def _find(self, name: str) -> Manifest | None:
         """Return the description of a dataset, or None if it is incomplete.
 
-        Raises:
-            StorageError: The storage did not answer, or another version wrote the manifest.
+        Raises StorageError if the storage did not answer, or another version wrote the manifest.
         """
         try:
             manifest = Manifest.parsed(self.storage.read(name, MANIFEST).decode())
@@ -217,12 +204,7 @@ def _is_busy(infos: Sequence[Any]) -> bool:
 
 
 def is_read_mark(name: str, changed_s: float) -> bool:
-    """Return True if a file marks the prepared dataset in its folder as being read.
-
-    Args:
-        name: Name of the file.
-        changed_s: When it was last written, in seconds since 1970.
-    """
+    """Return True if a file, last written at `changed_s` since 1970, marks the dataset in its folder as being read."""
     return name.startswith(READ_MARK) and leases.is_fresh(changed_s)
 
 

@@ -28,20 +28,10 @@ class Reader(Protocol):
     def advice(self) -> str | None: ...
 
     def rows(self) -> int:
-        """Return the number of rows in one pass.
-
-        Raises:
-            DatasetError: The dataset has no length.
-        """
+        """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
 
     def batches(self, part: WorkerPass) -> Iterator[Batch]:
         """Yield the remaining batches of a pass."""
-
-
-class Rows(list[int]):
-    """The row numbers of one batch, and the seed of their pass."""
-
-    seed = 0
 
 
 @dataclass(frozen=True)
@@ -77,12 +67,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 class MapReader:
-    """Reads the rows of a map-style dataset.
-
-    Args:
-        dataset, name: The dataset, and its name in `Datasets`.
-        processes: Processes that read.
-    """
+    """Reads the rows of a map-style dataset."""
 
     window_rows = 1
 
@@ -107,38 +92,30 @@ class MapReader:
 
     def batches(self, part: WorkerPass) -> Iterator[Batch]:
         if self._loader is None:  # without a DataLoader, whose overhead is a fifth for small batches
-            return (self._processes.pinned(self._batches.read(rows)) for rows in batch_rows(part))
+            return (self._processes.pinned(self._batches.read(rows)) for rows in part.batch_rows())
         self._sampler.part = part
         return received(self._loader)
 
 
 class _Sampler:
-    """A sampler for a `DataLoader` whose pass is set before each iteration."""
+    """A sampler for a `DataLoader` whose pass is set before each iteration; yields the seed of it with row numbers."""
 
     part: WorkerPass
 
-    def __iter__(self) -> Iterator[Rows]:
-        return batch_rows(self.part)
-
-
-def batch_rows(part: WorkerPass) -> Iterator[Rows]:
-    """Yield the row numbers of one batch after the other."""
-    numbers, seed, start = part.rows(), part.epoch_seed, 0
-    for size in part.sizes:
-        batch = Rows(numbers[start : start + size].tolist())
-        batch.seed = seed
-        start += size
-        yield batch
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        seed = self.part.epoch_seed
+        return ((seed, rows) for rows in self.part.batch_rows())
 
 
 class _MapBatches(Dataset[Any]):
-    """A map-style dataset whose items are batches, by their row numbers. For reading processes."""
+    """A map-style dataset whose items are batches, for reading processes."""
 
     def __init__(self, batches: BatchReader) -> None:
         self._batches = batches
 
-    def __getitem__(self, rows: Rows) -> "Batch | ReadFailure":
-        seed_everything(mix_seeds(rows.seed, rows[0]))  # random samples are the same whichever process reads them
+    def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | ReadFailure":
+        seed, rows = item
+        seed_everything(mix_seeds(seed, rows[0]))  # random samples are the same whichever process reads them
         try:
             return self._batches.read(rows)
         except Exception as error:
@@ -156,20 +133,16 @@ class ReadFailure:
 
     @classmethod
     def of(cls, error: Exception, name: str) -> "ReadFailure":
+        if isinstance(error, DatasetError):
+            return cls(str(error))
         notes = "".join(f" ({text})" for text in getattr(error, "__notes__", []))
         frames = [item for item in traceback.extract_tb(error.__traceback__) if "site-packages" not in item.filename]
         where = f'\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}'
-        if isinstance(error, DatasetError):
-            return cls(str(error))
         return cls(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
 
 
 def received(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """Yield the batches of reading processes.
-
-    Raises:
-        DatasetError: Reading failed.
-    """
+    """Yield the batches of reading processes. Raises DatasetError if reading failed."""
     for batch in loader:
         if isinstance(batch, ReadFailure):
             raise DatasetError(batch.message)

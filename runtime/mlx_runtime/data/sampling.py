@@ -15,9 +15,10 @@ A *position* is an index into the order, and a *share* is a run of positions tha
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,16 +45,9 @@ def shuffled_share(count: int, seed: int, rank: int, number: int) -> torch.Tenso
 
 
 def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]:
-    """Return how a different number of workers keeps the global batch.
+    """Return the rows per worker and step, and the steps per update, that keep the global batch of `wanted` workers.
 
-    Args:
-        batch_size: Rows per worker and step in a group of `wanted` workers.
-        wanted: Number of workers that the global batch is for.
-        workers: Number of workers that there are.
-
-    Returns:
-        Rows per worker and step, at most `batch_size`, and steps per update. If the global batch cannot be divided
-        equally, the nearest size.
+    The rows are at most `batch_size`; if the global batch cannot be divided equally, the product is the nearest to it.
     """
     total = batch_size * wanted
     fewest = math.ceil(wanted / workers)
@@ -83,7 +77,7 @@ class ShardPlan:
     batch_size: int
     drop_last: bool = False
     chunk: int = 1
-    read: tuple[Range, ...] = field(default=())
+    read: tuple[Range, ...] = ()
     limit: int | None = None
 
     @cached_property
@@ -94,7 +88,6 @@ class ShardPlan:
 
     @property
     def left(self) -> int:
-        """Number of rows that are left."""
         return sum(stop - start for start, stop in self.unread)
 
     @property
@@ -192,9 +185,7 @@ class ShardPlan:
     def read_after(self, steps: int, seed: int | None = None) -> tuple[Range, ...]:
         """Return the positions that have been read once every worker has taken `steps` steps of this plan.
 
-        Args:
-            steps: Number of steps.
-            seed: Seed that each worker shuffled its shares with; None if it did not.
+        `seed` is what each worker shuffled its shares with, or None if it did not.
         """
         if steps == 0:
             return self.read
@@ -208,18 +199,32 @@ class ShardPlan:
         starts, stops = [0, *breaks], [*breaks, len(seen)]
         return tuple((int(seen[a]), int(seen[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, under the names that checkpoints have always had."""
+        values = asdict(self)
+        return values | {"read": [list(part) for part in self.read], "most": values.pop("limit")}
 
-@dataclass(frozen=True)
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "ShardPlan":
+        """Return the plan of a state; one without a limit was saved by an earlier version."""
+        world_size, batch_size = state["world_size"], state["batch_size"]
+        read = tuple((start, stop) for start, stop in state["read"])
+        return cls(state["rows"], world_size, batch_size, state["drop_last"], state["chunk"], read, state.get("most"))
+
+
+@dataclass
 class WorkerPass:
-    """The part of a pass that one worker reads.
+    """The part of a pass that one worker reads, and how far it is.
 
     Attributes:
         plan: Plan that assigns the rows.
-        rank: Rank of this worker.
-        skip: Steps of the plan that were taken before.
+        rank: Data-parallel rank of this worker.
+        skip: Steps of the plan that were taken before an interruption.
         epoch: Number of the pass.
         seed: Seed of the run; decides the order together with the epoch.
         shuffle: True to read the rows in a random order.
+        given: Batches that the loop has been given, without those before the interruption.
+        left: True once the loop has left the pass before its end.
     """
 
     plan: ShardPlan
@@ -228,6 +233,23 @@ class WorkerPass:
     epoch: int
     seed: int
     shuffle: bool
+    given: int = 0
+    left: bool = False
+
+    @property
+    def taken(self) -> int:
+        """Steps of the plan that this worker has taken, even before an interruption."""
+        return self.skip + self.given
+
+    @property
+    def steps_left(self) -> int:
+        return 0 if self.left else self.plan.steps - self.taken
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that all workers have read so far; those before an interruption do not count."""
+        per_step = self.plan.batch_size * self.plan.world_size
+        return min(self.plan.assigned, self.taken * per_step) - self.skip * per_step
 
     @property
     def epoch_seed(self) -> int:
@@ -244,3 +266,10 @@ class WorkerPass:
         order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
         skipped = sum(self.plan.sizes(self.rank)[: self.skip])
         return order[self.plan.positions(self.rank)[skipped:]]
+
+    def batch_rows(self) -> Iterator[list[int]]:
+        """Yield the row numbers of one batch after the other."""
+        numbers, start = self.rows(), 0
+        for size in self.sizes:
+            yield numbers[start : start + size].tolist()
+            start += size

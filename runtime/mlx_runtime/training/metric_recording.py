@@ -206,7 +206,7 @@ class MetricRecorder:
             if hasattr(optimizer, "param_groups")
         }
         if item.loader is not None:
-            rates["samples_per_s"] = item.loader.rows_read / item.loader.seconds
+            rates["samples_per_s"] = item.loader.current.rows_read / item.loader.seconds
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":

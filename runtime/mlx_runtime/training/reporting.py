@@ -59,7 +59,7 @@ class EventSender:
         if self._sink is None or (item.step != item.steps and item is shown and now - at < SECONDS_PER_EVENT):
             return
         self._last_step = item, now
-        rate = (item.loader.given - 1) / max(now - item.started, 1e-9)
+        rate = (item.loader.current.given - 1) / max(now - item.started, 1e-9)
         self.send(StepProgress(item.name, self._progress.epoch, item.step, item.steps, rate, dict(values)))
 
 
@@ -171,8 +171,8 @@ class Reporter:
     def input_speed(self, loader: Loader, samples_per_s: float, data_wait_pct: float) -> None:
         """Keep how fast a training pass read its rows, for the epoch."""
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
-        if data_wait_pct > SLOW_INPUT_PCT and loader.seconds > 1 and loader.advice:
-            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.advice}")
+        if data_wait_pct > SLOW_INPUT_PCT and loader.seconds > 1 and loader.reader.advice:
+            self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
     @property
     def epoch_has_numbers(self) -> bool:

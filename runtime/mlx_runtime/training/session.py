@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mlx_runtime.data.loaders import Loader, trains
+from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.tracking.report_writer import ReportWriter
@@ -128,11 +129,11 @@ class Session:
     def iterated(self, loader: Loader) -> None:
         self.passes.iterated(loader.shard.name)
 
-    def pass_begins(self, loader: Loader, steps: int) -> None:
+    def pass_begins(self, loader: Loader, part: WorkerPass) -> None:
         """Record what the previous pass left, and restore what an interrupted one needs."""
-        shard, step = loader.shard, steps - loader.steps_left
-        known = {"accumulate": loader.accumulate, "loader": loader, "step": step}
-        item = self.passes.begin(shard.name, training=shard.training, steps=steps, **known)
+        shard = loader.shard
+        known = {"accumulate": loader.accumulate, "loader": loader, "step": part.skip}
+        item = self.passes.begin(shard.name, training=shard.training, steps=part.plan.steps, **known)
         self.metrics.begin(item)
         if self.passes.leads(item):
             self.metrics.flush()
@@ -142,16 +143,16 @@ class Session:
         self.reporter.begin()
         self.events.pass_begun(loader)
 
-    def batch_given(self, loader: Loader, number: int) -> None:
+    def batch_given(self, loader: Loader, part: WorkerPass) -> None:
         """Count a step."""
         self.beat()
         item = self.passes.of(loader.shard.name)
-        if not self.passes.batch(loader.shard.name, number):
+        if not self.passes.batch(loader.shard.name, part.taken):
             return  # read beside the pass that leads
         if item.training:
-            if loader.given == 1 and not self.passes.is_within_training(item):
+            if part.given == 1 and not self.passes.is_within_training(item):
                 self._begin_epoch(loader.epoch - 1)
-            self.optimization.begin_step(loader.given, loader.given + item.steps - number, item.accumulate)
+            self.optimization.begin_step(part.given, item.steps - part.skip, item.accumulate)
             self.progress.global_step += self.optimization.accumulation.first
             if self.optimization.accumulation.last:
                 self.checkpoints.request_every(self.context.cfg.checkpoint_every_steps)

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mlx_runtime.data.columns import ColumnReader, ColumnWriter, as_numpy, load_columns
-from mlx_runtime.data.prepared import Manifest, Store
+from mlx_runtime.data.batches import as_numpy
+from mlx_runtime.data.columns import ColumnWriter, PreparedReader, load_columns
+from mlx_runtime.data.prepared import Manifest, PreparedSet, Store
+from mlx_runtime.data.sampling import ShardPlan, WorkerPass
 from mlx_runtime.errors import StorageError
 
 pytestmark = pytest.mark.pure
@@ -175,16 +177,18 @@ def test_a_copy_on_this_machine_is_fetched_once_and_again_when_the_set_was_made_
 
 
 @pytest.mark.parametrize("row_bytes", [4, 200_000])
-def test_batches_are_the_rows_that_were_asked_for(row_bytes: int) -> None:
+def test_batches_are_the_rows_of_the_pass(tmp_path: Path, row_bytes: int) -> None:
     column = torch.arange(40, dtype=torch.float32)[:, None].repeat(1, row_bytes // 4)
-    rows, sizes = torch.randperm(40)[:31], [8, 8, 8, 6, 1]
-    batches = list(ColumnReader({"x": column}, torch.device("cpu")).batches(rows, sizes))
-    assert [len(batch["x"]) for batch in batches] == sizes
-    assert torch.cat([batch["x"][:, 0] for batch in batches]).tolist() == rows.tolist()
+    manifest = written(Store(str(tmp_path)), block={"x": column}, times=1)
+    reader = PreparedReader(PreparedSet(str(tmp_path), manifest, {}), torch.device("cpu"))
+    part = WorkerPass(ShardPlan(40, 1, 8, limit=31), rank=0, skip=1, epoch=0, seed=7, shuffle=True)
+    rows = part.rows().tolist()
+    batches = list(reader.batches(part))
+    assert [len(batch["x"]) for batch in batches] == [8, 8, 7]
+    assert torch.cat([batch["x"][:, 0] for batch in batches]).tolist() == rows
     batches[0]["x"].zero_()  # changes neither the dataset nor other batches
-    assert column[0, 0] == 0
-    assert torch.cat([batch["x"][:, 0] for batch in batches[1:]]).tolist() == rows.tolist()[8:]
-    assert column[:, 0].tolist() == list(range(40))
+    assert torch.cat([batch["x"][:, 0] for batch in batches[1:]]).tolist() == rows[8:]
+    assert torch.cat([batch["x"][:, 0] for batch in reader.batches(part)]).tolist() == rows
 
 
 @pytest.mark.parametrize("root", ["gopher://bucket/a", "s3://"])

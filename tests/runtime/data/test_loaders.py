@@ -215,7 +215,8 @@ def test_a_limited_pass_reads_as_many_batches_and_goes_on_where_it_stood(dataset
     interrupted = shard(dataset, 0, 2, limit=4).iter_torch_batches()
     passing = iter(interrupted)
     begun = [next(passing)["x"][:, 0].tolist() for _ in range(3)]
-    assert interrupted.steps_left == 1
+    assert interrupted.current is not None
+    assert interrupted.current.steps_left == 1
     other = shard(dataset, 0, 2, limit=4).iter_torch_batches()
     other.load_state_dict(interrupted.state_dict())
     assert begun + read(other) == whole[0]
