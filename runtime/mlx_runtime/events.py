@@ -7,107 +7,79 @@ Each event is a frozen dataclass. Those that workers send cross a socket as JSON
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events."""
-
-
-# -- sent by workers, or by the engine that starts them
+    """Base of all events. Those that are not a `WorkerEvent` come from the driver itself."""
 
 
 @dataclass(frozen=True)
-class WorkerConnected(Event):
+class WorkerEvent(Event):
+    """Base of the events that workers, or the engine that starts them, send to the driver."""
+
+
+@dataclass(frozen=True)
+class WorkerConnected(WorkerEvent):
     """A worker has connected to the driver. A replacement of a lost worker connects again."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class WorkersStarted(Event):
-    """All workers have built the experiment. Sent again after each restart.
+class WorkersStarted(WorkerEvent):
+    """All workers have built the experiment. Sent again after each restart."""
 
-    Attributes:
-        device: like `cpu` or `NVIDIA H200`.
-        parameters: number of model parameters.
-        world_size: number of workers.
-    """
-
-    device: str
-    parameters: int
+    device: str  # like `cpu` or `NVIDIA H200`
+    parameters: int  # of all models
     world_size: int
 
 
 @dataclass(frozen=True)
-class LoopStarted(Event):
+class LoopStarted(WorkerEvent):
     """Every worker has restored its state, and user code's loop is running."""
 
 
 @dataclass(frozen=True)
-class LoaderOpened(Event):
-    """The first pass over a dataset has begun.
+class LoaderOpened(WorkerEvent):
+    """The first pass over a dataset has begun; `rows` and `steps` are those of one pass over all workers."""
 
-    Attributes:
-        name: name of the dataset, like `train`.
-        training: True if its steps count as training steps.
-        rows, steps: in one pass over all workers.
-        global_batch: rows per update.
-    """
-
-    name: str
-    training: bool
+    name: str  # like `train`
+    training: bool  # its steps count as training steps
     rows: int
     steps: int
-    global_batch: int
+    global_batch: int  # rows per update
 
 
 @dataclass(frozen=True)
-class StepProgress(Event):
-    """Progress within a pass, sent at most ten times a second.
+class StepProgress(WorkerEvent):
+    """Progress within a pass, sent at most ten times a second."""
 
-    Attributes:
-        stage: `train`, `val`, …, or the name that user code gave the pass.
-        epoch: epoch, counted from 0.
-        step, steps: number of steps taken so far, and in total.
-        rate: steps per second; 0 until it is known.
-        values: latest metrics of the pass; may be empty.
-    """
-
-    stage: str
-    epoch: int
-    step: int
-    steps: int
-    rate: float
-    values: Mapping[str, float] = field(default_factory=dict)
+    stage: str  # `train`, `val`, …, or the name that user code gave the pass
+    epoch: int  # from 0
+    step: int  # steps taken so far
+    steps: int  # in total
+    rate: float  # steps per second; 0 until it is known
+    values: Mapping[str, float] = field(default_factory=dict)  # latest metrics of the pass; may be empty
 
 
 @dataclass(frozen=True)
-class EpochEnded(Event):
-    """The end of an epoch, or what user code recorded after its checkpoint.
+class EpochEnded(WorkerEvent):
+    """The end of an epoch, or what user code recorded after its checkpoint."""
 
-    Attributes:
-        epoch: epoch, counted from 0.
-        epochs: `cfg.num_epochs`.
-        values: last value of each metric.
-        seconds: duration.
-        samples_per_s, data_wait_pct: reading speed of the training pass, and the share of its time that the slowest
-            worker waited for data; None without a training pass.
-    """
-
-    epoch: int
-    epochs: int
-    values: Mapping[str, float]
+    epoch: int  # from 0
+    epochs: int  # `cfg.num_epochs`
+    values: Mapping[str, float]  # last value of each metric
     seconds: float
-    samples_per_s: float | None = None
-    data_wait_pct: float | None = None
+    samples_per_s: float | None = None  # of the training pass; None without one
+    data_wait_pct: float | None = None  # share of that pass in which the slowest worker waited for data
 
 
 @dataclass(frozen=True)
-class Report(Event):
+class Report(WorkerEvent):
     """Numbers that were recorded together. Sent only if a callback has `on_report`.
 
     Attributes:
@@ -126,35 +98,22 @@ class Report(Event):
 
 
 @dataclass(frozen=True)
-class CheckpointSaved(Event):
-    """A checkpoint is complete in the storage.
+class CheckpointSaved(WorkerEvent):
+    """A checkpoint is complete in the storage."""
 
-    Attributes:
-        epoch: epoch, counted from 0.
-        finished: True at the end of an epoch, False within one.
-        step: global step.
-        path: path or URI of its folder.
-        metrics: metrics passed to `save_checkpoint`.
-    """
-
-    epoch: int
-    finished: bool
-    step: int
-    path: str
-    metrics: Mapping[str, float]
+    epoch: int  # from 0
+    finished: bool  # True at the end of an epoch, False within one
+    step: int  # global step
+    path: str  # path or URI of its folder
+    metrics: Mapping[str, float]  # as passed to `save_checkpoint`
 
 
 @dataclass(frozen=True)
-class Notice(Event):
-    """A line for the user.
-
-    Attributes:
-        text: the line.
-        once: several workers may send it; show it once.
-    """
+class Notice(WorkerEvent):
+    """A line for the user."""
 
     text: str
-    once: bool = False
+    once: bool = False  # several workers may send it; it is shown once
 
 
 @dataclass(frozen=True)
@@ -163,7 +122,7 @@ class WarningNotice(Notice):
 
 
 @dataclass(frozen=True)
-class WorkerOutput(Event):
+class WorkerOutput(WorkerEvent):
     """Whole lines that a worker of the local engine printed, without the last newline."""
 
     text: str
@@ -171,75 +130,46 @@ class WorkerOutput(Event):
 
 
 @dataclass(frozen=True)
-class WorkersLost(Event):
-    """Workers are gone, and the engine is about to replace them.
-
-    Attributes:
-        ranks: ranks of the lost workers.
-        why: one line.
-    """
+class WorkersLost(WorkerEvent):
+    """Workers are gone, and the engine is about to replace them."""
 
     ranks: tuple[int, ...]
-    why: str
+    why: str  # one line
 
 
 @dataclass(frozen=True)
-class WorkerStalled(Event):
-    """A worker has taken no step for `cfg.hang_timeout_s`.
+class WorkerStalled(WorkerEvent):
+    """A worker has taken no step for `cfg.hang_timeout_s`."""
 
-    Attributes:
-        seconds: seconds since its last step.
-    """
-
-    seconds: float
+    seconds: float  # since its last step
 
 
 @dataclass(frozen=True)
-class WorkerPosition(Event):
-    """The position of a worker in user code, sent when the driver asks for it.
-
-    Attributes:
-        rank: rank of the worker.
-        epoch: epoch, counted from 0.
-        stage: pass in progress, or None before the first.
-        step: step within that pass.
-        at: line of user code that is executing, like `src/experiment.py:30 in worker_loop`; empty if unknown.
-        waits_in: collective that the worker is waiting in, or None.
-        seconds: seconds since its last step.
-        gpu: True if it trains on a GPU, where Python does not see collectives wait.
-    """
+class WorkerPosition(WorkerEvent):
+    """The position of a worker in user code, sent when the driver asks for it."""
 
     rank: int
     epoch: int = 0
-    stage: str | None = None
-    step: int = 0
-    at: str = ""
-    waits_in: str | None = None
-    seconds: float = 0.0
-    gpu: bool = False
+    stage: str | None = None  # pass in progress; None before the first
+    step: int = 0  # within that pass
+    at: str = ""  # line that is executing, like `src/experiment.py:30 in worker_loop`; empty if unknown
+    waits_in: str | None = None  # collective that the worker is waiting in
+    seconds: float = 0.0  # since its last step
+    gpu: bool = False  # True if it trains on a GPU, where Python does not see collectives wait
 
 
 @dataclass(frozen=True)
-class LoopEnded(Event):
-    """User code's loop has returned, or was stopped after a checkpoint.
+class LoopEnded(WorkerEvent):
+    """User code's loop has returned, or was stopped after a checkpoint."""
 
-    Attributes:
-        metrics: latest value of every recorded number.
-        stopped: True if it was stopped before its end.
-        logged: names of the numbers recorded by `self.log`.
-    """
-
-    metrics: Mapping[str, float]
-    stopped: bool
-    logged: tuple[str, ...] = ()
-
-
-# -- from the driver itself
+    metrics: Mapping[str, float]  # latest value of every recorded number
+    stopped: bool  # before its end
+    logged: tuple[str, ...] = ()  # names of the numbers recorded by `self.log`
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that trackers, callbacks and listeners are told about.
+    """The run that a tracker, a callback or a listener receives.
 
     Attributes:
         experiment, name: like `digits`, `run_003`.
@@ -266,89 +196,49 @@ class RunStarted(Event):
 
 @dataclass(frozen=True)
 class DatasetsPrepared(Event):
-    """Prepared datasets that the run reads instead of samples; sent only if there are any.
+    """Prepared datasets that the run reads instead of samples; sent only if there are any."""
 
-    Attributes:
-        names: name of each dataset's prepared columns, like `{"train": "train-1f3a…"}`.
-        root: folder or URI that holds them.
-        created: time of the newest, ISO 8601.
-    """
-
-    names: Mapping[str, str]
-    root: str
-    created: str
+    names: Mapping[str, str]  # names of prepared columns by dataset, like `{"train": "train-1f3a…"}`
+    root: str  # folder or URI that holds them
+    created: str  # time of the newest, ISO 8601
 
 
 @dataclass(frozen=True)
 class PreparationProgress(Event):
-    """Progress of preparing a dataset.
-
-    Attributes:
-        name: name of the dataset.
-        done, rows: number of rows prepared so far, and in total.
-    """
+    """Progress of preparing a dataset."""
 
     name: str
-    done: int
-    rows: int
+    done: int  # rows prepared so far
+    rows: int  # in total
 
 
 @dataclass(frozen=True)
 class StopRequested(Event):
-    """Workers stop after the current step, with a checkpoint.
+    """Workers stop after the current step, with a checkpoint."""
 
-    Attributes:
-        why: `SIGTERM`, `mlx xp stop`, ….
-    """
-
-    why: str
+    why: str  # `SIGTERM`, `mlx xp stop`, …
 
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """The last event of a run.
+    """The last event of a run."""
 
-    Attributes:
-        status: `SUCCEEDED`, `FAILED` or `STOPPED`.
-        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
-        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
-        error: what ended the run early, or None.
-        evaluation: path of the stored metrics if a checkpoint was evaluated, or None.
-    """
-
-    status: str
-    metrics: Mapping[str, float]
-    best: Mapping[str, Any] | None = None
-    error: BaseException | None = None
-    evaluation: str | None = None
+    status: str  # `SUCCEEDED`, `FAILED` or `STOPPED`
+    metrics: Mapping[str, float]  # latest value of every recorded number, like `{"test/accuracy": 0.98}`
+    best: Mapping[str, Any] | None = None  # epoch, path and value of the best checkpoint by `cfg.monitor`
+    error: BaseException | None = None  # what ended the run early
+    evaluation: str | None = None  # path of the stored metrics if a checkpoint was evaluated
 
 
-KINDS: dict[str, type[Event]] = {
-    "hello": WorkerConnected,
-    "facts": WorkersStarted,
-    "began": LoopStarted,
-    "loader": LoaderOpened,
-    "step": StepProgress,
-    "epoch": EpochEnded,
-    "report": Report,
-    "checkpoint": CheckpointSaved,
-    "notice": Notice,
-    "warning": WarningNotice,
-    "output": WorkerOutput,
-    "lost": WorkersLost,
-    "hang": WorkerStalled,
-    "where": WorkerPosition,
-    "end": LoopEnded,
-}
-"""Events that workers send, by their name on the wire."""
+KINDS: dict[str, type[Event]] = {cls.__name__: cls for cls in (*WorkerEvent.__subclasses__(), WarningNotice)}
+"""Events that cross the socket, by their `kind`."""
 
-_NAMES = {cls: name for name, cls in KINDS.items()}
 _HINTS = {cls: get_type_hints(cls) for cls in KINDS.values()}
 
 
 def encode(event: Event) -> bytes:
     """Serialize an event that a worker sends."""
-    return json.dumps({"kind": _NAMES[type(event)], **vars(event)}).encode()
+    return json.dumps({"kind": type(event).__name__, **vars(event)}).encode()
 
 
 def decode(message: bytes) -> Event:
@@ -359,31 +249,26 @@ def decode(message: bytes) -> Event:
     """
     try:
         found = json.loads(message)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(found, dict) or not isinstance(kind := found.pop("kind", None), str) or kind not in KINDS:
-        raise ValueError("not an event")
-    cls = KINDS[kind]
-    hints = _HINTS[cls]
-    required = {item.name for item in fields(cls) if item.default is item.default_factory is MISSING}
-    if not required <= found.keys() <= hints.keys():
-        raise ValueError(f"{kind} with fields {', '.join(found) or 'none'}")
-    for name, value in found.items():
-        if not _fits(value, hints[name]):
-            raise ValueError(f"{kind}.{name} is {value!r:.50}")
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-    return cls(**{**found, **lists})
+        cls = KINDS[found.pop("kind")]
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        event = cls(**values)
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError("not an event") from error
+    for name, value in values.items():
+        if not _fits(value, _HINTS[cls][name]):
+            raise ValueError(f"{cls.__name__}.{name} is {value!r:.50}")
+    return event
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return True if a JSON value has the type of a field."""
+    """Return True if a value has the type of a field."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
     if origin is tuple:
-        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
     if origin is Mapping:
         return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
     if hint is float:

@@ -58,11 +58,17 @@ def test_every_kind_is_tested() -> None:
     "message",
     [
         *(b"", b"\xff\x00", b"{", b"null", b"[]", b'"hello"', b"{}", b"[" * 100_000),
-        *(b'{"kind": 1}', b'{"kind": "unknown"}', b'{"kind": "hello"}', b'{"kind": "hello", "rank": "0"}'),
-        *(b'{"kind": "hello", "rank": true}', b'{"kind": "hello", "rank": 0, "more": 1}'),
-        json.dumps({"kind": "lost", "ranks": [0, "1"], "why": ""}).encode(),
-        json.dumps({"kind": "end", "metrics": {"x": "1"}, "stopped": False}).encode(),
-        json.dumps({"kind": "end", "metrics": [], "stopped": False}).encode(),
+        *(
+            b'{"kind": 1}',
+            b'{"kind": []}',
+            b'{"kind": "unknown"}',
+            b'{"kind": "WorkerConnected"}',
+            b'{"kind": "WorkerConnected", "rank": "0"}',
+        ),
+        *(b'{"kind": "WorkerConnected", "rank": true}', b'{"kind": "WorkerConnected", "rank": 0, "more": 1}'),
+        json.dumps({"kind": "WorkersLost", "ranks": [0, "1"], "why": ""}).encode(),
+        json.dumps({"kind": "LoopEnded", "metrics": {"x": "1"}, "stopped": False}).encode(),
+        json.dumps({"kind": "LoopEnded", "metrics": [], "stopped": False}).encode(),
     ],
 )
 def test_anything_else_is_refused(message: bytes) -> None:

@@ -109,8 +109,8 @@ def test_a_wrong_key_is_refused(receiver: Receiver) -> None:
     "message",
     [
         *(b"", b"\xff\x00", b"{", b"null", b"[]", b"1", b'"hello"', b"{}", b"[" * 100_000),
-        *(b'{"kind": 1, "rank": 0}', b'{"kind": "hello"}', b'{"kind": "hello", "rank": "0"}'),
-        *(b'{"kind": "other", "rank": 0}', b'{"kind": "notice", "text": "x", "rank": 0}'),
+        *(b'{"kind": 1, "rank": 0}', b'{"kind": "WorkerConnected"}', b'{"kind": "WorkerConnected", "rank": "0"}'),
+        *(b'{"kind": "other", "rank": 0}', b'{"kind": "Notice", "text": "x", "rank": 0}'),
     ],
 )
 def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None:
