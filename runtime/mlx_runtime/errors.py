@@ -68,12 +68,7 @@ class DatasetError(MlxError):
 
 
 class DataJobError(MlxError):
-    """User code raised in a data job.
-
-    Args:
-        summary: `ValueError: the message`, and the item it was raised for.
-        trace: the user's frames, innermost last.
-    """
+    """User code raised in a data job: a summary like `ValueError: the message (in Job.run)`, and the user's frames."""
 
     def __init__(self, summary: str, trace: str) -> None:
         super().__init__(summary, trace)  # both in `args`, so that it survives pickling
@@ -88,13 +83,7 @@ class StorageError(MlxError):
 
 
 class WorkerLoopError(MlxError):
-    """User code raised on a worker.
-
-    Args:
-        rank: world rank of the first worker that raised.
-        summary: `ValueError: the message`.
-        trace: the user's frames, innermost last.
-    """
+    """User code raised on a worker: its rank, a summary like `ValueError: the message`, and the user's frames."""
 
     def __init__(self, rank: int, summary: str, trace: str) -> None:
         super().__init__(rank, summary, trace)  # all three in `args`, so that it survives pickling
@@ -155,11 +144,8 @@ def short_message(error: BaseException) -> str:
 def printable(text: str, *, one_line: bool = False) -> str:
     """Make text safe for a terminal: drop escape sequences and replace all other characters that do not print.
 
-    Names and numbers in records were written by others; they must not move the cursor or hide what is displayed.
-
-    Args:
-        text: text to print.
-        one_line: replace tabs and line breaks, too.
+    Names and numbers in records were written by others; they must not move the cursor or hide what is displayed. With
+    `one_line`, tabs and line breaks are replaced, too.
     """
     safe = _UNPRINTABLE.sub("\ufffd", _ESCAPES.sub("", text))
     return re.sub(r"[\t\n]", "\ufffd", safe) if one_line else safe
@@ -167,12 +153,10 @@ def printable(text: str, *, one_line: bool = False) -> str:
 
 @contextlib.contextmanager
 def user_errors(project: Path, translate: Callable[[BaseException, str, str], MlxError]) -> Iterator[None]:
-    """Translate what user code raises within the block.
+    """Translate what user code of a project raises within the block.
 
-    Args:
-        project: folder of the user's code.
-        translate: returns the error to raise instead, given the original, its summary like `ValueError: the message`,
-            and the user's frames, innermost last.
+    `translate` returns the error to raise instead, given the original, its summary like `ValueError: the message`, and
+    the user's frames, innermost last.
     """
     try:
         yield
@@ -193,17 +177,15 @@ def raised_in(error: BaseException, project: Path) -> bool:
 def user_traceback(error: BaseException, project: Path) -> str:
     """Format the frames of a project's own code, innermost last, and the frame that raised.
 
-    Args:
-        error: a caught exception.
-        project: folder of the code. Paths are printed relative to it, as editors open them.
+    Paths are relative to the project, as editors open them.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    chosen = [frame for frame in frames[:-1] if _belongs_to(frame.filename, project)] + frames[-1:]
     lines = []
-    for frame in chosen:
+    for frame in frames:
         own = _belongs_to(frame.filename, project)
-        file = os.path.relpath(frame.filename, project) if own else frame.filename
-        lines.append(f"  {file}:{frame.lineno} in {frame.name}\n    {frame.line}")
+        if own or frame is frames[-1]:
+            file = os.path.relpath(frame.filename, project) if own else frame.filename
+            lines.append(f"  {file}:{frame.lineno} in {frame.name}\n    {frame.line}")
     return "\n".join(lines)
 
 

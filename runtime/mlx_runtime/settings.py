@@ -40,25 +40,15 @@ _set_here: set[str] = set()
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that are not part of conf.yaml.
+    """Settings that are not part of conf.yaml."""
 
-    Attributes:
-        storage: `MLX_STORAGE`, a storage path that overrides the one in conf.yaml; empty counts as not set.
-        verbose: `MLX_VERBOSE=1`, show Ray's output.
-        quiet: `MLX_QUIET=1`, print only the folder of a run and its outcome.
-        debug: `MLX_DEBUG=1`, show tracebacks of our own errors.
-        cache: `MLX_CACHE`, a local folder for copies of prepared datasets in object stores.
-        spawn: `MLX_START_METHOD=spawn`, start local workers as fresh interpreters instead of forks.
-        job: `MLX_JOB` and `MLX_JOB_ADDRESS`, id and cluster of the job that this process belongs to, or None.
-    """
-
-    storage: str | None
-    verbose: bool
-    quiet: bool
-    debug: bool
-    cache: Path
-    spawn: bool
-    job: dict[str, str] | None
+    storage: str | None  # MLX_STORAGE: a storage path that overrides the one in conf.yaml; empty counts as not set
+    verbose: bool  # MLX_VERBOSE=1: show Ray's output
+    quiet: bool  # MLX_QUIET=1: print only the folder of a run and its outcome
+    debug: bool  # MLX_DEBUG=1: show tracebacks of our own errors
+    cache: Path  # MLX_CACHE: a local folder for copies of prepared datasets in object stores
+    spawn: bool  # MLX_START_METHOD=spawn: start local workers as fresh interpreters instead of forks
+    job: dict[str, str] | None  # MLX_JOB and MLX_JOB_ADDRESS: id and cluster of the job that this process belongs to
 
     @classmethod
     def read(cls) -> "Settings":
@@ -97,12 +87,7 @@ def release_threads() -> None:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str], *, replace: bool = False) -> Iterator[None]:
-    """Set environment variables within the block, for this process and those that it starts.
-
-    Args:
-        variables: environment variables by name.
-        replace: also set those that are already set.
-    """
+    """Set environment variables within the block, with `replace` also those that are set already."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if replace or before[name] is None})
     try:

@@ -21,12 +21,7 @@ def data_parallel_group(topology: Topology) -> Any:
 
 
 def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
-    """Return each flag on which all workers agree, None where they differ.
-
-    Args:
-        flags: Flags of this worker; every worker passes the same number.
-        device: Device that the collective runs on.
-    """
+    """Return each flag on which all workers agree, None where they differ. The collective runs on `device`."""
     if not torch.distributed.is_initialized():
         return list(flags)
     votes = torch.tensor([[flag, not flag] for flag in flags], dtype=torch.int32, device=device)

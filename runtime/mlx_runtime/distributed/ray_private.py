@@ -33,11 +33,9 @@ def quiet_ray_train() -> None:
 class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
     """A `TorchTrainer` that starts only the processes that the run needs.
 
-    Args:
-        embedded: True if this process started Ray, which ends with it. The controller of the workers then runs in this
-            process, which has imported what it needs, and no actor waits to free the placement group of a killed
-            controller. `ray.train.get_all_reported_checkpoints` does not work in the workers.
-        **options: Options of `TorchTrainer`.
+    If Ray is `embedded`, this process started it and ends with it. The controller of the workers then runs in this
+    process, which has imported what it needs, and no actor waits to free the placement group of a killed controller.
+    `ray.train.get_all_reported_checkpoints` does not work in the workers.
     """
 
     def __init__(self, *args: Any, embedded: bool, **options: Any) -> None:
@@ -90,9 +88,7 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
 def enter_ray_train(name: str, rank: int, world_size: int) -> None:
     """Make `ray.train.get_context`, `prepare_model` and the like work in this process, without Ray.
 
-    Args:
-        name: Name of the experiment.
-        rank, world_size: Rank of this worker and number of workers, all on this machine.
+    All workers are on this machine. `name` is that of the experiment.
     """
     ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
     set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))

@@ -11,21 +11,13 @@ class Topology:
 
     Rows, metrics and the global batch go by the data-parallel rank and size: workers that hold one replica of the
     model together read the same rows.
-
-    Attributes:
-        rank: Global rank, from 0.
-        world_size: Number of workers.
-        device: Device of the models and batches of this worker.
-        local_rank: Rank among the workers on this machine.
-        model_parallel_size: Number of workers with consecutive ranks that hold one replica of the model; 1 under
-            data parallelism.
     """
 
-    rank: int
+    rank: int  # global rank, from 0
     world_size: int
-    device: torch.device
-    local_rank: int = 0
-    model_parallel_size: int = 1
+    device: torch.device  # of the models and batches of this worker
+    local_rank: int = 0  # among the workers on this machine
+    model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model
 
     @classmethod
     def current(cls) -> "Topology":
