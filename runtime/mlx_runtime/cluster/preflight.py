@@ -18,7 +18,7 @@ from mlx_runtime.errors import ClusterError, StorageError, short_message
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
-from mlx_runtime.training.engines.capacity import shortage
+from mlx_runtime.training.engines.placement import shortage
 
 if TYPE_CHECKING:
     from mlx_runtime.config.composition import Config

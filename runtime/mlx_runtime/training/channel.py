@@ -39,30 +39,20 @@ class Sink(Protocol):
 
 
 class Direct:
-    """A sink in the driver's own process.
+    """A sink in the driver's own process."""
 
-    Args:
-        handle: called with events.
-        stop_asked: True once the run should end.
-    """
-
-    def __init__(self, handle: Callable[[Event], None], stop_asked: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, handle: Callable[[Event], None], stop_asked: Callable[[], bool]) -> None:
         self.send, self.stop_asked = handle, stop_asked
 
 
 class Remote:
-    """A sink over TCP. If the driver cannot be reached, rank 0 draws its events on its own stdout.
+    """A sink over TCP, connected to a `Receiver`. If the driver cannot be reached, rank 0 draws its events on stdout.
 
-    Args:
-        address, key: address and key of the driver's `Receiver`.
-        rank: rank of this worker; -1 for a process that is not a worker.
-
-    Attributes:
-        position: returns the position of this worker, for when the driver asks.
+    A process that is not a worker has rank -1.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, rank: int) -> None:
-        self.position: Callable[[], WorkerPosition] = lambda: WorkerPosition(rank)
+        self.position: Callable[[], WorkerPosition] = lambda: WorkerPosition(rank)  # the answer to LOCATE
         self._rank = rank
         self._connection: Connection[Any, Any] | None = None
         self._display: Any = None
@@ -82,7 +72,11 @@ class Remote:
                 except OSError:
                     self._connection = None  # the driver is gone; the engine ends this worker soon
             if self._rank == 0:
-                self._draw(event)
+                if self._display is None:
+                    from mlx_runtime.tracking.console import Display  # rarely needed, and rich takes long to import
+
+                    self._display = Display(sys.stdout)
+                self._display.handle(event)
 
     def stop_asked(self) -> bool:
         return self._stop.is_set()
@@ -92,13 +86,6 @@ class Remote:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
-
-    def _draw(self, event: Event) -> None:
-        if self._display is None:
-            from mlx_runtime.tracking.console import Display  # rarely needed, and rich takes long to import
-
-            self._display = Display(sys.stdout)
-        self._display.handle(event)
 
     def _listen(self, connection: "Connection[Any, Any]") -> None:
         with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed while this thread waits
@@ -115,13 +102,6 @@ class Receiver:
 
     Anyone on the network can connect. A connection has `HANDSHAKE_S` to prove that it knows the key, and at most
     `MAX_PENDING` may be doing so; beyond that, the oldest are closed.
-
-    Args:
-        host: address to listen on.
-
-    Attributes:
-        address: (host, port) that workers connect to.
-        key: secret that workers authenticate with.
     """
 
     def __init__(self, host: str) -> None:
@@ -197,15 +177,13 @@ class Receiver:
             finally:
                 with self._lock:
                     in_time = self._pending.pop(peer, None) is not None
-            if in_time:
-                self._readers.append(threading.current_thread())
-                self._read(connection)
-
-    def _read(self, connection: "Connection[Any, Any]") -> None:
-        self._workers.append(connection)
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                message = connection.recv_bytes()
-                with contextlib.suppress(ValueError):
-                    self._events.put(decode(message))
-        self._workers.remove(connection)
+            if not in_time:
+                return
+            self._readers.append(threading.current_thread())
+            self._workers.append(connection)
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    message = connection.recv_bytes()
+                    with contextlib.suppress(ValueError):
+                        self._events.put(decode(message))
+            self._workers.remove(connection)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from mlx_runtime.config.targets import path_of
-from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import (
@@ -20,14 +19,12 @@ from mlx_runtime.events import (
     WorkerConnected,
 )
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.records import Record
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Receiver
 from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
 from mlx_runtime.training.engines.placement import start_ray
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.planning import RunPlan
-from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
 from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
@@ -35,11 +32,9 @@ from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
 SLOW_START_S = 2.0
 """Workers that take longer to start are announced."""
 
-Listener = Callable[[Event], None]
-
 
 class Driver:
-    """Trains one run, and tells its listeners what happens.
+    """Trains one run, and reports what happens.
 
     A driver installs no signal handlers, prints nothing and may run in any thread, so that a command, a notebook, a
     sweep and a test can all use one:
@@ -57,22 +52,18 @@ class Driver:
         listeners: called with each event, in the driver's thread.
         control: decides when the run ends early.
         guard: entered before the record says that the run is alive, and left once its end is certain to be recorded.
-
-    Attributes:
-        control: control through which the run can be stopped.
-        recorder: writes the record; None before the run is claimed.
     """
 
     def __init__(
         self,
         plan: RunPlan,
-        listeners: Sequence[Listener] = (),
+        listeners: Sequence[Callable[[Event], None]] = (),
         *,
         control: StopRequests | None = None,
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.control = control or StopRequests()
-        self.recorder: RunRecorder | None = None
+        self.recorder: RunRecorder | None = None  # of the claimed run
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
@@ -140,7 +131,9 @@ class Driver:
         plan, config, record = self._plan, self._plan.config, recorder.record
         if not record.held:
             recorder.begin()
-        self._emit(RunStarted(_info(record, config)))
+        folder, attempt = record.folder, record["attempt"]
+        run = RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
+        self._emit(RunStarted(run))
         if plan.cluster.engine == "in_process" and stream_names(config.tree):
             stack.enter_context(start_ray(config.cfg))
         sets = prepare_datasets(config, plan.project, self._emit)
@@ -152,7 +145,18 @@ class Driver:
         yield from self._pending()
         self.control.check()
         with contextlib.closing(Receiver(plan.cluster.host)) as receiver:
-            job = _job(plan, record, sets, receiver)
+            job = Job(
+                experiment=path_of(plan.experiment),
+                tree=config.tree,
+                run=run,
+                root=folder.root,
+                project=plan.project,
+                cluster=plan.cluster,
+                verbose=plan.verbose,
+                prepared=sets,
+                receiver=(receiver.address, receiver.key),
+                evaluate=config.checkpoint is not None,
+            )
             yield from self._follow(job, receiver, recorder)
         if recorder.stopped:
             raise Terminated
@@ -190,10 +194,12 @@ class Driver:
 
     def _stop_requested(self) -> bool:
         """Return True once the workers should stop."""
-        if self.control.reason is not None and not self._stop_announced:
+        if self.control.reason is None:
+            return False
+        if not self._stop_announced:
             self._stop_announced = True
             self._emit(StopRequested(self.control.reason))
-        return self.control.requested()
+        return True
 
     def _emit(self, event: Event) -> None:
         if self.recorder is not None:
@@ -207,30 +213,3 @@ class Driver:
     def _pending(self) -> Iterator[Event]:
         while self._unread:
             yield self._unread.popleft()
-
-
-def _info(record: Record, config: RunConfig) -> RunInfo:
-    folder = record.folder
-    return RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, record["attempt"])
-
-
-def _job(plan: RunPlan, record: Record, sets: dict[str, PreparedSet], receiver: Receiver) -> Job:
-    """Return what each worker needs to know."""
-    folder, config, engine = record.folder, plan.config, plan.cluster.engine
-    return Job(
-        experiment=path_of(plan.experiment),
-        tree=config.tree,
-        shown=config.shown,
-        root=folder.root,
-        name=folder.experiment,
-        run=folder.name,
-        attempt=record["attempt"],
-        project=plan.project,
-        engine=engine,
-        preemptible=engine == "ray" and not plan.cluster.embedded,
-        verbose=plan.verbose,
-        prepared=sets,
-        address=receiver.address,
-        key=receiver.key,
-        evaluate=config.checkpoint is not None,
-    )

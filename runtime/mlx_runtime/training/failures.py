@@ -10,15 +10,13 @@ import ray.train
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
 from mlx_runtime.training.channel import Remote
+from mlx_runtime.training.engines.base import lost
 
 
 class Failures(ray.train.UserCallback):  # type: ignore[misc]
     """Lets Ray Train replace lost workers, but not those whose user code raised: it would raise again.
 
-    Runs in Ray Train's controller process.
-
-    Args:
-        address, key: address and key of the driver's `Receiver`.
+    Runs in Ray Train's controller process, and reports to the driver's `Receiver` with this address and key.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes) -> None:
@@ -29,9 +27,9 @@ class Failures(ray.train.UserCallback):  # type: ignore[misc]
         for cause in causes.values():
             if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
                 raise cause  # an error in a callback ends the run
-        lost = [rank for rank, cause in causes.items() if not isinstance(cause, WorkerLostError)] or list(causes)
+        ranks = [rank for rank, cause in causes.items() if not isinstance(cause, WorkerLostError)] or list(causes)
         sink = Remote(self._address, self._key, rank=-1)
-        sink.send(WorkersLost(tuple(lost), short_message(causes[lost[0]])))
+        sink.send(WorkersLost(tuple(ranks), short_message(causes[ranks[0]])))
         sink.close()
 
 
@@ -43,9 +41,8 @@ def error_of(error: BaseException, max_failures: int) -> MlxError:
         if isinstance(cause, MlxError) and not isinstance(cause, WorkerLostError):
             return cause
     if failures:
-        used = f"; no replacements are left (cfg.max_failures={max_failures})" if max_failures > 0 else ""
-        lost = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
-        return WorkerLostError(f"a worker was lost: {short_message(lost[0])}{used}")
+        origins = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
+        return lost(short_message(origins[0]), max_failures)
     return MlxError(f"Ray Train failed: {short_message(causes[0])}")
 
 

@@ -5,46 +5,27 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.data.prepared import PreparedSet
+from mlx_runtime.events import RunInfo
 from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.training.options import EngineName
+from mlx_runtime.training.engines.placement import Cluster
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a worker needs to take part in a run. It is pickled, so all of it is plain data.
+    """Everything that a worker needs to take part in a run. It is pickled, so all of it is plain data."""
 
-    Attributes:
-        experiment: Import path of the experiment's class.
-        tree: Resolved conf.yaml of the run.
-        shown: The same without secrets.
-        root, name, run: Names of the storage, the experiment and the run.
-        attempt: Number of the driver; it is higher when another driver has taken over the run.
-        project: Folder of the experiment.
-        engine: Name of the engine that starts the workers.
-        preemptible: True if the cluster may announce the preemption of a node.
-        verbose: True to let Ray print.
-        prepared: Prepared datasets by name; they are read instead of the datasets themselves.
-        address, key: Address and key of the driver's `Receiver`.
-        evaluate: True to run `eval_loop` instead of `worker_loop`.
-    """
-
-    experiment: str
-    tree: dict[str, Any]
-    shown: dict[str, Any]
-    root: str
-    name: str
-    run: str
-    attempt: int
-    project: Path
-    engine: EngineName
-    preemptible: bool
-    verbose: bool
-    prepared: dict[str, PreparedSet]
-    address: tuple[str, int] | None = None
-    key: bytes = b""
-    evaluate: bool = False
+    experiment: str  # import path of the experiment's class
+    tree: dict[str, Any]  # resolved conf.yaml of the run
+    run: RunInfo  # its folder is that on the driver's machine
+    root: str  # storage that the run is in
+    project: Path  # folder of the experiment
+    cluster: Cluster
+    verbose: bool  # let Ray print
+    prepared: dict[str, PreparedSet]  # by name of the dataset, which is not read itself
+    receiver: tuple[tuple[str, int], bytes]  # address and key of the driver's `Receiver`
+    evaluate: bool  # run `eval_loop` instead of `worker_loop`
 
     @property
     def folder(self) -> RunFolder:
         """The run folder on this machine."""
-        return run_folder(self.root, self.name, self.run)
+        return run_folder(self.root, self.run.experiment, self.run.name)

@@ -14,7 +14,8 @@ from mlx_runtime.runs import checkpoints, records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
-from mlx_runtime.training.engines import Engine, local
+from mlx_runtime.training.engines import local
+from mlx_runtime.training.engines.base import Engine
 from mlx_runtime.training.engines.placement import Cluster, on_ray, start_ray
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
@@ -113,13 +114,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> Engine:
 
         return InProcess(use_gpu=cluster.use_gpu)
     if cluster.engine == "local":
-        return local.Local(
-            cfg.start_workers,
-            use_gpu=cluster.use_gpu,
-            cpus_per_worker=cfg.cpus_per_worker,
-            max_failures=cfg.max_failures,
-            timeout_s=timeout_s,
-        )
+        return local.Local(cfg, use_gpu=cluster.use_gpu, timeout_s=timeout_s)
     from mlx_runtime.training.engines.on_ray import OnRay
 
     return OnRay(cfg, cluster, timeout_s=timeout_s)

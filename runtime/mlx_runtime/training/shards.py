@@ -28,7 +28,7 @@ def dataset_shards(
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     streams = _stream_readers(streamed, job, topology, cfg.seed)
-    keeps_global_batch = cfg.keep_global_batch and job.engine != "in_process"
+    keeps_global_batch = cfg.keep_global_batch and job.cluster.engine != "in_process"
     limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
     options = LoaderOptions(
         seed=cfg.seed,
@@ -59,7 +59,7 @@ def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed
     if not nodes:
         return {}
     assigners = {}
-    if job.engine == "in_process":
+    if job.cluster.engine == "in_process":
         assigners = {name: BlockAssigner(node, name, seed, job.project) for name, node in nodes.items()}
     elif topology.writes:
         size = topology.data_parallel_size

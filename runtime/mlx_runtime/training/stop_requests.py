@@ -26,20 +26,13 @@ class StopRequests:
     """Decides when a run must end early. Requests may come from any thread.
 
     While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends at
-    once.
-
-    Args:
-        interrupt: raises `Terminated` in the driver's thread, which may be busy elsewhere; called from other threads.
-            Without it, the driver ends the next time it calls `check`.
-
-    Attributes:
-        reason: reason for the first request, or None.
-        taken_over: True once another driver owns the run.
+    once. From other threads, `interrupt` raises `Terminated` in the driver's, which may be busy elsewhere; without it,
+    the driver ends the next time it calls `check`.
     """
 
     def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        self.reason: str | None = None
-        self.taken_over = False
+        self.reason: str | None = None  # of the first request
+        self.taken_over = False  # another driver owns the run
         self._interrupt = interrupt
         self._requested_at = 0.0
         self._graceful = False
@@ -55,12 +48,9 @@ class StopRequests:
         if not self._graceful:
             self._interrupt()
 
-    def requested(self) -> bool:
-        return self.reason is not None
-
     def immediate(self) -> bool:
         """Return True if another request ends the run at once: it is the second, or workers do not train yet."""
-        return self.taken_over or self.requested() or not self._graceful
+        return self.taken_over or self.reason is not None or not self._graceful
 
     def check(self) -> None:
         """End the run if it may not wait for a checkpoint.
@@ -69,17 +59,12 @@ class StopRequests:
             Terminated: it was asked to end before workers trained, or they had enough time to stop.
         """
         patience = GRACE_S if self._graceful else 0.0
-        if self.taken_over or (self.requested() and time.monotonic() - self._requested_at >= patience):
+        if self.taken_over or (self.reason is not None and time.monotonic() - self._requested_at >= patience):
             raise Terminated
 
     @contextlib.contextmanager
     def watching(self, folder: RunFolder, attempt: int) -> Iterator[None]:
-        """Watch the run folder within the block for requests of other processes.
-
-        Args:
-            folder: folder of the run.
-            attempt: number of this driver; a higher one has taken over.
-        """
+        """Watch the run folder within the block for stop requests and for drivers with a higher attempt."""
         done = threading.Event()
         threading.Thread(target=self._watch, args=(folder, attempt, done), name="control", daemon=True).start()
         try:
@@ -90,7 +75,7 @@ class StopRequests:
 
     def _watch(self, folder: RunFolder, attempt: int, done: threading.Event) -> None:
         while not done.wait(POLL_S * (10 if folder.uri else 1)):
-            if not self.requested() and asked_to_stop(folder):
+            if self.reason is None and asked_to_stop(folder):
                 self.request("mlx xp stop")
             with contextlib.suppress(StorageError):
                 if folder.attempts() > attempt:

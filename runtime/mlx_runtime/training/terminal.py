@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -96,47 +97,32 @@ def prepare(config: RunConfig) -> None:
 
 
 class _Terminal:
-    """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type.
-
-    Args:
-        plan: plan of the run.
-    """
+    """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type."""
 
     def __init__(self, plan: RunPlan) -> None:
         control = StopRequests(interrupt_main)
         self.driver = Driver(plan, [self._handle], control=control, guard=held_signals)
         self._plan = plan
         self._stack = contextlib.ExitStack()
-        self._log: Log | None = None
         self._lines: ConsoleLines | None = None
 
     def run(self) -> RunEnded:
         """Train, and return the last event of a run that succeeded."""
         with self._stack:
             try:
-                return self._train()
-            except BaseException as error:
-                if self._log is not None:
-                    self._log.write(f"error: {full_message(error)}\n")
+                with sigterm_stops(self.driver.control):
+                    (ended,) = deque(self.driver.run(), maxlen=1)
+            except KeyboardInterrupt as error:
+                if self.driver.recorder is None:
+                    raise  # before there was a run to stop
+                raise RunStopped(self._stopped(), 143 if isinstance(error, Terminated) else 130) from None
+            except MlxError as error:
+                error.hint = error.hint or self._hint(error)
                 raise
-
-    def _train(self) -> RunEnded:
-        last: Event | None = None
-        try:
-            with sigterm_stops(self.driver.control):
-                for event in self.driver.run():
-                    last = event
-        except KeyboardInterrupt as error:
-            if self.driver.recorder is None:
-                raise  # before there was a run to stop
-            raise RunStopped(self._stopped(), 143 if isinstance(error, Terminated) else 130) from None
-        except MlxError as error:
-            error.hint = error.hint or self._hint(error)
-            raise
-        assert isinstance(last, RunEnded)
-        if last.status == "STOPPED":
-            raise RunStopped(self._stopped(), 143)
-        return last
+            assert isinstance(ended, RunEnded)
+            if ended.status == "STOPPED":
+                raise RunStopped(self._stopped(), 143)
+            return ended
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -146,7 +132,7 @@ class _Terminal:
 
     def _open(self, run: RunInfo) -> None:
         """Open the log and the display."""
-        self._log = log = self._stack.enter_context(Log(self.driver.folder))
+        log = self._stack.enter_context(Log(self.driver.folder))
         if run.attempt > 1:
             log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
         epochs = self._plan.config.cfg.num_epochs
@@ -158,6 +144,12 @@ class _Terminal:
         if self._plan.cluster.engine == "in_process":
             self._stack.enter_context(at_breakpoint(display.step_aside))
         self._lines = ConsoleLines(display, self._plan)
+
+        def log_error(_: Any, error: BaseException | None, __: Any) -> None:
+            if error is not None:
+                log.write(f"error: {full_message(error)}\n")
+
+        self._stack.push(log_error)
 
     def _stopped(self) -> str:
         """Say what has become of a run that was stopped."""
@@ -173,8 +165,10 @@ class _Terminal:
             return ""
         if self.driver.resuming:
             return f"{self._title} was not resumed and is unchanged."
-        if isinstance(error, WorkerLoopError | WorkerLostError | HangError) and self._has_checkpoint():
-            return f"Resume from the last checkpoint: {self._resume_command}"
+        if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
+            with contextlib.suppress(StorageError):
+                if Checkpoints(self.driver.folder.checkpoints).all():
+                    return f"Resume from the last checkpoint: {self._resume_command}"
         return ""
 
     @property
@@ -184,10 +178,3 @@ class _Terminal:
     @property
     def _resume_command(self) -> str:
         return resume_command(self.driver.folder, self._plan.config.overrides)
-
-    def _has_checkpoint(self) -> bool:
-        if not self._plan.config.kept:
-            return False
-        with contextlib.suppress(StorageError):
-            return bool(Checkpoints(self.driver.folder.checkpoints).all())
-        return False

@@ -22,7 +22,7 @@ from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.tracking.callbacks import Listeners, RunInfo
+from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.assembly import build_experiment
 from mlx_runtime.training.breakpoints import RefusePdb, at_breakpoint
@@ -43,8 +43,7 @@ from mlx_runtime.training.watchdog import Watchdog
 def train(config: Mapping[str, Any]) -> None:
     """Train in a worker process. The local engine and Ray Train call this on every worker."""
     job: Job = pickle.loads(config["job"])
-    assert job.address is not None
-    train_to(Remote(job.address, job.key, Topology.current().rank), job)
+    train_to(Remote(*job.receiver, Topology.current().rank), job)
 
 
 def train_to(sink: Sink, job: Job) -> None:
@@ -64,7 +63,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
     if not job.verbose:
         quiet_ray_train()
     with contextlib.ExitStack() as stack:
-        if job.engine == "ray":  # the local engine reads the output of its workers from pipes
+        if job.cluster.engine == "ray":  # the local engine reads the output of its workers from pipes
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
             stack.enter_context(at_breakpoint(RefusePdb(sink)))
@@ -74,11 +73,11 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         cfg: TrainConfig = groups["cfg"]
         torch.set_num_threads(cfg.cpus_per_worker)
         session = experiment._run = Session(
-            RunContext(job.folder, topology, cfg, job.tree, job.shown, job.evaluate),
+            RunContext(job.folder, topology, cfg, job.tree, job.run.config, job.evaluate),
             experiment,
             strategy=strategy,
             stop_requested=sink.stop_asked,
-            preemptible=job.preemptible,
+            preemptible=job.cluster.engine == "ray" and not job.cluster.embedded,
             **(_reporting(job, cfg, sink, stack) if topology.writes else {}),
         )
         _observe(session, cfg, job, sink, stack)
@@ -136,15 +135,15 @@ def _reporting(job: Job, cfg: TrainConfig, sink: Sink, stack: contextlib.ExitSta
     files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
     folder.path.mkdir(parents=True, exist_ok=True)
-    owned = partial(_owned, folder, job.attempt)
-    info = RunInfo(job.name, job.run, folder.path, folder.location, job.shown, job.attempt)
-    host = ray.util.get_node_ip_address() if job.engine == "ray" else "127.0.0.1"
+    owned = partial(_owned, folder, job.run.attempt)
+    info = replace(job.run, folder=folder.path)
+    host = ray.util.get_node_ip_address() if job.cluster.engine == "ray" else "127.0.0.1"
     tracking = ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), owned, host)
     return {
         "sink": sink,
         "tracking": stack.enter_context(tracking),
         "forwards": Listeners(cfg.callbacks, "callbacks", print).wants("on_report"),
-        "allowed": partial(_push_if_owned, folder, job.attempt, tracking),
+        "allowed": partial(_push_if_owned, folder, job.run.attempt, tracking),
     }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_runtime.training.engines.capacity import shortage, uses_gpus
+from mlx_runtime.training.engines.placement import shortage, uses_gpus
 from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.pure

@@ -4,7 +4,3 @@ in_process   no workers: training runs inside the driver, where a debugger works
 local        workers forked from the driver, with torchrun's environment and Ray Train's functions
 on_ray       workers placed by Ray Train, on a cluster or on a Ray embedded in the driver
 """
-
-from mlx_runtime.training.engines.base import Engine, Group, Handle, StopAsked
-
-__all__ = ["Engine", "Group", "Handle", "StopAsked"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event
 
 if TYPE_CHECKING:  # it imports torch, which the fork server of spawned workers does not need
@@ -12,18 +13,14 @@ Handle = Callable[[Event], None]
 """Called with an event of the run, in the driver's thread."""
 
 StopAsked = Callable[[], bool]
-"""Returns True once the run should save a checkpoint and end."""
+"""Returns True once the run should save a checkpoint and end; polled by the in-process engine."""
 
 
 class Group(Protocol):
     """The workers of a run. The engine replaces lost workers, up to `cfg.max_failures` times."""
 
     def poll(self) -> bool:
-        """Return True while workers train. The driver calls this repeatedly.
-
-        Raises:
-            MlxError: the group failed.
-        """
+        """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
         ...
 
     def close(self) -> None:
@@ -32,25 +29,22 @@ class Group(Protocol):
 
 
 class Engine(Protocol):
-    """Starts the workers of one run.
-
-    Attributes:
-        notice: A start line about how workers are started, or None.
-    """
+    """Starts the workers of one run."""
 
     @property
-    def notice(self) -> str | None: ...
+    def notice(self) -> str | None:
+        """A start line about how workers are started, or None."""
 
     def start(self, job: "Job", handle: Handle, stop_asked: StopAsked) -> Group:
-        """Start a group.
-
-        Args:
-            job: The run.
-            handle: Called with events from the engine itself, such as a lost worker.
-            stop_asked: Polled by the in-process engine.
-        """
+        """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
         ...
 
     def close(self) -> None:
         """Release what the engine holds, such as a fork server."""
         ...
+
+
+def lost(why: str, max_failures: int) -> WorkerLostError:
+    """Return the error for a worker that is not replaced any more."""
+    used = f"; no replacements are left (cfg.max_failures={max_failures})" if max_failures > 0 else ""
+    return WorkerLostError(f"a worker was lost: {why}{used}")

@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
@@ -36,54 +36,28 @@ from mlx_runtime.training.engines.processes import (
 
 Channel = Connection  # takes type parameters since Python 3.13
 
-PRELOAD = ("mlx_runtime.training.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
+PRELOADED = ("mlx_runtime.training.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
 """What workers import in addition to the driver: imported once, in the server, while the driver prepares the run."""
 
 EXIT_S = 10.0
 """How long the server may take to exit."""
 
-
-@dataclass(frozen=True)
-class Preload:
-    """Request to import what workers need."""
+PRELOAD, KILL = "preload", "kill"
+"""Requests to import what workers need, and to kill all workers."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Request to start one worker per environment, followed by two file descriptors each: its stdout and stderr.
+    """Request to start one worker per environment, followed by two file descriptors each: its stdout and stderr."""
 
-    Attributes:
-        job: Pickled `WorkerJob`.
-        environments: Environment variables by rank.
-    """
-
-    job: bytes
-    environments: tuple[Mapping[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Request to kill all workers."""
-
-
-@dataclass(frozen=True)
-class Exit:
-    """Report that a worker has ended.
-
-    Attributes:
-        rank: Rank of the worker.
-        code: Its exit code; negative for a signal.
-    """
-
-    rank: int
-    code: int
+    job: bytes  # pickled `WorkerJob`
+    environments: list[dict[str, str]]  # by rank
 
 
 class ForkServer:
     """The driver's handle of the server. The constructor starts it.
 
-    Attributes:
-        spawns: Why workers are new interpreters instead of forks, or None.
+    `spawns` says why workers are new interpreters instead of forks; it is None for forks.
     """
 
     def __init__(self) -> None:
@@ -93,9 +67,7 @@ class ForkServer:
             gc.freeze()  # so that workers share the memory of imported modules
         self._control, servers_end = context.Pipe()
         inherited = None if self.spawns else self._control
-        self._process: Any = cast(Any, context).Process(
-            target=serve, args=(servers_end, inherited, not self.spawns), name="fork server"
-        )
+        self._process: Any = cast(Any, context).Process(target=serve, args=(servers_end, inherited), name="fork server")
         if self.spawns:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
         with held_signals(), warnings.catch_warnings():
@@ -106,17 +78,11 @@ class ForkServer:
 
     def preload(self) -> None:
         """Import what workers need, in the background."""
-        self._send(Preload())
+        self._send(PRELOAD)
 
     def start(self, job: bytes, environments: list[dict[str, str]], streams: list[tuple[Any, Any]]) -> None:
-        """Start one worker per environment.
-
-        Args:
-            job: Pickled `WorkerJob`.
-            environments: Environment variables by rank.
-            streams: Standard output and standard error by rank.
-        """
-        self._send(Start(job, tuple(environments)))
+        """Start one worker per environment; `streams` are their stdout and stderr, and `job` a pickled `WorkerJob`."""
+        self._send(Start(job, environments))
         try:
             for stream in (stream for pair in streams for stream in pair):
                 send_handle(self._control, stream.fileno(), self._process.pid)
@@ -125,10 +91,12 @@ class ForkServer:
 
     def kill_workers(self) -> None:
         """Kill all workers with the processes that they have started."""
-        self._send(Kill())
+        self._send(KILL)
 
-    def exits(self, timeout_s: float = 0.0) -> Iterator[Exit]:
-        """Yield the workers that have ended, waiting up to `timeout_s` for the first.
+    def exits(self, timeout_s: float = 0.0) -> Iterator[tuple[int, int]]:
+        """Yield the ranks of workers that have ended and their exit codes, which are negative for signals.
+
+        Waits up to `timeout_s` for the first.
 
         Raises:
             MlxError: the server has ended.
@@ -151,7 +119,7 @@ class ForkServer:
             self._process.kill()
             self._process.join()
 
-    def _send(self, request: Any) -> None:
+    def _send(self, request: str | Start) -> None:
         try:
             self._control.send(request)
         except OSError as error:
@@ -163,14 +131,9 @@ class ForkServer:
         return MlxError(f"the fork server ended: it {reason}; all workers ended with it")
 
 
-def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
-    """Run the server until the driver closes its end of `control`.
-
-    Args:
-        control: Connection to the driver.
-        drivers_end: Its other end, which a fork inherits.
-        forks: True to fork workers, False to start new interpreters.
-    """
+def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None") -> None:
+    """Run the server until the driver closes its end of `control`, which a fork has inherited."""
+    forks = drivers_end is not None
     if drivers_end is not None:
         drivers_end.close()  # otherwise the server would not notice that the driver closes it
     leave_the_terminal()
@@ -194,34 +157,34 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                 if isinstance(request, Start):
                     for rank, environment in enumerate(request.environments):
                         workers[rank] = _start(context, control, request.job, rank, environment)
-                elif isinstance(request, Preload) and forks:
+                elif request == PRELOAD and forks:
                     _preload()
                     if unsafe_to_fork():  # TensorBoard imports TensorFlow where that is installed
                         context = multiprocessing.get_context("spawn")
-                elif isinstance(request, Kill):
+                elif request == KILL:
                     for worker in workers.values():
                         kill_group(worker)
             for rank in [rank for rank, worker in workers.items() if worker.sentinel in ready]:
                 worker = workers.pop(rank)
                 kill_group(worker)  # what it has started
                 worker.join()
-                control.send(Exit(rank, worker.exitcode))
+                control.send((rank, worker.exitcode))
     except (EOFError, OSError):
         end()
 
 
 def _preload() -> None:
     with many_imports():
-        for name in PRELOAD:
+        for name in PRELOADED:
             with contextlib.suppress(Exception):  # the worker that needs it reports the error
                 importlib.import_module(name)
     gc.freeze()  # so that workers share the memory of imported modules
 
 
-def _start(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, environment: Mapping[str, str]) -> Any:
+def _start(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, environment: dict[str, str]) -> Any:
     streams = [Connection(recv_handle(control), readable=False) for _ in range(2)]
     inherited = control if context.get_start_method() == "fork" else None
-    worker = context.Process(target=_become_worker, args=(inherited, job, rank, dict(environment), streams))
+    worker = context.Process(target=_become_worker, args=(inherited, job, rank, environment, streams))
     with held_signals():
         worker.start()
     for stream in streams:

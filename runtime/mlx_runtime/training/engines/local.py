@@ -7,14 +7,13 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
-from mlx_runtime.events import WorkerOutput, WorkersLost
+from mlx_runtime.events import WorkersLost
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines.base import Handle, StopAsked
+from mlx_runtime.training.engines.base import Handle, StopAsked, lost
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.processes import exit_reason, unsafe_to_fork
@@ -50,20 +49,12 @@ def cool_down() -> None:
 class Local:
     """The engine for one machine. Construct it in the main thread, before other threads are started.
 
-    Args:
-        workers: Number of workers.
-        use_gpu: Give each worker a GPU.
-        cpus_per_worker: Number of threads of each.
-        max_failures: How many times lost workers are replaced; -1 means no limit.
-        timeout_s: Timeout of collectives.
+    Collectives time out after `timeout_s`.
     """
 
-    def __init__(
-        self, workers: int, *, use_gpu: bool, cpus_per_worker: int, max_failures: int, timeout_s: float
-    ) -> None:
+    def __init__(self, cfg: Any, *, use_gpu: bool, timeout_s: float) -> None:
         global _warm_server
-        self.workers, self.use_gpu, self.cpus_per_worker = workers, use_gpu, cpus_per_worker
-        self.max_failures, self.timeout_s = max_failures, timeout_s
+        self.cfg, self.use_gpu, self.timeout_s = cfg, use_gpu, timeout_s
         self.server, _warm_server = _warm_server or ForkServer(), None
         self.server.preload()
 
@@ -80,18 +71,13 @@ class Local:
 
 
 class LocalGroup:
-    """The workers of a run. If one of them is lost, all are restarted from the last checkpoint.
-
-    Args:
-        engine: The engine that starts them.
-        job: The run.
-        handle: Called with events.
-    """
+    """The workers of a run. If one of them is lost, all are restarted from the last checkpoint."""
 
     def __init__(self, engine: Local, job: Any, handle: Handle) -> None:
         self._engine, self._job, self._handle = engine, job, handle
+        self._ranks = range(engine.cfg.start_workers)
         self._scratch = Path(tempfile.mkdtemp(prefix="mlx-local-"))
-        self._output = Output(job.folder, engine.workers)
+        self._output = Output(job.folder, len(self._ranks))
         self._failures = 0
         self._running = False
         self._codes: dict[int, int] = {}
@@ -104,20 +90,19 @@ class LocalGroup:
             raise
 
     def poll(self) -> bool:
+        from mlx_runtime.training.engines.worker import load_results
+
         self._collect_exits()
         self._forward_output()
-        errors = dict(self._errors())
-        if not errors:
-            return not self._finished()
-        self._failed_at = self._failed_at or time.monotonic()
-        failed_s = time.monotonic() - self._failed_at
-        origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
-        of_users = [error for error in origins.values() if isinstance(error, MlxError)]
-        if of_users:
-            if len(self._codes) == self._engine.workers or failed_s > UNWIND_S:
-                raise of_users[0]
-        elif origins or failed_s >= ORIGIN_S:
-            self._replace(origins or errors)
+        died = {rank: _ProcessDied(f"rank {rank} {exit_reason(code)}") for rank, code in self._codes.items()}
+        ended = {**died, **load_results(self._results)}  # a stored result says more than an exit code
+        errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
+        if errors:
+            self._failed(errors)
+            return True
+        if len(ended) == len(self._ranks):  # user code may keep a process from exiting
+            self._finished_at = self._finished_at or time.monotonic()
+            return len(self._codes) < len(self._ranks) and time.monotonic() - self._finished_at <= EXIT_S
         return True
 
     def close(self) -> None:
@@ -140,20 +125,19 @@ class LocalGroup:
         self._results = self._scratch / str(self._failures)
         self._results.mkdir()
         job = pickle.dumps(WorkerJob(self._job, engine.use_gpu, engine.timeout_s, self._results))
-        environments = [self._environment(rank) for rank in range(engine.workers)]
         self._running = True
-        engine.server.start(job, environments, self._output.writers)
+        engine.server.start(job, [self._environment(rank) for rank in self._ranks], self._output.writers)
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return torchrun's variables; as with torchrun, the launcher hosts the store."""
-        engine, threads = self._engine, self._engine.cpus_per_worker
+        threads = self._engine.cfg.cpus_per_worker
         changed: dict[str, Any] = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "NODE_RANK": 0,
             "GROUP_RANK": 0,
-            "WORLD_SIZE": engine.workers,
-            "LOCAL_WORLD_SIZE": engine.workers,
+            "WORLD_SIZE": len(self._ranks),
+            "LOCAL_WORLD_SIZE": len(self._ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": self._store.port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -161,42 +145,29 @@ class LocalGroup:
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
         }
-        if not engine.use_gpu:
+        if not self._engine.use_gpu:
             changed["CUDA_VISIBLE_DEVICES"] = ""
         return {**os.environ, **{name: str(value) for name, value in changed.items()}}
 
-    def _errors(self) -> Iterator[tuple[int, BaseException]]:
-        """Yield the failed workers by rank: their own error, or a `_ProcessDied`."""
-        from mlx_runtime.training.engines.worker import load_result
-
-        for rank in range(self._engine.workers):
-            finished, error = load_result(self._results, rank)
-            if error is not None:
-                yield rank, error
-            elif not finished and rank in self._codes:
-                yield rank, _ProcessDied(f"rank {rank} {exit_reason(self._codes[rank])}")
-
-    def _finished(self) -> bool:
-        """Return True once all workers have succeeded and exited, or do not exit in time."""
-        from mlx_runtime.training.engines.worker import load_result
-
-        ranks = range(self._engine.workers)
-        if len(self._codes) == len(ranks):
-            return True
-        if all(load_result(self._results, rank)[0] for rank in ranks):
-            self._finished_at = self._finished_at or time.monotonic()
-            return time.monotonic() - self._finished_at > EXIT_S  # user code keeps a process from exiting
-        return False
+    def _failed(self, errors: dict[int, BaseException]) -> None:
+        """Raise the error of user code once the other workers have ended, or replace lost workers."""
+        self._failed_at = self._failed_at or time.monotonic()
+        failed_s = time.monotonic() - self._failed_at
+        origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
+        of_users = [error for error in origins.values() if isinstance(error, MlxError)]
+        if of_users:
+            if len(self._codes) == len(self._ranks) or failed_s > UNWIND_S:
+                raise of_users[0]
+        elif origins or failed_s >= ORIGIN_S:
+            self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
         why = short_message(next(iter(errors.values())))
-        limit = self._engine.max_failures
-        if 0 <= limit <= self._failures:
-            used = f"; no replacements are left (cfg.max_failures={limit})" if limit else ""
-            raise WorkerLostError(f"a worker was lost: {why}{used}")
+        if 0 <= self._engine.cfg.max_failures <= self._failures:
+            raise lost(why, self._engine.cfg.max_failures)
         self._handle(WorkersLost(tuple(errors), why))
         self._kill()
-        left = ", ".join(str(rank) for rank in range(self._engine.workers) if rank not in self._codes)
+        left = ", ".join(str(rank) for rank in self._ranks if rank not in self._codes)
         if left:
             raise WorkerLostError(f"rank {left} is still running {EXIT_S:.0f} s after SIGKILL and cannot be replaced")
         self._failures += 1
@@ -207,16 +178,15 @@ class LocalGroup:
             return
         self._engine.server.kill_workers()
         until = time.monotonic() + EXIT_S
-        while len(self._codes) < self._engine.workers and time.monotonic() < until:
+        while len(self._codes) < len(self._ranks) and time.monotonic() < until:
             self._collect_exits(timeout_s=0.1)
 
     def _collect_exits(self, timeout_s: float = 0.0) -> None:
-        for item in self._engine.server.exits(timeout_s):
-            self._codes[item.rank] = item.code
+        self._codes.update(self._engine.server.exits(timeout_s))
 
     def _forward_output(self) -> None:
-        for item in self._output.lines():
-            self._handle(WorkerOutput(item.text, item.to_stderr))
+        for event in self._output.lines():
+            self._handle(event)
 
 
 class _ProcessDied(Exception):  # noqa: N818 - it is a worker's fate rather than an error of this process

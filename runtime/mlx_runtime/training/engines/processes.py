@@ -66,11 +66,7 @@ def _restore_signals() -> None:
 
 
 def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
-    """End this process when its parent is gone, even by SIGKILL.
-
-    Args:
-        end: Called in the main thread; by default this process is killed.
-    """
+    """Call `end` in the main thread when the parent is gone, even by SIGKILL; without `end`, kill this process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     if sys.platform == "linux":
@@ -80,7 +76,7 @@ def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent.pid:  # it ended before the call
             os.kill(os.getpid(), number)
-    elif end is None:  # a parent that calls `end` notices that the connection is closed
+    elif end is None:  # a process with `end` notices that its connection is closed
         threading.Thread(target=_kill_after, args=(parent.sentinel,), name="parent", daemon=True).start()
 
 
@@ -97,11 +93,7 @@ def kill_group(process: Any) -> None:
 
 
 def exit_reason(code: int | None) -> str:
-    """Return how a process ended, as the predicate of a sentence.
-
-    Args:
-        code: Its exit code; negative for a signal, None while it has not ended.
-    """
+    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended."""
     if code is None:
         return "closed its connection"
     if code >= 0:

@@ -18,19 +18,12 @@ from mlx_runtime.training.worker import train
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the workers of one attempt share.
-
-    Attributes:
-        job: The run.
-        use_gpu: True if each worker trains on the GPU of its rank.
-        timeout_s: Timeout of collectives.
-        results: Folder for the results of workers.
-    """
+    """What the workers of one attempt share."""
 
     job: Job
-    use_gpu: bool
-    timeout_s: float
-    results: Path
+    use_gpu: bool  # each worker trains on the GPU of its rank
+    timeout_s: float  # of collectives
+    results: Path  # folder for the results of workers
 
 
 def run(shared: WorkerJob, rank: int) -> int:
@@ -39,7 +32,7 @@ def run(shared: WorkerJob, rank: int) -> int:
     try:
         if shared.use_gpu:
             torch.cuda.set_device(rank)
-        enter_ray_train(shared.job.name, rank, int(os.environ["WORLD_SIZE"]))
+        enter_ray_train(shared.job.run.experiment, rank, int(os.environ["WORLD_SIZE"]))
         # The driver hosts the store; torchrun's environment variables name it.
         torch.distributed.init_process_group(
             "nccl" if shared.use_gpu else "gloo", timeout=datetime.timedelta(seconds=shared.timeout_s)
@@ -50,20 +43,14 @@ def run(shared: WorkerJob, rank: int) -> int:
     except BaseException as caught:
         traceback.print_exception(caught)  # into the log of this rank
         error = WorkerLostError(f"rank {rank} failed: {type(caught).__name__}: {short_message(caught)}")
-    store_result(shared.results, rank, error)
+    part = shared.results / f"{rank}.part"
+    part.write_bytes(pickle.dumps(error))
+    part.replace(shared.results / str(rank))
     if error is None:
         torch.distributed.destroy_process_group()
     return 0 if error is None else 1
 
 
-def store_result(results: Path, rank: int, error: BaseException | None) -> None:
-    """Store the error of a worker, or None for success, atomically."""
-    part = results / f"rank_{rank}.part"
-    part.write_bytes(pickle.dumps(error))
-    part.replace(results / f"rank_{rank}")
-
-
-def load_result(results: Path, rank: int) -> tuple[bool, BaseException | None]:
-    """Return whether a worker has stored a result, and its error."""
-    file = results / f"rank_{rank}"
-    return (True, pickle.loads(file.read_bytes())) if file.exists() else (False, None)
+def load_results(folder: Path) -> dict[int, BaseException | None]:
+    """Return the error of each worker that has ended, by rank; None for success."""
+    return {int(file.name): pickle.loads(file.read_bytes()) for file in folder.iterdir() if file.name.isdecimal()}
