@@ -1,19 +1,24 @@
-"""Write conf.yaml from the defaults of the code, and keep what the user edited."""
+"""Write conf.yaml from the defaults of the code, verify that it re-creates them, and keep what the user edited."""
 
 import difflib
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.config.literals import Node
+from mlx_runtime.config.building import declare
+from mlx_runtime.config.equality import unlike
+from mlx_runtime.config.expressions import recorded_default
+from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
-from mlx_runtime.config.nodes import Description
+from mlx_runtime.config.nodes import DUMMY_PARAMS, Description, Node
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
+from mlx_runtime.config.signatures import MISSING, fitted, groups, is_factory, parameters
 from mlx_runtime.config.text import commented_map, yaml_text
-from mlx_runtime.config.verification import verify
+from mlx_runtime.errors import BindError, ConfigError, short_message
 from mlx_runtime.storage.local import write_atomic
 
 SCHEMA = "conf.schema.json"
@@ -34,15 +39,7 @@ def header(path: Path) -> str:
 
 @dataclass
 class Binding:
-    """The conf.yaml that fits the code.
-
-    Attributes:
-        path: path of the file.
-        before, after: its text; `before` is empty if there is no file.
-        changes: changes from `before` to `after`.
-        schema: text of the JSON Schema beside it.
-        notices: what else the user should know, one line each.
-    """
+    """The conf.yaml that fits the code, with its JSON Schema and notices for the user. A new one is empty `before`."""
 
     path: Path
     before: str
@@ -74,11 +71,10 @@ class Binding:
 def bind(experiment: type, path: Path) -> Binding:
     """Return the conf.yaml of an experiment. Nothing is stored yet.
 
-    Raises:
-        BindError: conf.yaml cannot re-create a default of the code, or the existing file is not YAML.
+    BindError if conf.yaml cannot re-create a default of the code, or the existing file is not YAML.
     """
     description = Description(experiment)
-    verify(experiment, description.tree, yaml_text(description.tree))
+    _verify(experiment, description.tree, yaml_text(description.tree))
     schema = path.with_name(SCHEMA)
     former = former_defaults(json.loads(schema.read_text(encoding="utf-8"))) if schema.exists() else {}
     binding = merge(path, description.tree, former, description.of_class)
@@ -93,17 +89,7 @@ def merge(
     former: Mapping[str, Any] | None = None,
     node_of_class: NodeOfClass = lambda path, key: None,
 ) -> Binding:
-    """Update conf.yaml to match the code, in memory.
-
-    Args:
-        path: path of the file.
-        tree: nodes that describe the code's defaults.
-        former: defaults at the last bind, by full key.
-        node_of_class: describes classes that only the file names.
-
-    Raises:
-        BindError: the existing file is not YAML.
-    """
+    """Update conf.yaml to match the code, in memory; `former` holds the defaults at the last bind, by full key."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     changes = Changes()
     if not before.strip():
@@ -111,3 +97,45 @@ def merge(
     merged = commented_map(before, path)
     Merge(former or {}, node_of_class, changes).into(merged, tree)
     return Binding(path, before, yaml_text(merged) if changes else before, changes)  # else not even the layout changes
+
+
+def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
+    """Refuse a YAML text that would build something other than the code declares: build each default, and compare."""
+    written = parsed(text)
+    problems = []
+    for group, cls in groups(experiment).items():
+        for item in parameters(cls) or []:
+            if item.default is not MISSING and item.name in tree[group]:
+                default, key = item.default, f"{group}.{item.name}"
+                if is_factory(default):
+                    recorded = recorded_default(cls, item.name)
+                    assert recorded is not None, "a factory without source is refused before"
+                    default = recorded[0]
+                if difference := _difference(default, item.annotation, written[group][item.name], key):
+                    problems.append(f"{key}: conf.yaml would not re-create this default: {difference}")
+    if problems:
+        raise BindError("\n  ".join(problems))
+
+
+def _difference(default: Any, hint: Any, node: Any, key: str) -> str | None:
+    objects = {}
+    if isinstance(node, dict) and node.get("params") == "???":
+        node = {name: value for name, value in node.items() if name != "params"}
+        objects["params"] = DUMMY_PARAMS
+    if _is_open(node):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # issued when the default itself was made
+            return unlike(default, lambda: fitted(declare(node, key, **objects), hint))
+    except ConfigError as error:
+        return str(error)
+    except Exception as error:
+        return f"it cannot be built again: {type(error).__name__}: {short_message(error)}"
+
+
+def _is_open(node: Any) -> bool:
+    """Return True if the user must fill in something in a node."""
+    if isinstance(node, dict | list):
+        return any(map(_is_open, node.values() if isinstance(node, dict) else node))
+    return bool(node == "???")

@@ -1,21 +1,18 @@
 """Build live objects from a checked config."""
 
+import ast
 import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.config.conversion import fitted
 from mlx_runtime.config.declarations import Declaration, declared, is_dataset, made_on_read
-from mlx_runtime.config.signatures import parameters
+from mlx_runtime.config.signatures import fitted, parameters
 from mlx_runtime.config.targets import object_at, path_of
-from mlx_runtime.errors import (
-    USER_ERRORS,
-    ConfigError,
-    full_message,
-)
+from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]
 
@@ -23,19 +20,11 @@ Context = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def build(node: Any, key: str = "", **objects: Any) -> Any:
-    """Build the object that a node describes, arguments first.
+    """Build the object that a node at `key` describes, arguments first; ConfigError if a constructor refuses them.
 
     Works like `instantiate(node, _convert_="all")` of Hydra, except that arguments are converted to their annotated
     types (lists to tuples, strings to paths and enums), and that a `_partial_` node gives a `functools.partial` of the
-    target itself.
-
-    Args:
-        node: a mapping with `_target_`, or any plain value.
-        key: full key of the node, for errors.
-        objects: further arguments that are not YAML, passed as they are.
-
-    Raises:
-        ConfigError: a constructor refused its arguments.
+    target itself. `objects` are further arguments that are not YAML, passed as they are.
     """
     return _build(node, key, lambda target: target, objects)
 
@@ -46,16 +35,9 @@ def declare(node: Any, key: str = "", **objects: Any) -> Any:
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
-    """Build a group of datasets, each of which is made when it is first read.
+    """Build a group of datasets, each of which is made when it is first read, within `context()`.
 
     If the constructor of the group does more with its datasets than store them, all are made at once.
-
-    Args:
-        node, key: as for `build`.
-        context: entered while a dataset is made.
-
-    Raises:
-        ConfigError: a constructor refused its arguments.
     """
     try:
         group = declare_group(node, key, context)
@@ -77,11 +59,7 @@ def declare_group(node: Any, key: str, context: Context = contextlib.nullcontext
 
 
 def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[str, Any]) -> Any:
-    """Build an object.
-
-    Args:
-        callee: returns what to call instead of a target.
-    """
+    """Build an object; `callee` returns what to call instead of a target."""
     if isinstance(node, list):
         return [_build(item, f"{key}[{index}]", callee, {}) for index, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -93,8 +71,8 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
     target = object_at(node["_target_"])
     args = arguments.pop("_args_", [])
     known = parameters(target) or []
-    hints = {item.name: item.hint for item in known if item.kind is not inspect.Parameter.VAR_KEYWORD}
-    args = [fitted(value, item.hint) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
+    hints = {item.name: item.annotation for item in known if item.kind is not item.VAR_KEYWORD}
+    args = [fitted(value, item.annotation) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
     kwargs = {name: fitted(value, hints.get(name, Any)) for name, value in arguments.items()} | dict(objects)
     if node.get("_partial_"):
         return functools.partial(target, *args, **kwargs)
@@ -106,15 +84,7 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
 
 
 def build_cfg(node: Tree, base: type) -> Any:
-    """Build the group `cfg`. Settings of the runtime that its class lacks become attributes of the object.
-
-    Args:
-        node: config node of the group.
-        base: the runtime's class of settings, whose defaults fill in what is missing.
-
-    Raises:
-        ConfigError: a constructor refused its arguments.
-    """
+    """Build the group `cfg`. Settings of the runtime's class `base` that its class lacks become attributes."""
     own, rest = split_cfg(node, base)
     cfg, settings = build(own, "cfg"), build(rest, "cfg")
     for item in dataclasses.fields(base):
@@ -129,3 +99,57 @@ def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:
     rest = {item.name for item in dataclasses.fields(base)} - taken
     own = {name: value for name, value in node.items() if name not in rest}
     return own, {"_target_": path_of(base)} | {name: value for name, value in node.items() if name in rest}
+
+
+def build_optimizers(node: Tree, models: Any) -> Any:
+    """Build the optimizers over the parameters of the models that `models.map_params_to_optimizers` assigns to them."""
+    modules = {name: module for name, module in vars(models).items() if hasattr(module, "parameters")}
+    names = [name for name in node if name != "_target_"]
+    mapping = getattr(models, "map_params_to_optimizers", {})
+    if problems := _mapping_problems(mapping, list(modules), names, type(models)):
+        raise ConfigError("\n  ".join(problems))
+    params: dict[str, list[Any]] = {name: [] for name in names}
+    for model, optimizer in mapping.items():
+        params[optimizer] += modules[model].parameters()
+    optimizers = {}
+    for name in names:
+        arguments = {key: value for key, value in node[name].items() if key != "params"}
+        optimizers[name] = build(arguments, f"optimizers.{name}", params=params[name])
+    return object_at(node["_target_"])(**optimizers)
+
+
+def literal_mapping_problems(tree: Tree, groups: Mapping[str, type]) -> list[str]:
+    """Return the problems of a map that the source of `Models` spells out; others are checked when they are used."""
+    mapping = _literal_mapping(groups["models"]) if "models" in groups and "optimizers" in groups else None
+    if mapping is None:
+        return []
+    models, optimizers = ([name for name in tree[group] if name != "_target_"] for group in ("models", "optimizers"))
+    return _mapping_problems(mapping, models, optimizers, groups["models"])
+
+
+def _literal_mapping(cls: type) -> dict[str, str] | None:
+    """Return the attribute of the class, or the literal in `self.map_params_to_optimizers = {...}` in its source."""
+    mapping = getattr(cls, "map_params_to_optimizers", None)
+    if isinstance(mapping, dict):
+        return mapping
+    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if any(isinstance(item, ast.Attribute) and item.attr == "map_params_to_optimizers" for item in targets):
+                return ast.literal_eval(node.value)  # type: ignore[attr-defined,no-any-return]
+    return None
+
+
+def _mapping_problems(
+    mapping: Mapping[str, str], models: Sequence[str], optimizers: Sequence[str], cls: type
+) -> list[str]:
+    owner = f"{cls.__name__}.map_params_to_optimizers"
+    problems = []
+    for model, optimizer in mapping.items():
+        for kind, name, known in (("model", model, models), ("optimizer", optimizer, optimizers)):
+            if name not in known:
+                problems.append(f"{owner} names the {kind} {name!r}, which does not exist.{suggest(name, known)}")
+    if problems:
+        return problems
+    idle = sorted(set(optimizers) - set(mapping.values()))
+    return [f"optimizers.{name} trains no model; give it one in {owner}, or remove it" for name in idle]

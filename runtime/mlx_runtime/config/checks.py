@@ -1,28 +1,20 @@
 """Check a config against the signatures of the constructors that it names; all problems at once."""
 
-import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_runtime.config.building import Tree, split_cfg
-from mlx_runtime.config.conversion import convert, type_name
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import MISSING, Parameter, parameters
+from mlx_runtime.config.signatures import MISSING, convert, parameters, takes_any_keyword, type_name
 from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
 from mlx_runtime.errors import suggest
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Something wrong with a config.
-
-    Attributes:
-        key: full key of the value.
-        text: the key, what is wrong, and how to fix it; one line.
-    """
+class Problem(NamedTuple):
+    """The full key of a value, and one line with the key, what is wrong, and how to fix it."""
 
     key: str
     text: str
@@ -31,25 +23,16 @@ class Problem:
 class Checker:
     """Compares the values of a config with the parameters that take them.
 
-    Args:
-        imports: import the targets that conf.yaml names; otherwise those not imported before stay unchecked.
-
-    Attributes:
-        unseen: targets that stayed unchecked.
+    Without `imports`, the targets that conf.yaml names are not imported; `unseen` lists those that were not before,
+    and therefore stayed unchecked.
     """
 
     def __init__(self, *, imports: bool = True) -> None:
-        self._imports = imports
+        self._object_at = object_at if imports else loaded_object_at
         self.unseen: list[str] = []
 
     def check(self, tree: Tree, wanted: dict[str, type], base: type) -> Iterator[Problem]:
-        """Yield the problems of a config.
-
-        Args:
-            tree: the config.
-            wanted: class of each group.
-            base: the runtime's class of settings.
-        """
+        """Yield the problems of a config with the `wanted` groups; `base` is the runtime's class of settings."""
         for name in tree:
             if name not in wanted:
                 yield Problem(name, f"{name}: there is no such group.{suggest(name, wanted)}")
@@ -60,19 +43,13 @@ class Checker:
                 own, rest = split_cfg(tree[name], base)
                 yield from self._value(own, cls, name, path_of(cls))
                 yield from self._value(rest, base, name, path_of(base))
-            elif name == "optimizers":
-                free = {f"{name}.{optimizer}.params" for optimizer in tree[name]}  # these come from the models
+            else:  # the `params` of optimizers come from the models
+                free = {f"{name}.{optimizer}.params" for optimizer in tree[name]} if name == "optimizers" else ()
                 yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)
-            else:
-                yield from self._value(tree[name], cls, name, path_of(cls))
-
-    def _target(self, path: str) -> Any | None:
-        """Return what a `_target_` names, or None if it must not be imported."""
-        return object_at(path) if self._imports else loaded_object_at(path)
 
     def _is_callable(self, path: Any) -> bool:
         try:
-            return callable(self._target(path))
+            return callable(self._object_at(path))
         except (ImportError, AttributeError):
             return False
 
@@ -96,7 +73,7 @@ class Checker:
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
         try:
-            target = self._target(path)
+            target = self._object_at(path)
         except (ImportError, AttributeError) as error:
             why = str(error).splitlines()[-1]
             yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}")
@@ -116,22 +93,20 @@ class Checker:
 
     def _arguments(self, node: Tree, path: str, items: list[Parameter], key: str) -> Iterator[Problem]:
         by_name = {item.name: item for item in items}
-        open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items)
         for name, value in node.items():
-            item = by_name.get(name)
-            if item is not None and item.kind is not inspect.Parameter.VAR_KEYWORD:
+            here, item = f"{key}.{name}", by_name.get(name)
+            if item is not None and item.kind is not item.VAR_KEYWORD:
                 if value is not None or item.default is not None:  # as in `stride: int = None`, whatever the hint says
-                    yield from self._value(value, item.hint, f"{key}.{name}", path)
+                    yield from self._value(value, item.annotation, here, path)
             elif name == "_args_":
                 for index, argument in enumerate(value):
-                    yield from self._value(argument, Any, f"{key}._args_[{index}]", path)
-            elif not open_ended and name not in ("_target_", "_partial_"):
-                here = f"{key}.{name}"
+                    yield from self._value(argument, Any, f"{here}[{index}]", path)
+            elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
                 yield Problem(here, f"{here}: {path} has no such argument.{suggest(name, by_name)}")
         if node.get("_partial_") or "_args_" in node:
             return
         for item in items:
-            named = item.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            named = item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
             if named and item.default is MISSING and item.name not in node:
                 here = f"{key}.{item.name}"
                 text = f"{here}: missing, and {path} has no default for it; add it with: {commands()} bind"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,13 +17,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from mlx_runtime.config.building import Tree, build_cfg
+from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
-from mlx_runtime.config.conversion import fitted
 from mlx_runtime.config.interpolation import resolved
-from mlx_runtime.config.optimizers import literal_mapping_problems
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import base_of, groups, parameters
+from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import from_yaml
@@ -60,62 +58,53 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.create(self.unresolved))
 
 
-@dataclass(frozen=True)
-class Composition:
-    """conf.yaml with overrides applied, not checked against any signature.
+class Composition(NamedTuple):
+    """conf.yaml with overrides applied, not checked against any signature; trees as in `Config`.
 
-    Attributes:
-        tree, unresolved: as in `Config`, without what `problems` are about.
-        problems: unknown keys in overrides, and interpolations that lead nowhere.
+    `problems` are unknown keys in overrides and interpolations that lead nowhere; the trees are without them.
     """
 
     tree: Tree
     unresolved: Tree
-    problems: tuple[Problem, ...]
+    problems: list[Problem]
 
 
 def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool = False, title: object = None) -> Config:
-    """Compose and check a config.
+    """Compose and check a config; ConfigError has one line per problem.
 
-    Args:
-        experiment: its class.
-        overrides: overrides in Hydra's grammar.
-        path: path of conf.yaml.
-        look: run no code that conf.yaml names, and build `cfg` from the runtime's own class.
-        title: what messages call the file, if not its path.
-
-    Raises:
-        ConfigError: the config is invalid; the message has one line per problem.
+    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class. `title` is what messages
+    call the file, if not its path.
     """
     title = title or path
-    composition = read(path, overrides, title)
-    tree, classes, base = composition.tree, groups(experiment), base_of(experiment)
-    reported = {problem.key for problem in composition.problems}
-    ignored = _ignored_settings(composition, classes["cfg"], base)
+    tree, unresolved, problems = read(path, overrides, title)
+    classes, base = groups(experiment), base_of(experiment)
+    reported = {problem.key for problem in problems}
+    ignored = _ignored_settings([tree.get("cfg"), unresolved.get("cfg")], classes["cfg"], base)
     checker = Checker(imports=not look)
-    problems = [*composition.problems, *ambiguous_words(path)]
+    problems += ambiguous_words(path)
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
-    if problems:
-        raise _config_error([problem.text for problem in problems], title)
+    _raise_if([problem.text for problem in problems], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
-    if wrong := [*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)]:
-        raise _config_error(wrong, title)
-    return Config(tree, composition.unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
+    _raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], title)
+    return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
+
+
+def _raise_if(problems: Sequence[str], title: object) -> None:
+    if len(problems) == 1:
+        raise ConfigError(f"{title}: {problems[0]}")
+    if problems:
+        raise ConfigError("\n  ".join([f"{title} has {len(problems)} problems:", *problems]))
 
 
 def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
-    """Compose conf.yaml with what the environment and the overrides say, through Hydra.
-
-    Raises:
-        ConfigError: the file or an override cannot be read at all.
-    """
+    """Compose conf.yaml with what the environment and the overrides say, through Hydra."""
     title = title or path
     storage = Settings.read().storage
     overrides = [*([storage_override(storage)] if storage is not None else []), *map(_quote_value, overrides)]
     if not path.is_file():
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
     try:
-        keys = keys_of(OmegaConf.to_container(from_yaml(path.read_bytes())))
+        keys = list(values_by_key(OmegaConf.to_container(from_yaml(path.read_bytes()))))
         if "hydra" in keys:  # its search path would import packages
             raise ConfigError(f"{title}: hydra: there is no such group; conf.yaml does not configure Hydra, remove it")
         problems, known = [], []
@@ -129,14 +118,14 @@ def read(path: Path, overrides: Sequence[str], title: object = None) -> Composit
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=path.stem, overrides=known)
         OmegaConf.set_struct(config, False)
-        for key in keys_of(OmegaConf.to_container(config)):
+        for key in values_by_key(OmegaConf.to_container(config)):
             try:
                 OmegaConf.select(config, key)
             except OmegaConfBaseException as error:  # an interpolation that leads nowhere
                 problems.append(Problem(key, f"{key}: {short_message(error)}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
-        return Composition(tree, resolved(config, environment=False), tuple(problems))
+        return Composition(tree, resolved(config, environment=False), problems)
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     except OverrideParseException as error:
@@ -155,12 +144,14 @@ def quoted(value: Any) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 
-def keys_of(tree: Any, prefix: str = "") -> list[str]:
-    """Return all full keys below a mapping."""
+def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return everything below a mapping by its full key, mappings before what they hold."""
     if not isinstance(tree, dict):
-        return []
-    keys = [f"{prefix}{name}" for name in tree]
-    return keys + [key for name, item in tree.items() for key in keys_of(item, f"{prefix}{name}.")]
+        return {}
+    values = {f"{prefix}{name}": value for name, value in tree.items()}
+    for name, value in tree.items():
+        values |= values_by_key(value, f"{prefix}{name}.")
+    return values
 
 
 def _quote_value(override: str) -> str:
@@ -169,20 +160,20 @@ def _quote_value(override: str) -> str:
     return f"{match[1]}='{match[2]}'" if match else override
 
 
-def _ignored_settings(composition: Composition, cls: type, base: Any) -> tuple[str, ...]:
+def _ignored_settings(nodes: Sequence[Any], cls: type, base: Any) -> tuple[str, ...]:
     """Return the settings in `cfg` that the runtime no longer has, and drop those that the user's class lacks, too."""
     own = {item.name for item in parameters(cls) or []}
-    trees = [tree["cfg"] for tree in (composition.tree, composition.unresolved) if isinstance(tree.get("cfg"), dict)]
-    ignored = tuple(name for name in getattr(base, "removed_settings", ()) if any(name in tree for tree in trees))
-    for name in {*ignored} - own:
-        for tree in trees:
-            tree.pop(name, None)
+    found = [node for node in nodes if isinstance(node, dict)]
+    ignored = tuple(name for name in getattr(base, "removed_settings", ()) if any(name in node for node in found))
+    for node in found:
+        for name in {*ignored} - own:
+            node.pop(name, None)
     return ignored
 
 
 def _own_settings(node: Tree, base: type) -> Any:
     """Make the runtime's settings from the plain values of `cfg`, without the user's classes."""
-    hints = {item.name: item.hint for item in parameters(base) or []}
+    hints = {item.name: item.annotation for item in parameters(base) or []}
     plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
     return base(**{name: fitted(value, hints[name]) for name, value in plain.items()})
 
@@ -190,9 +181,3 @@ def _own_settings(node: Tree, base: type) -> Any:
 def _names_code(value: Any) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (isinstance(value, dict) and "_target_" in value) or any(map(_names_code, items))
-
-
-def _config_error(problems: Sequence[str], title: object) -> ConfigError:
-    if len(problems) == 1:
-        return ConfigError(f"{title}: {problems[0]}")
-    return ConfigError("\n  ".join([f"{title} has {len(problems)} problems:", *problems]))

@@ -18,18 +18,13 @@ _DECLARED = "__declared__"
 
 
 class Declaration:
-    """A dataset that is not made yet.
-
-    Attributes:
-        target: Class of the dataset, or a class method that makes one.
-        args, kwargs: Arguments of the call; Declarations among them are made first.
-    """
+    """A dataset that is not made yet: its class or class method, and the arguments of the call."""
 
     def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
 
     def make(self) -> Any:
-        """Make the dataset."""
+        """Make the dataset, and first those that are declared among its arguments."""
         return self.target(*_made(self.args), **_made(self.kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +41,6 @@ class Declaration:
 
 
 def _made(value: Any) -> Any:
-    """Replace Declarations with the datasets they declare, including those in lists, tuples and dictionaries."""
     if isinstance(value, Declaration):
         return value.make()
     if type(value) in (list, tuple):
@@ -70,12 +64,7 @@ def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_on_read(cls: type, context: Callable[[], contextlib.AbstractContextManager[None]]) -> type:
-    """Return a subclass whose objects hold Declarations, and make each dataset when it is first read.
-
-    Args:
-        cls: A group such as `Datasets`.
-        context: Entered while a dataset is made.
-    """
+    """Return a subclass of a group that makes each declared dataset when it is first read, within `context()`."""
 
     def read(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)  # type: ignore[call-arg]
@@ -96,22 +85,12 @@ class _Rewriter(ast.NodeTransformer):
         node.func = ast.copy_location(ast.Call(ast.Name(_DECLARED, ast.Load()), [node.func], []), node.func)
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
-        node.decorator_list = [self.visit(item) for item in node.decorator_list]
-        self.visit(node.args)
-        return node
-
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815 - the name that NodeVisitor looks for
-
-    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        self.visit(node.args)
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        return node  # without its annotation
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        node.value = node.value and self.visit(node.value)
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        skipped = ("annotation", "returns", "body") if is_function else ("annotation",)
+        kept = {name: vars(node).pop(name) for name in skipped if name in vars(node)}
+        super().generic_visit(node)
+        vars(node).update(kept)
         return node
 
 
@@ -131,11 +110,7 @@ class SourceLoader(SourceFileLoader):
 
 
 class SourceFinder:
-    """Finds the modules of some packages for `SourceLoader`.
-
-    Args:
-        packages: Top-level names.
-    """
+    """Finds the modules below some top-level packages for `SourceLoader`."""
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages

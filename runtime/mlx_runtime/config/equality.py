@@ -11,7 +11,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -27,49 +26,42 @@ _CODE = (type, types.ModuleType, types.CodeType, inspect.Signature)
 _WHOLE = (torch.Tensor, torch.Generator, PurePath, *_CODE)
 """Types whose objects are compared as a whole, not part by part."""
 
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    functools.partial: ("func", "args", "keywords"),
+    types.FunctionType: ("__code__", "__defaults__", "__closure__"),
+    types.CellType: ("cell_contents",),
+}
+"""What objects of these types consist of."""
+
+_Part = tuple[str, Any, Any]
+"""The path of a part, like `.layers[0].bias`, and what two objects hold there."""
+
 
 def unlike(default: Any, make: Callable[[], Any]) -> str | None:
     """Return in words where a default differs from what `make` returns, or None.
 
     A difference between two objects from `make` is chance (the time, a random number, a serial number), not counted.
+    What cannot be compared counts as different.
     """
     made = make()
     differences = list(_differences(default, made, "", {}))
-    if differences and all(item.certain for item in differences):
-        chance = {item.where for item in _differences(made, make(), "", {})}
-        differences = [item for item in differences if item.where not in chance]
-    return differences[0].text if differences else None
-
-
-def differs(first: Any, second: Any) -> str | None:
-    """Return in words where two objects differ, or None. What cannot be compared counts as different."""
-    return next((item.text for item in _differences(first, second, "", {})), None)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A part in which two objects differ.
-
-    Attributes:
-        where: path of the part, like `.layers[0].bias`.
-        text: the two values, in words.
-        certain: False if comparing the parts raised.
-    """
-
-    where: str
-    text: str
-    certain: bool = True
+    if differences:
+        chance = {where for where, _ in _differences(made, make(), "", {}) if where is not None}
+        differences = [item for item in differences if item[0] not in chance]
+    return differences[0][1] if differences else None
 
 
 def _differences(
     first: Any, second: Any, where: str, seen: dict[tuple[int, int], tuple[Any, Any]]
-) -> Iterator[Difference]:
+) -> Iterator[tuple[str | None, str]]:
+    """Yield the path of each part in which two objects differ, None if comparing it raised, and the values in words."""
     if first is second or (id(first), id(second)) in seen:
         return
     seen[id(first), id(second)] = first, second  # kept alive: many are temporary, and ids are reused
     here = where.lstrip(".") or "it"
     if not _same_type(type(first), type(second)):
-        yield Difference(where, f"{here} is a {type(first).__name__} and would be a {type(second).__name__}")
+        yield where, f"{here} is a {type(first).__name__} and would be a {type(second).__name__}"
         return
     alike = True
     try:
@@ -78,9 +70,9 @@ def _differences(
                 alike = False
                 yield difference
         if alike and not _same_whole(first, second):
-            yield Difference(where, f"{here} is {first!r:.60} and would be {second!r:.60}")
+            yield where, f"{here} is {first!r:.60} and would be {second!r:.60}"
     except Exception as error:  # of any class's `__eq__`, `__repr__` or properties
-        yield Difference(where, f"{here} cannot be compared: {type(error).__name__}: {short_message(error)}", False)
+        yield None, f"{here} cannot be compared: {type(error).__name__}: {short_message(error)}"
 
 
 def _same_type(first: type, second: type) -> bool:
@@ -89,35 +81,25 @@ def _same_type(first: type, second: type) -> bool:
     return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
 
 
-def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+def _parts(first: Any, second: Any) -> Iterator[_Part]:
     """Yield the parts of two objects of one type in pairs."""
     if isinstance(first, _WHOLE):
         return
     for cls, names in _ATTRIBUTES.items():
         if isinstance(first, cls):
             yield from ((f".{name}", getattr(first, name), getattr(second, name)) for name in names)
-            break
+            return
     if isinstance(first, Declaration):
+        yield ".target", first.target, second.target
         yield "", _arguments(first), _arguments(second)
-    elif isinstance(first, types.FunctionType):
-        yield ".__closure__", _closure(first), _closure(second)
     elif isinstance(first, weakref.ref):
         yield "()", first(), second()
-    elif not isinstance(first, tuple(_ATTRIBUTES)):
+    else:
         yield from _items(first, second)
         yield from _state(first, second)
 
 
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    Declaration: ("target",),
-    types.MethodType: ("__func__", "__self__"),
-    functools.partial: ("func", "args", "keywords"),
-    types.FunctionType: ("__code__", "__defaults__"),
-}
-"""What objects of these types consist of."""
-
-
-def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+def _items(first: Any, second: Any) -> Iterator[_Part]:
     """Yield what containers hold."""
     if isinstance(first, dict):
         yield ".keys()", list(first), list(second)
@@ -131,7 +113,7 @@ def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
             yield f"[{index}]", one, other
 
 
-def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+def _state(first: Any, second: Any) -> Iterator[_Part]:
     """Yield attributes and, for objects of C or Rust that do not show theirs, what pickle stores."""
     attributes, others = _attributes(first), _attributes(second)
     if attributes or others:
@@ -139,7 +121,9 @@ def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
         for name in attributes:
             if name in others:
                 yield f".{name}", attributes[name], others[name]
-    if not isinstance(first, _CONTAINERS + _SCALARS) and (not attributes or _pickles_itself(type(first))):
+    hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
+    pickles_itself = any(getattr(type(first), name, None) is not getattr(object, name, None) for name in hooks)
+    if not isinstance(first, _CONTAINERS + _SCALARS) and (not attributes or pickles_itself):
         yield " state", _pickled(first), _pickled(second)
 
 
@@ -154,15 +138,12 @@ def _same_whole(first: Any, second: Any) -> bool:
         return math.isnan(second)
     if isinstance(first, (PurePath, *_SCALARS, *_CODE)):
         return bool(first == second)
-    if isinstance(first, (weakref.ref, *_CONTAINERS)) or _attributes(first) or _pickled(first) is not None:
+    if isinstance(first, (weakref.ref, *_ATTRIBUTES, *_CONTAINERS)):
+        return True
+    if _attributes(first) or _pickled(first) is not None:
         return True
     defines_eq = any("__eq__" in base.__dict__ for base in type(first).__mro__[:-1])
     return not defines_eq or bool(first == second)
-
-
-def _pickles_itself(cls: type) -> bool:
-    hooks = ("__reduce__", "__reduce_ex__", "__getstate__")
-    return any(getattr(cls, name, None) is not getattr(object, name, None) for name in hooks)
 
 
 def _pickled(thing: Any) -> Any:
@@ -189,7 +170,3 @@ def _arguments(declaration: Declaration) -> dict[str, Any]:
     bound = inspect.signature(declaration.target).bind(*declaration.args, **declaration.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def _closure(function: types.FunctionType) -> list[Any]:
-    return [cell.cell_contents for cell in function.__closure__ or ()]

@@ -21,31 +21,25 @@ from typing import Any
 
 from mlx_runtime.config.declarations import declared
 
+_RECORDING = "__mlx_recording__"
+
 
 @dataclass(frozen=True)
 class Call:
-    """A recorded call.
-
-    Attributes:
-        result: kept alive, so that no other object gets its id.
-        before: the earlier call with the same result: `Linear(2, 2)` in `weight_norm(Linear(2, 2))`.
-    """
+    """A recorded call."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    """Kept alive, so that no other object gets its id."""
     before: "Call | None" = None
+    """The earlier call with the same result: `Linear(2, 2)` in `weight_norm(Linear(2, 2))`."""
 
 
 @dataclass
 class Recording:
-    """What happened while one expression was evaluated.
-
-    Attributes:
-        calls: recorded calls, by the id of their result.
-        names: dotted names with their value, by its id.
-    """
+    """What happened while one expression was evaluated: calls by the id of their result, names by that of a value."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
@@ -60,10 +54,6 @@ class Recording:
         start = root.__name__ if isinstance(root, types.ModuleType) else f"{root.__module__}.{root.__qualname__}"
         self.names[id(value)] = (f"{start}.{path}", value)
         return value
-
-    def call_of(self, result: Any) -> Call | None:
-        """Return the call that returned an object."""
-        return self.calls.get(id(result))
 
     def name_of(self, value: Any) -> str | None:
         """Return the dotted name by which the expression referred to an object, like `torch.relu`."""
@@ -83,21 +73,18 @@ class Recording:
 
 
 def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, Recording] | None:
-    """Evaluate the default expression of a parameter again.
-
-    Returns:
-        The new value and the calls that made it, or None if the source is not available.
-    """
-    source = _default_source(target, name)
-    return None if source is None else _recorded(*source, name)
+    """Evaluate the default expression of a parameter again; None if its source is not available."""
+    if dataclasses.is_dataclass(target) and isinstance(target, type):
+        source = _field(target, name)
+    else:
+        source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]
+    return _recorded(*source, name) if source else None
 
 
 def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     """Evaluate a module-level constant that serves as a default again: `BLOCK = Block(3)`, `block: Block = BLOCK`.
 
-    Args:
-        value: value of the constant.
-        home: module to search first; then all modules of its package, since constants get imported.
+    Searches the module `home` first, then all modules of its package, since constants get imported.
     """
     if value is None or type(value) in (bool, int, float, str):
         return None
@@ -107,9 +94,6 @@ def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
             if held is value and (expression := _assigned(module, constant)) is not None:
                 return _recorded(expression, vars(module), constant)
     return None
-
-
-_RECORDING = "__mlx_recording__"
 
 
 def _recorded(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> tuple[Any, Recording]:
@@ -146,36 +130,27 @@ class _Instrument(ast.NodeTransformer):
         return ast.Attribute(ast.Name(_RECORDING, ast.Load()), name, ast.Load())
 
 
-Source = tuple[ast.expr, dict[str, Any]]
+_Source = tuple[ast.expr, dict[str, Any]]
 """An expression, and the names that it may use."""
 
 
-def _default_source(target: Callable[..., Any], name: str) -> Source | None:
-    if not isinstance(target, type):
-        return _argument_source(target, name)
-    if dataclasses.is_dataclass(target):
-        base = next((base for base in target.__mro__ if name in inspect.get_annotations(base)), None)
-        return _field_source(base, name) if base else None
-    return _argument_source(target.__init__, name)  # type: ignore[misc]
-
-
-def _argument_source(function: Callable[..., Any], name: str) -> Source | None:
+def _argument(function: Callable[..., Any], name: str) -> _Source | None:
     function = inspect.unwrap(function)
-    definition = _parsed(function)
+    definition = next(iter(_statements(function)), None)
     if not isinstance(definition, ast.FunctionDef):
         return None
     arguments = definition.args
-    positional = [*arguments.posonlyargs, *arguments.args][-len(arguments.defaults) :] if arguments.defaults else []
-    pairs = [*zip(positional, arguments.defaults, strict=True)]
-    pairs += [(item, value) for item, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if value]
-    expression = next((value for item, value in pairs if item.arg == name), None)
+    names = [item.arg for item in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    values = [*arguments.defaults, *arguments.kw_defaults]  # the first parameters may have none
+    expression = dict(zip(names[-len(values) :], values, strict=True)).get(name) if values else None
     if expression is None:
         return None
     return expression, {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
 
 
-def _field_source(cls: type, name: str) -> Source | None:
-    definition = _parsed(cls)
+def _field(cls: type, name: str) -> _Source | None:
+    owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
+    definition = next(iter(_statements(owner)), None)
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
     expression = fields[0].value if fields else None
@@ -187,25 +162,23 @@ def _field_source(cls: type, name: str) -> Source | None:
             expression = ast.Call(options["default_factory"], [], [])
         elif "default" in options and ast.unparse(expression.func).endswith("field"):
             expression = options["default"]
-    return expression, {**vars(importlib.import_module(cls.__module__)), **vars(cls)}
+    return expression, {**vars(importlib.import_module(owner.__module__)), **vars(owner)}
 
 
 def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
     """Return what a module assigns to a top-level name, or None unless it does so exactly once."""
-    try:
-        body = ast.parse(inspect.getsource(module)).body
-    except (OSError, TypeError, SyntaxError):
-        return None
     values = []
-    for statement in body:
+    for statement in _statements(module):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
 
 
-def _parsed(thing: Any) -> ast.stmt | None:
+def _statements(thing: Any) -> list[ast.stmt]:
+    """Parse the source of a module, class or function; empty if it is not available."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+        source = inspect.getsource(thing)
+        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
     except (OSError, TypeError, SyntaxError):
-        return None
+        return []

@@ -11,37 +11,25 @@ from omegaconf.resolvers import oc
 from mlx_runtime.errors import short_message
 from mlx_runtime.storage.documents import from_yaml
 
-Tree = dict[str, Any]
 
+def parsed(text: str | bytes, *, environment: bool = True) -> dict[str, Any]:
+    """Parse YAML as a run reads it. `???` stays; without `environment`, so does `${oc.env:NAME}`.
 
-def parsed(text: str | bytes, *, environment: bool = True) -> Tree:
-    """Parse YAML as a run reads it. `???` stays.
-
-    Args:
-        text: content of a conf.yaml.
-        environment: resolve `${oc.env:NAME}` if the variable is set; otherwise none of them is resolved.
-
-    Raises:
-        ValueError: it is not YAML, too large, too deep, or not a mapping. The message is one line.
+    ValueError, with a message of one line, if it is not YAML, too large, too deep, or not a mapping.
     """
     config = from_yaml(text.encode() if isinstance(text, str) else text)
     try:
-        tree: Tree = resolved(config, environment=environment)
+        tree: dict[str, Any] = resolved(config, environment=environment)
     except (OmegaConfBaseException, RecursionError) as error:
         raise ValueError(short_message(error)) from error
     return tree
 
 
 def resolved(config: Any, *, environment: bool) -> Any:
-    """Convert a config of OmegaConf to plain dicts and lists with interpolations resolved.
+    """Convert a config of OmegaConf to plain dicts and lists, with interpolations resolved.
 
-    Args:
-        config: an OmegaConf config.
-        environment: False keeps interpolations that read the environment, directly or indirectly. Those that read a
-            variable that is not set are kept in any case.
-
-    Raises:
-        OmegaConfBaseException: another interpolation leads nowhere.
+    Interpolations that read a variable that is not set, directly or indirectly, are kept as they are; without
+    `environment`, so are all that read the environment.
     """
     unread = False  # True if the interpolation being resolved needs a variable that it may not have
 

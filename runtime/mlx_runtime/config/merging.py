@@ -1,7 +1,6 @@
 """Merge the code's defaults into conf.yaml: the user's values and comments stay."""
 
 import difflib
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +8,8 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config.conversion import convert
-from mlx_runtime.config.literals import Node
-from mlx_runtime.config.signatures import parameters
+from mlx_runtime.config.nodes import Node
+from mlx_runtime.config.signatures import convert, parameters, takes_any_keyword
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.config.text import remove_key, rename_key, written
 from mlx_runtime.errors import BindError
@@ -24,12 +22,8 @@ NodeOfClass = Callable[[str, str], Node | None]
 class Changes:
     """What a merge changes, by full keys.
 
-    Attributes:
-        added: new arguments.
-        updated: values that had the former default and get the new one.
-        renamed: former key by new key.
-        dropped: text of removed values, with their comments.
-        kept: the user's values that differ from the default.
+    `updated` values had the former default and get the new one, `renamed` gives the former key by the new one,
+    `dropped` the text of removed values with their comments, and `kept` values are the user's and not the default.
     """
 
     added: list[str] = field(default_factory=list)
@@ -58,10 +52,8 @@ class Changes:
 class Merge:
     """Updates the mappings of a file in place, which keeps comments where they are.
 
-    Args:
-        former: defaults at the last bind by full key; a value that still equals its former default follows the code.
-        node_of_class: describes classes that only the file names.
-        changes: receives what happens.
+    `former` holds the defaults at the last bind by full key; a value that still equals its former default follows the
+    code. `node_of_class` describes classes that only the file names; `changes` receives what happens.
     """
 
     former: Mapping[str, Any]
@@ -70,7 +62,7 @@ class Merge:
 
     def into(self, old: CommentedMap, new: Node, key: str = "", *, same_class: bool = True) -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
-        open_ended = "_target_" in new and _takes_any_keyword(new["_target_"])
+        open_ended = "_target_" in new and takes_any_keyword(parameters(object_at(new["_target_"])) or [])
         if same_class and not open_ended:
             self._rename(old, new, key)
         for name, value in new.items():
@@ -97,7 +89,12 @@ class Merge:
         if path == new["_target_"]:
             self.into(old, new, key)
             return
-        users = None if self.former.get(f"{key}._target_") == path else self._users_class(path, new, key)
+        try:
+            left_by_code = self.former.get(f"{key}._target_") == path
+            users = None if left_by_code else self.node_of_class(path, key)
+        except BindError as error:
+            hint = f"name another class there, or {new['_target_']}, the code's default"
+            raise BindError(f"{key}._target_ is {path}, which cannot be described ({error}); {hint}") from error
         if users is None:
             self._replace(old, new, key)
             return
@@ -106,13 +103,6 @@ class Merge:
             users = {name: value for name, value in users.items() if name in old}
         others = Merge({}, self.node_of_class, self.changes)  # the former defaults are those of another class
         others.into(old, users, key, same_class=False)
-
-    def _users_class(self, path: str, new: Node, key: str) -> Node | None:
-        try:
-            return self.node_of_class(path, key)
-        except BindError as error:
-            hint = f"name another class there, or {new['_target_']}, the code's default"
-            raise BindError(f"{key}._target_ is {path}, which cannot be described ({error}); {hint}") from error
 
     def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
         """Turn a node into one of another class; arguments of both classes keep the user's value."""
@@ -129,8 +119,8 @@ class Merge:
     def _rename(self, old: CommentedMap, new: Node, key: str) -> None:
         """Rename arguments that have a different name in the same position, with the same type and default."""
         before, after = ([name for name in names if not str(name).startswith("_")] for names in (old, new))
-        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
         pairs: list[tuple[str, str]] = []
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
         for tag, start, stop, first, last in matcher.get_opcodes():
             if tag == "replace" and stop - start == last - first:
                 pairs += zip(before[start:stop], after[first:last], strict=True)
@@ -151,9 +141,8 @@ class Merge:
         if former in self.former and _differ(default, self.former[former]):
             return False
         items = parameters(object_at(new["_target_"])) or [] if "_target_" in new else []
-        hint = next((item.hint for item in items if item.name == name), type(default))
         try:
-            convert(value, hint)
+            convert(value, next((item.annotation for item in items if item.name == name), type(default)))
         except TypeError:
             return False
         return True
@@ -165,10 +154,6 @@ class Merge:
 def _differ(first: Any, second: Any) -> bool:
     """Return True unless two YAML values are the same; true is not 1, and .nan is .nan."""
     return json.dumps(first, default=str) != json.dumps(second, default=str)
-
-
-def _takes_any_keyword(path: str) -> bool:
-    return any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters(object_at(path)) or [])
 
 
 def _is_node(value: Any) -> bool:

@@ -3,27 +3,28 @@
 import enum
 import functools
 import inspect
+import re
 import typing
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.data
 
 from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import Call, Recording, recorded_constant, recorded_default
-from mlx_runtime.config.literals import Node, builtin, imported, refuse_reserved, restores, scalar
-from mlx_runtime.config.signatures import (
-    MISSING,
-    Parameter,
-    base_of,
-    groups,
-    is_factory,
-    parameters,
-    signature_of,
-)
+from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, parameters
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import BindError, short_message
+
+Node = dict[str, Any]
+"""A mapping with `_target_`, the class or function to call, and its arguments, as Hydra's `instantiate` takes it."""
+
+RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
+"""Keys with a meaning of their own in a node."""
 
 DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
 """Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
@@ -39,24 +40,23 @@ BASES = (
 )
 """An annotation with one of these accepts any subclass, so it does not describe an object."""
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
 
 class Description:
-    """An experiment as nodes.
-
-    Attributes:
-        tree: nodes by the groups of the constructor: `cfg`, `models`, `datasets`, …
-        notices: what the user should know, one line each.
-    """
+    """An experiment as nodes, by the groups of its constructor (`cfg`, `models`, …), with notices for the user."""
 
     def __init__(self, experiment: type) -> None:
+        self.tree: dict[str, Node] = {}
         self.notices: list[str] = []
         self._home = experiment.__module__
         self._open: list[type] = []
         self._owners: dict[int, tuple[str, tuple[str, str], Any]] = {}
-        self.tree = {name: self._group(cls, name) for name, cls in groups(experiment).items()}
-        settings = self._constructor(base_of(experiment), "cfg")  # its own class may lack what the runtime reads
+        for name, cls in groups(experiment).items():
+            _refuse_untyped(cls, name)
+            self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
+            if name in ("losses", "metrics"):
+                self.notices += _unrecorded(self.tree[name], name)
+        base = base_of(experiment)
+        settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # its own class may lack what a run reads
         self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
 
     def of_class(self, path: str, key: str) -> Node | None:
@@ -65,105 +65,79 @@ class Description:
             target = object_at(path)
         except (ImportError, AttributeError):
             return None
-        return self._constructor(target, key, path)
-
-    def _group(self, cls: type, key: str) -> Node:
-        _refuse_untyped(cls, key)
-        node = self._constructor(cls, key)
-        if key in ("losses", "metrics"):
-            self.notices += _unrecorded(node, key)
-        return node
-
-    def _constructor(self, target: Any, key: str, path: str | None = None) -> Node:
-        """Return the node of `target()` with all defaults written out; `path` overrides its own."""
-        path = path or path_of(target)
-        node: Node = {"_target_": path}
-        for parameter in parameters(target) or []:
-            if parameter.kind in _VARIADIC:
-                continue
-            value = self._default(target, path, parameter, f"{key}.{parameter.name}")
-            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-                node.setdefault("_args_", []).append(value)
-            else:
-                node[parameter.name] = value
-        return node
+        return self._node(target, path, {}, Recording(), key)
 
     def _call(self, call: Call, recording: Recording, key: str) -> Node:
         """Return the node of a recorded call: its arguments, then the defaults of the others."""
+        function, args = call.function, call.args
+        if partial := function is functools.partial:
+            function, args = args[0], args[1:]
         with recording.before(call):
-            if call.function is functools.partial:
-                inner = Call(call.args[0], call.args[1:], call.kwargs, call.result)
-                path = _path(inner.function, recording, key)
-                return {"_target_": path, "_partial_": True, **self._arguments(inner, recording, key)}
-            path = _path(call.function, recording, key)
-            signature = signature_of(call.function)
+            path = _path(function, recording, key)
+            items = None if partial else parameters(function)
             try:
-                bound = signature.bind(*call.args, **call.kwargs).arguments if signature else None
+                bound = None if items is None else inspect.Signature(items).bind(*args, **call.kwargs)
             except TypeError:  # the call succeeded, so this is not the signature of what was called
                 bound = None
-            if bound is None:
-                return {"_target_": path, **self._arguments(call, recording, key)}
-            return self._bound(call.function, path, bound, recording, key)
+            if bound is not None:
+                return self._node(function, path, bound.arguments, recording, key)
+            node = {"_target_": path} | ({"_partial_": True} if partial else {})
+            return node | self._passed(args, call.kwargs, recording, key)
 
-    def _bound(self, function: Any, path: str, bound: dict[str, Any], recording: Recording, key: str) -> Node:
-        """Return the node of a call whose arguments are bound to the parameters of its signature."""
-        items = parameters(function) or []
+    def _passed(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
+        """Return the arguments of a call as they were passed, without defaults."""
+        node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
+        positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
+        return {**node, "_args_": positional} if positional else node
+
+    def _node(self, target: Any, path: str, given: Mapping[str, Any], recording: Recording, key: str) -> Node:
+        """Return the node of a call, with the defaults of the parameters for which no argument was given."""
         node: Node = {"_target_": path}
         positional: list[Any] = []
-        starred = any(item.kind is inspect.Parameter.VAR_POSITIONAL and bound.get(item.name) for item in items)
+        items = parameters(target) or []
+        starred = any(item.kind is item.VAR_POSITIONAL and given.get(item.name) for item in items)
         for item in items:
             here = f"{key}.{item.name}"
-            if item.kind is inspect.Parameter.VAR_POSITIONAL:
-                positional += [self._value(value, Any, recording, here) for value in bound.get(item.name, ())]
-            elif item.kind is inspect.Parameter.VAR_KEYWORD:
-                for name, value in bound.get(item.name, {}).items():
-                    refuse_reserved(name, f"{key}.{name}", "an argument")
-                    node[name] = self._value(value, item.hint, recording, f"{key}.{name}")
+            if item.kind is item.VAR_POSITIONAL:
+                positional += [self._value(value, Any, recording, here) for value in given.get(item.name, ())]
+            elif item.kind is item.VAR_KEYWORD:
+                for name, value in given.get(item.name, {}).items():
+                    _refuse_reserved(name, f"{key}.{name}", "an argument")
+                    node[name] = self._value(value, item.annotation, recording, f"{key}.{name}")
             else:
-                if item.name in bound:
-                    self._inspect(path, item, here)
-                    value = self._value(bound[item.name], item.hint, recording, here)
+                self._inspect(path, item, here)
+                if item.name in given:
+                    value = self._value(given[item.name], item.annotation, recording, here)
                 else:
-                    value = self._default(function, path, item, here)
-                before_star = starred and item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-                if item.kind is inspect.Parameter.POSITIONAL_ONLY or before_star:
+                    value = self._default(target, item, here)
+                if item.kind is item.POSITIONAL_ONLY or (starred and item.kind is item.POSITIONAL_OR_KEYWORD):
                     positional.append(value)
                 else:
                     node[item.name] = value
         return {**node, "_args_": positional} if positional else node
 
-    def _arguments(self, call: Call, recording: Recording, key: str) -> Node:
-        """Return the arguments of a call as they were passed, without defaults."""
-        node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in call.kwargs.items()}
-        if call.args:
-            items = enumerate(call.args)
-            node["_args_"] = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in items]
-        return node
-
-    def _default(self, target: Any, path: str, parameter: Parameter, key: str) -> Any:
+    def _default(self, target: Any, parameter: inspect.Parameter, key: str) -> Any:
         """Return a parameter's default as YAML. Its expression is read only if the value does not say enough."""
-        self._inspect(path, parameter, key)
         if parameter.default is MISSING:
-            return self._described_type(parameter.hint, key)
+            return self._described_type(parameter.annotation, key)
         try:
             try:
-                return self._value(parameter.default, parameter.hint, Recording(), key)
+                return self._value(parameter.default, parameter.annotation, Recording(), key)
             except BindError:
                 recorded = recorded_default(target, parameter.name)
                 if recorded is None:
                     raise
-                value, recording = recorded
-                return self._value(value, parameter.hint, recording, key)
+                return self._value(recorded[0], parameter.annotation, recorded[1], key)
         except BindError:
             raise
         except Exception as error:  # of a signature, an `__eq__`, or an expression that cannot be evaluated again
             why = f"{type(error).__name__}: {short_message(error)}"
             raise BindError(f"{key}: its default cannot be read: {why}") from error
 
-    def _inspect(self, path: str, parameter: Parameter, key: str) -> None:
+    def _inspect(self, path: str, parameter: inspect.Parameter, key: str) -> None:
         """Refuse reserved names; report missing types in user code and objects shared by two defaults."""
-        refuse_reserved(parameter.name, key, "an argument")
-        if parameter.hint is MISSING and path.startswith("src."):
+        _refuse_reserved(parameter.name, key, "an argument")
+        if parameter.annotation is MISSING and path.startswith("src."):
             self.notices.append(f"{key} has no type, so its value cannot be checked")
         default = parameter.default
         if is_factory(default):
@@ -180,7 +154,7 @@ class Description:
             return "???"
         self._open.append(hint)  # nodes of a tree that take nodes would never end
         try:
-            return self._constructor(hint, key)
+            return self._node(hint, path_of(hint), {}, Recording(), key)
         except BindError as error:
             if str(error).startswith(key):
                 raise
@@ -201,41 +175,57 @@ class Description:
     def _written(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         if value is DUMMY_PARAMS:
             return "???"
-        if value is None or type(value) in (bool, int, float, str):
-            return scalar(value, key)
+        if type(value) is str:
+            if value == "???":
+                raise BindError(f"{key}: the default '???' means a missing value in conf.yaml; choose another")
+            # Loading must not interpolate: `${` becomes `\${`, and each backslash before it is doubled.
+            return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
+        if value is None or type(value) in (bool, int, float):
+            return value
         if isinstance(value, Declaration):
             return self._call(Call(value.target, value.args, value.kwargs, value), recording, key)
         if isinstance(value, enum.Enum):
-            short = restores(value.name, hint, value)
-            return value.name if short else imported(f"{path_of(type(value))}.{value.name}", value, key)
-        if isinstance(value, Path) and restores(str(value), hint, value):
+            short = _restores(value.name, hint, value)
+            return value.name if short else _imported(f"{path_of(type(value))}.{value.name}", value, key)
+        if isinstance(value, Path) and _restores(str(value), hint, value):
             return str(value)
-        if type(value) in (list, tuple, dict):
-            return self._container(value, hint, recording, key)
-        if isinstance(value, torch.dtype):
-            return imported(str(value), value, key)
-        if (call := recording.call_of(value)) is not None:
-            return self._call(call, recording, key)
-        if isinstance(value, type) or inspect.isroutine(value):
-            return imported(_path(value, recording, key), value, key)
-        if (path := recording.name_of(value)) and path.partition(".")[0] != self._home.partition(".")[0]:
-            return imported(path, value, key)  # a constant of a library, like datetime.timezone.utc
-        if type(value) in (set, frozenset):
-            items = [self._value(item, Any, Recording(), key) for item in sorted(value, key=repr)]
-            return {"_target_": f"builtins.{type(value).__name__}", "_args_": [items]}
-        return builtin(value, key)
-
-    def _container(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
         if type(value) is dict:
             for name in value:
                 if type(name) not in (str, int, float, bool):
                     raise BindError(f"{key}: a dictionary key {name!r} cannot be written to conf.yaml; use a string")
-                refuse_reserved(name, key, "a dictionary key")
+                _refuse_reserved(name, key, "a dictionary key")
             return {name: self._value(item, Any, recording, f"{key}.{name}") for name, item in value.items()}
-        items = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(value)]
-        if type(value) is list or restores(items, hint, value):
-            return items
-        return {"_target_": "builtins.tuple", "_args_": [items]}
+        if type(value) in (list, tuple):
+            items = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(value)]
+            plain = type(value) is list or _restores(items, hint, value)
+            return items if plain else {"_target_": "builtins.tuple", "_args_": [items]}
+        if isinstance(value, torch.dtype):
+            return _imported(str(value), value, key)
+        if id(value) in recording.calls:
+            return self._call(recording.calls[id(value)], recording, key)
+        if isinstance(value, type) or inspect.isroutine(value):
+            return _imported(_path(value, recording, key), value, key)
+        if (path := recording.name_of(value)) and path.partition(".")[0] != self._home.partition(".")[0]:
+            return _imported(path, value, key)  # a constant of a library, like datetime.timezone.utc
+        if type(value) in (set, frozenset):
+            items = [self._value(item, Any, Recording(), key) for item in sorted(value, key=repr)]
+            return {"_target_": f"builtins.{type(value).__name__}", "_args_": [items]}
+        if type(value) is bytes:
+            return {"_target_": "builtins.bytes.fromhex", "_args_": [value.hex()]}
+        if type(value) is complex:
+            return {"_target_": "builtins.complex", "_args_": [value.real, value.imag]}
+        if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
+            return {"_target_": path_of(type(value)), "_args_": [value.item()]}
+        name, kind = key.rpartition(".")[2], type(value).__name__
+        raise BindError(
+            f"{key}: the default {value!r:.80} cannot be written to conf.yaml. "
+            f"Write it in the signature as a constructor call, like `{name}: {kind} = {kind}(...)`"
+        )
+
+
+def _refuse_reserved(name: Any, key: str, kind: str) -> None:
+    if name in RESERVED:
+        raise BindError(f"{key}: {kind} cannot be named {name}, which has a meaning of its own in conf.yaml")
 
 
 def _refuse_untyped(cls: type, key: str) -> None:
@@ -270,11 +260,10 @@ def _describes_itself(hint: Any) -> bool:
     """Return True if an annotation is a class that conf.yaml can spell out, unlike `int`, `Path` or a base class."""
     if not isinstance(hint, type) or typing.get_args(hint) or hint in BASES or inspect.isabstract(hint):
         return False
-    if hint.__module__ == "builtins" or issubclass(hint, PurePath | enum.Enum):
+    if hint.__module__ == "builtins" or getattr(hint, "_is_protocol", False):
         return False
-    if issubclass(hint, int | float | str | bytes | tuple | list | dict | set | frozenset):
-        return False
-    return not getattr(hint, "_is_protocol", False) and parameters(hint) is not None
+    plain = (PurePath, enum.Enum, int, float, str, bytes, tuple, list, dict, set, frozenset)
+    return not issubclass(hint, plain) and parameters(hint) is not None
 
 
 def _path(thing: Any, recording: Recording, key: str) -> str:
@@ -286,3 +275,25 @@ def _path(thing: Any, recording: Recording, key: str) -> str:
         if path is None:
             raise BindError(f"{key}: {error}") from None
         return path
+
+
+def _imported(path: str, value: Any, key: str) -> Node:
+    """Return the node of a class, function or constant itself, as hydra-zen writes it."""
+    try:
+        there = object_at(path)
+    except (ImportError, AttributeError):
+        there = None
+    if there is not value and not (inspect.ismethod(value) and there == value):
+        raise BindError(f"{key}: {value!r} cannot be imported as {path}; give it a name at the top level of a module")
+    return {"_target_": "hydra_zen.funcs.get_obj", "path": path}
+
+
+def _restores(text: Any, hint: Any, value: Any) -> bool:
+    """Return True if loading converts `text` back to exactly `value` because of the annotation."""
+    if hint in (Any, MISSING):
+        return False
+    try:
+        converted = convert(text, hint)
+    except TypeError:
+        return False
+    return unlike(value, lambda: converted) is None

@@ -21,16 +21,9 @@ JOB = Path("src/job.py")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of project.
+    """A kind of project: how messages and commands name it, the file that makes a folder one, and the class in it.
 
-    Attributes:
-        title: name used in messages.
-        article: article that goes with the title, `a` or `an`.
-        command: group of commands, `mlx train` or `mlx data`.
-        file: the file that makes a folder one.
-        main: the class in that file.
-        base: what it inherits.
-        template: folder of the template in the repository.
+    `template` is the folder of its template in the repository.
     """
 
     title: str
@@ -47,11 +40,7 @@ class Kind:
         return f"{self.file.stem}_name"
 
     def folder(self, start: Path | None = None) -> Path:
-        """Return the working directory (or `start`), which must be such a project.
-
-        Raises:
-            UsageError: it is not one.
-        """
+        """Return the working directory (or `start`), which must be such a project."""
         folder = start or Path.cwd()
         if not (folder / self.file).is_file():
             raise UsageError(
@@ -66,12 +55,7 @@ DATA_JOB = Kind("data job", "a", "mlx data", JOB, "Job", "DataJob", "data_job")
 
 
 def main_class(kind: Kind, folder: Path) -> type:
-    """Import `src.experiment.Experiment` or `src.job.Job` of a folder.
-
-    Raises:
-        MlxError: it cannot be imported.
-        UsageError: there is no such class.
-    """
+    """Import `src.experiment.Experiment` or `src.job.Job` of a folder."""
     name = ".".join(kind.file.with_suffix("").parts)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -81,18 +65,15 @@ def main_class(kind: Kind, folder: Path) -> type:
     except USER_ERRORS as error:
         if isinstance(error, MlxError) and not raised_in(error, folder):
             raise
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_source(frame.filename, folder)]
-        at = f"src/{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else str(kind.file)
+        files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        lines = [f"src/{file.name}:{line}" for file, line in files if file.parent == folder / "src"]
+        at = lines[-1] if lines else kind.file
         message = f"{at}: {name} cannot be imported: {type(error).__name__}: {short_message(error)}"
         raise MlxError(message) from error
     cls = getattr(module, kind.main, None)
     if not isinstance(cls, type):
         raise UsageError(f"{kind.file} has no class {kind.main}; write: class {kind.main}({kind.base})")
     return cls
-
-
-def _is_source(file: str, folder: Path) -> bool:
-    return Path(file).parent == folder / "src"
 
 
 def commands(conf: Path = CONF) -> str:

@@ -1,11 +1,14 @@
-"""The parameters of constructors and their types."""
+"""The parameters of constructors, and YAML values converted to their types: a list to a tuple, a string to a Path."""
 
+import contextlib
 import dataclasses
+import enum
 import inspect
+import types
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import BindError
@@ -13,48 +16,42 @@ from mlx_runtime.errors import BindError
 MISSING = inspect.Parameter.empty
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One parameter of a constructor.
+def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a class or function, or None if it has no signature, like some C types.
 
-    Attributes:
-        name: its name in the signature.
-        hint: resolved type, `Any` if it cannot be resolved, `MISSING` without an annotation.
-        default: the default value, or `MISSING`.
-        kind: positional only, keyword, `*args` or `**kwargs`, as in `inspect.Parameter`.
+    Annotations are resolved, to `Any` if they cannot be; errors of `inspect.signature` are corrected.
     """
-
-    name: str
-    hint: Any
-    default: Any
-    kind: Any
-
-
-def parameters(target: Callable[..., Any]) -> list[Parameter] | None:
-    """Return the parameters of a class or function in order, or None if it has no signature (some C types)."""
-    signature = signature_of(target)
-    if signature is None:
-        return None
-    hints = _resolver(target)
-    return [
-        Parameter(item.name, MISSING if item.annotation is MISSING else hints(item), item.default, item.kind)
-        for item in signature.parameters.values()
-    ]
-
-
-def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a class or function with the errors of `inspect.signature` corrected, or None."""
     try:
-        signature = inspect.signature(target)
+        items = list(inspect.signature(target).parameters.values())
     except (ValueError, TypeError):
         return None
-    items = list(signature.parameters.values())
     if isinstance(target, type) and items and items[0].name == "self":
         del items[0]  # pyo3 classes, like those of tokenizers, list it
     if dataclasses.is_dataclass(target) and hasattr(target.__init__, "__wrapped__"):
         outer = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
-        items += [item for item in outer if item.kind is inspect.Parameter.VAR_KEYWORD]  # configs of transformers
-    return signature.replace(parameters=items)
+        items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # configs of transformers
+    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    try:
+        resolved = typing.get_type_hints(function)
+    except Exception:  # annotations are arbitrary expressions
+        resolved = {}
+    return [item.replace(annotation=_hint(item, resolved, function)) for item in items]
+
+
+def _hint(item: inspect.Parameter, resolved: dict[str, Any], function: Any) -> Any:
+    """Resolve one annotation: a name that exists for type checkers only must not hide the others."""
+    if item.annotation is not MISSING and item.name in resolved:
+        return resolved[item.name]
+    if not isinstance(item.annotation, str):
+        return item.annotation
+    try:
+        return eval(item.annotation, dict(getattr(function, "__globals__", {})))
+    except Exception:
+        return Any
+
+
+def takes_any_keyword(items: list[inspect.Parameter]) -> bool:
+    return any(item.kind is item.VAR_KEYWORD for item in items)
 
 
 def is_factory(default: Any) -> bool:
@@ -64,59 +61,88 @@ def is_factory(default: Any) -> bool:
 
 def base_of(experiment: type) -> Any:
     """Return the class of the runtime's settings: `TrainConfig`, or `DataConfig` for a data job."""
-    return object_at(f"mlx_runtime.{_config_name(experiment)}")
+    return object_at(f"mlx_runtime.{getattr(experiment, 'CONFIG', 'TrainConfig')}")
 
 
 def groups(experiment: type) -> dict[str, type]:
-    """Return the groups of an experiment: parameters of its `__init__`, or its annotated attributes without one.
-
-    Raises:
-        BindError: a parameter has no type.
-    """
+    """Return the groups of an experiment: parameters of its `__init__`, or its annotated attributes without one."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    own = [item for item in parameters(experiment) or [] if item.kind in named]
-    if own:
-        hints = {item.name: item.hint for item in own}
-        owner = f"{experiment.__name__}.__init__"
-    else:
-        bases = [base for base in experiment.__mro__ if base.__module__.partition(".")[0] not in _FOREIGN]
+    hints = {item.name: item.annotation for item in parameters(experiment) or [] if item.kind in named}
+    owner = f"{experiment.__name__}.__init__"
+    if not hints:
+        ours = ("mlx_runtime", "builtins")
+        bases = [base for base in experiment.__mro__ if base.__module__.partition(".")[0] not in ours]
         names = {name for base in bases for name in inspect.get_annotations(base)}
         hints = {name: hint for name, hint in typing.get_type_hints(experiment).items() if name in names}
         owner = experiment.__name__
     for name, hint in hints.items():
         if hint is MISSING or not isinstance(hint, type):
-            title = name.capitalize() if name != "cfg" else _config_name(experiment)
+            title = name.capitalize() if name != "cfg" else base_of(experiment).__name__
             raise BindError(f"{owner}: {name!r} has no type; write {name}: {title}")
     if "cfg" not in hints:
-        raise BindError(f"{owner} has no cfg; write cfg: {_config_name(experiment)}, and name the other groups alike")
+        example = f"cfg: {base_of(experiment).__name__}"
+        raise BindError(f"{owner} has no cfg; write {example}, and name the other groups alike")
     return hints
 
 
-_FOREIGN = ("mlx_runtime", "builtins")
-
-
-def _config_name(experiment: type) -> str:
-    name: str = getattr(experiment, "CONFIG", "TrainConfig")
-    return name
-
-
-def _resolver(target: Callable[..., Any]) -> Callable[[inspect.Parameter], Any]:
-    """Resolve annotations one by one: a name that exists for type checkers only must not hide the others."""
-    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+def convert(value: Any, hint: Any) -> Any:
+    """Convert a YAML value to an annotated type; TypeError if it does not fit."""
+    if hint in (Any, MISSING, object) or isinstance(hint, typing.TypeVar):
+        return value
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    kind = origin or hint
+    if kind is typing.Annotated:
+        return convert(value, arguments[0])
+    if kind in (typing.Union, types.UnionType):
+        exact = [choice for choice in arguments if (typing.get_origin(choice) or choice) is type(value)]
+        for choice in [*exact, *arguments]:
+            with contextlib.suppress(TypeError):
+                return convert(value, choice)
+        raise TypeError
+    if kind is Literal:
+        return _checked(value, any(type(value) is type(choice) and value == choice for choice in arguments))
+    if kind is tuple and isinstance(value, list | tuple):
+        hints = arguments or (Any, ...)
+        if hints[1:] == (...,):
+            hints = hints[:1] * len(value)
+        return tuple(map(convert, _checked(value, len(hints) == len(value)), hints))
+    if kind in (list, Sequence) and isinstance(value, list):
+        return [convert(item, arguments[0] if arguments else Any) for item in value]
+    if kind is dict and isinstance(value, dict):
+        key, item = arguments or (Any, Any)
+        return {convert(k, key): convert(v, item) for k, v in value.items()}
+    if kind is float and type(value) is int:
+        return value  # Python accepts an int, too; a default of 0 for a float stays the int that it was
+    if kind is int and type(value) is bool:
+        raise TypeError  # in Python a bool is an int; in a config it is a mistake
+    if isinstance(kind, type) and isinstance(value, str):
+        if issubclass(kind, enum.Enum) and value in kind.__members__:
+            return kind[value]
+        if issubclass(kind, Path):
+            return kind(value)
     try:
-        resolved = typing.get_type_hints(function)
-    except Exception:  # annotations are arbitrary expressions
-        resolved = {}
-    namespace = getattr(function, "__globals__", {})
+        fits = isinstance(value, kind)
+    except TypeError:  # a special form without instances, like Callable[..., int] or NewType
+        fits = True
+    return _checked(value, fits)
 
-    def hint(item: inspect.Parameter) -> Any:
-        if item.name in resolved:
-            return resolved[item.name]
-        if not isinstance(item.annotation, str):
-            return item.annotation
-        try:
-            return eval(item.annotation, dict(namespace))
-        except Exception:
-            return Any
 
-    return hint
+def _checked(value: Any, fits: bool) -> Any:
+    if not fits:
+        raise TypeError
+    return value
+
+
+def fitted(value: Any, hint: Any) -> Any:
+    """Convert a value if it fits the type, else return it as it is, like an object that was built already."""
+    try:
+        return convert(value, hint)
+    except TypeError:
+        return value
+
+
+def type_name(hint: Any) -> str:
+    """Return a type as it is written in code."""
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")

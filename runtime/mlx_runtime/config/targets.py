@@ -19,8 +19,7 @@ MOVED = {"mlx_runtime.config": "mlx_runtime.training.options", "mlx_runtime.trac
 def path_of(thing: Any) -> str:
     """Return the dotted path that imports a class or function again.
 
-    Raises:
-        BindError: there is none, as for lambdas, local functions and classes of `__main__`.
+    BindError if there is none, as for lambdas, local functions and classes of `__main__`.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     module = PUBLIC.get(str(module), module)
@@ -37,13 +36,8 @@ def path_of(thing: Any) -> str:
 
 
 def object_at(path: str) -> Any:
-    """Import the class, function or constant at a dotted path.
-
-    Raises:
-        ImportError: a module of the path cannot be imported.
-        AttributeError: the module has no such name.
-    """
-    parts = _current(path).split(".")
+    """Import the class, function or constant at a dotted path; ImportError or AttributeError if it is not there."""
+    parts = _current(path)
     for split in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:split])
         try:
@@ -57,13 +51,8 @@ def object_at(path: str) -> Any:
 
 
 def loaded_object_at(path: str) -> Any | None:
-    """Return the object at a path if its module is already imported, so that no code runs; else None.
-
-    Raises:
-        ImportError: there is no such module.
-        AttributeError: the module has no such name.
-    """
-    parts = _current(path).split(".")
+    """Like `object_at`, but return None if its module is not imported yet, so that no code runs."""
+    parts = _current(path)
     split = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in sys.modules), 0)
     if not split:
         if len(parts) > 1 and importlib.util.find_spec(parts[0]) is not None:
@@ -78,6 +67,6 @@ def loaded_object_at(path: str) -> Any | None:
     raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
-def _current(path: str) -> str:
+def _current(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
-    return f"{MOVED[module]}.{name}" if module in MOVED and name[:1].isupper() else path
+    return f"{MOVED[module]}.{name}".split(".") if module in MOVED and name[:1].isupper() else path.split(".")

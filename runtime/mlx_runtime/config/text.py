@@ -21,11 +21,7 @@ def yaml_text(tree: Any) -> str:
 
 
 def commented_map(text: str, title: object) -> CommentedMap:
-    """Read a mapping with its comments, its order and its quotes.
-
-    Raises:
-        BindError: it is not YAML, or not a mapping.
-    """
+    """Read a mapping with its comments, its order and its quotes."""
     try:
         tree = _yaml().load(text)
     except Exception as error:  # ruamel raises many kinds, which all mean the same to the user
@@ -33,6 +29,17 @@ def commented_map(text: str, title: object) -> CommentedMap:
     if not isinstance(tree, CommentedMap):
         raise BindError(f"{title} is not a mapping of groups; remove it and bind again")
     return tree
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.width = 120
+    yaml.preserve_quotes = True
+    yaml.representer.add_representer(  # PyYAML would write nothing
+        type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
+    )
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    return yaml
 
 
 def written(value: Any) -> Any:
@@ -46,6 +53,13 @@ def written(value: Any) -> Any:
     if isinstance(value, str) and value != "???" and _needs_quotes(value):
         return DoubleQuotedScalarString(value)
     return value
+
+
+def _needs_quotes(text: str) -> bool:
+    try:
+        return bool(OmegaConf.create({"value": OmegaConf.create(f"value: {text}").value}).value != text)
+    except Exception:  # without quotes, it is not even YAML
+        return True
 
 
 def rename_key(mapping: CommentedMap, old: str, new: str) -> None:
@@ -79,21 +93,3 @@ def _comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
         last = list(holder)[-1] if isinstance(holder, CommentedMap) else len(holder) - 1
     slot = 2 if isinstance(holder, CommentedMap) else 0
     return holder.ca.items.setdefault(last, [None] * 4), slot
-
-
-def _yaml() -> YAML:
-    yaml = YAML()
-    yaml.width = 120
-    yaml.preserve_quotes = True
-    yaml.representer.add_representer(  # PyYAML would write nothing
-        type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
-    )
-    yaml.indent(mapping=2, sequence=4, offset=2)
-    return yaml
-
-
-def _needs_quotes(text: str) -> bool:
-    try:
-        return bool(OmegaConf.create({"value": OmegaConf.create(f"value: {text}").value}).value != text)
-    except Exception:  # without quotes, it is not even YAML
-        return True

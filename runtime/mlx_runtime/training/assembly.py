@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.config.building import build, build_cfg, build_group
-from mlx_runtime.config.optimizers import build_optimizers
+from mlx_runtime.config.building import build, build_cfg, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import seed_everything, seeded
 from mlx_runtime.distributed.topology import Topology

@@ -16,10 +16,9 @@ from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
-from mlx_runtime.config.building import build
+from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
-from mlx_runtime.config.optimizers import build_optimizers
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.assembly import build_experiment
