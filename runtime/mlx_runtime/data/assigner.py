@@ -5,8 +5,9 @@ that hold its own rows, from the node that has them.
 """
 
 import collections
+import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,9 @@ Share = list[Part]
 
 
 class BlockAssigner:
-    """Runs a stream and assigns its rows to the workers by their plans. Used as an actor, or within one process.
+    """Runs the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
 
-    Args:
-        node: Node of the dataset in conf.yaml.
-        name: Name of the dataset.
-        seed: `cfg.seed`.
-        project: Folder of the experiment.
+    Used as an actor, or within one process.
     """
 
     def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path) -> None:
@@ -44,11 +41,7 @@ class BlockAssigner:
         return make_dataset(*self._arguments)
 
     def rows(self) -> int:
-        """Return the number of rows in one pass.
-
-        Raises:
-            DatasetError: The dataset cannot be made or counted.
-        """
+        """Return the number of rows in one pass. Raises DatasetError if the dataset cannot be made or counted."""
         with self._lock:
             return self._rows
 
@@ -64,11 +57,7 @@ class BlockAssigner:
     def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None) -> Share | None:
         """Return the next rows of one worker in a pass, or None after the last.
 
-        Args:
-            number: Number of the pass, ascending.
-            plan: Plan of the pass; the same from every worker.
-            rank: Rank of the worker.
-            seed: Seed for `to_ray`.
+        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`.
         """
         with self._lock:
             if number <= self._ended:
@@ -97,81 +86,61 @@ class BlockAssigner:
 class _Pass:
     """One pass over a stream: assigns its blocks, and holds the shares that have not been taken yet.
 
-    Attributes:
-        left: Ranks that will not come back.
+    Workers in `left` will not come back.
     """
 
-    def __init__(self, blocks: Iterator[Part], plan: ShardPlan, name: str) -> None:
+    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str) -> None:
         self.left: set[int] = set()
-        self._blocks, self._plan, self._name = blocks, plan, name
-        self._assignments = plan.assignments()
+        self._shares = _assigned(blocks, plan, name)
         self._waiting: dict[int, collections.deque[Share]] = collections.defaultdict(collections.deque)
-        self._block: Part = (None, 0, 0)
-        self._position = 0
-        self._ended = False
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
     def take(self, rank: int) -> Share | None:
         with self._lock:
             try:
-                while not self._waiting[rank] and not self._ended and self._error is None:
-                    self._assign()
+                while not self._waiting[rank] and self._error is None:
+                    owner, share = next(self._shares)
+                    self._waiting[owner].append(share)
+            except StopIteration:
+                return None
             except Exception as error:
                 self._error = error
             if self._error is not None:
                 raise self._error  # the same for every worker
-            return self._waiting[rank].popleft() if self._waiting[rank] else None
+            return self._waiting[rank].popleft()
 
     def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    def _end(self) -> None:
         """Stop the execution of the stream."""
-        self._ended = True
-        close = getattr(self._blocks, "close", None)
-        if close is not None:
-            close()
+        with self._lock:
+            self._shares.close()
 
-    def _assign(self) -> None:
-        """Read the next share of the plan."""
-        assignment = next(self._assignments, None)
-        if assignment is None:
-            surplus = self._reads_to_the_end() and self._next_block()
-            self._end()
-            if surplus:
-                raise DatasetError(
-                    f"datasets.{self._name}: to_ray() gives more rows than its __len__, {self._plan.rows}"
-                )
-            return
-        rank, count = assignment
-        share: Share = []
-        while count:
-            if not self._next_block():
-                raise DatasetError(
-                    f"datasets.{self._name}: to_ray() gave {self._position} rows, but its __len__ is {self._plan.rows}"
-                )
-            reference, start, stop = self._block
-            taken = min(count, stop - start)
-            share.append((reference, start, start + taken))
-            self._block = (reference, start + taken, stop)
-            self._position, count = self._position + taken, count - taken
-        if rank is not None:
-            self._waiting[rank].append(share)
 
-    def _next_block(self) -> bool:
-        """Make sure that the current block has unassigned rows. Return False at the end of the stream."""
-        while self._block[1] == self._block[2]:
-            block = next(self._blocks, None)
-            if block is None:
-                return False
-            self._block = block
-        return True
-
-    def _reads_to_the_end(self) -> bool:
-        plan = self._plan
-        return bool(plan.left) and plan.assigned == plan.left and plan.unread[-1][1] == plan.rows
+def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[tuple[int, Share]]:
+    """Yield the shares of a plan in order, each with the rank that reads it."""
+    block: Part = (None, 0, 0)
+    position = 0
+    with contextlib.closing(blocks):
+        for rank, count in plan.assignments():
+            share: Share = []
+            while count:
+                reference, start, stop = block
+                if start == stop:
+                    following = next(blocks, None)
+                    if following is None:
+                        given = f"to_ray() gave {position} rows, but its __len__ is {plan.rows}"
+                        raise DatasetError(f"datasets.{name}: {given}")
+                    block = following
+                    continue
+                taken = min(count, stop - start)
+                share.append((reference, start, start + taken))
+                block = (reference, start + taken, stop)
+                position, count = position + taken, count - taken
+            if rank is not None:
+                yield rank, share
+        to_the_end = plan.left and plan.assigned == plan.left and plan.unread[-1][1] == plan.rows
+        if to_the_end and (block[1] < block[2] or any(start < stop for _, start, stop in blocks)):
+            raise DatasetError(f"datasets.{name}: to_ray() gives more rows than its __len__, {plan.rows}")
 
 
 def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int) -> Any:

@@ -16,17 +16,14 @@ from mlx_runtime.errors import DatasetError
 WINDOW_ROWS = 1024
 """Rows of a stream in one share, which are shuffled among each other for training."""
 
-
 MAX_SEED = 2**31
 """Ray Data takes seeds of 32 bits and counts up from them."""
 
 
 class StreamReader:
-    """Reads the rows that are assigned to this worker. All loaders of a dataset share one, which counts its passes.
+    """Reads the rows that a `BlockAssigner`, or an actor that is one, assigns to this worker.
 
-    Args:
-        assigner: A `BlockAssigner`, or an actor that is one.
-        name: Name of the dataset.
+    All loaders of a dataset share one, which counts its passes.
     """
 
     window_rows = WINDOW_ROWS
@@ -49,21 +46,22 @@ class StreamReader:
     def batches(self, part: WorkerPass) -> Iterator[Batch]:
         self._passes += 1
         plan, rank, seed = part.plan, part.rank, part.epoch_seed
-        sizes = iter(plan.sizes(rank))
-        size, number, buffer = next(sizes, None), 0, _Buffer()
+        sizes = plan.sizes(rank)
+        number, waiting = 0, 0
+        columns: Batch = {}
         for index, share in enumerate(self._shares(plan, rank, seed % MAX_SEED if part.shuffle else None)):
-            columns = _concatenated(
-                [columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share]
-            )
+            blocks = [columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share]
+            new = _concatenated(blocks)
             if part.shuffle:
-                order = shuffled_share(len(next(iter(columns.values()))), seed, rank, index)
-                columns = {key: column[order] for key, column in columns.items()}
-            buffer.add(columns)
-            while size is not None and buffer.rows >= size:
-                batch = buffer.take(size)
+                order = shuffled_share(_rows(new), seed, rank, index)
+                new = {key: column[order] for key, column in new.items()}
+            columns = _concatenated([columns, new]) if waiting else new
+            waiting = _rows(columns)
+            while number < len(sizes) and waiting >= sizes[number]:
                 if number >= part.skip:
-                    yield batch
-                size, number = next(sizes, None), number + 1
+                    yield {key: column[: sizes[number]] for key, column in columns.items()}
+                columns = {key: column[sizes[number] :] for key, column in columns.items()}
+                waiting, number = waiting - sizes[number], number + 1
         if number < plan.steps:
             raise DatasetError(
                 f"datasets.{self._name} was iterated again before this pass had ended; "
@@ -83,33 +81,15 @@ class StreamReader:
             yield share
 
     def _get(self, reference: Any) -> Any:
-        """Return what the actor returned.
-
-        Raises:
-            MlxError: The actor raised an exception, or was lost.
-        """
+        """Return what the actor returned. Raises MlxError if it raised an exception, or was lost."""
         try:
             return ray.get(reference)
         except ray.exceptions.RayError as error:
             raise dataset_error(error, f"datasets.{self._name} cannot be read") from error
 
 
-class _Buffer:
-    """Rows that do not fill a batch yet."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self._columns: Batch = {}
-
-    def add(self, columns: Batch) -> None:
-        self._columns = _concatenated([self._columns, columns]) if self.rows else columns
-        self.rows = len(next(iter(self._columns.values())))
-
-    def take(self, size: int) -> Batch:
-        batch = {key: column[:size] for key, column in self._columns.items()}
-        self._columns = {key: column[size:] for key, column in self._columns.items()}
-        self.rows -= size
-        return batch
+def _rows(columns: Batch) -> int:
+    return len(next(iter(columns.values())))
 
 
 def _concatenated(parts: Sequence[Batch]) -> Batch:

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,9 @@ def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -
 
 
 def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
-    """Return what `to_ray` returns, with its order kept.
+    """Return the `ray.data.Dataset` that `to_ray` returns, with its order kept.
 
-    Args:
-        dataset: Dataset with `to_ray`, which has an argument `seed` if it can shuffle.
-        name: Name in `Datasets`.
-        seed: Seed for `to_ray`; None for the order in which the data is stored.
-
-    Raises:
-        DatasetError: `to_ray` does not return a `ray.data.Dataset`.
+    `to_ray` has an argument `seed` if it can shuffle; None is the order in which the data is stored.
     """
     keep_order()
     takes_seed = "seed" in inspect.signature(dataset.to_ray).parameters
@@ -63,12 +57,8 @@ def rows_of_stream(dataset: Any, stream: Any) -> int:
     return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
 
 
-def blocks_of(stream: Any, name: str) -> Iterator[Part]:
-    """Yield the blocks of a stream in order.
-
-    Raises:
-        MlxError: Reading or mapping failed.
-    """
+def blocks_of(stream: Any, name: str) -> Generator[Part]:
+    """Yield the blocks of a stream in order. Raises MlxError if reading or mapping failed."""
     try:
         yield from block_references(stream)
     except MlxError:
@@ -94,11 +84,7 @@ def dataset_error(error: BaseException, what: str) -> MlxError:
 
 
 def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:
-    """Return rows of a block as `{name: tensor (rows, ...)}`.
-
-    Raises:
-        DatasetError: A column does not consist of numbers of one shape.
-    """
+    """Return rows of a block as `{name: tensor (rows, ...)}`. Raises DatasetError if a column is not numeric."""
     columns = {}
     for key, array in block_arrays(block, start, stop).items():
         try:
