@@ -23,25 +23,15 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Description of a checkpoint, as its `checkpoint.json` stores it.
+    """Description of a checkpoint, as `checkpoint.json` stores it."""
 
-    Attributes:
-        epoch: Epoch, counted from 0.
-        finished: True if the epoch was over; else it was saved in the middle.
-        global_step: Training steps before it.
-        metrics: Numbers it is judged by.
-        sha256: SHA-256 of its state, in hexadecimal.
-        size_bytes: Size of its state.
-        file: Name of the file that holds its state.
-    """
-
-    epoch: int
-    finished: bool
-    global_step: int
-    metrics: dict[str, float]
-    sha256: str = ""
-    size_bytes: int = 0
-    file: str = STATE
+    epoch: int  # counted from 0
+    finished: bool  # else it was saved in the middle of the epoch
+    global_step: int  # training steps before it
+    metrics: dict[str, float]  # numbers it is judged by
+    sha256: str = ""  # of its state, in hexadecimal
+    size_bytes: int = 0  # of its state
+    file: str = STATE  # name of the file with its state
 
     @property
     def name(self) -> str:

@@ -16,12 +16,8 @@ from mlx_runtime.storage.redaction import redacted_tree
 def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Find the run and the checkpoint of an experiment in which a metric is best.
 
-    A value that no checkpoint was saved with, like that of a final test, comes with the latest checkpoint of the run.
-
-    Args:
-        name: Name of an experiment in the storage.
-        metric: Name of the metric; by default the one that its latest run monitors.
-        mode: `max` or `min`; by default `cfg.mode` of the runs that monitor the metric.
+    Metric and mode (`max` or `min`) are by default those of the runs. A value that no checkpoint was saved with, like
+    that of a final test, comes with the latest checkpoint of the run.
     """
     rows = [row for row in list_rows(name) if row.problem is None]
     chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)

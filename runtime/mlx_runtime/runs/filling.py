@@ -92,17 +92,15 @@ class Output(Storage):
 class Filling:
     """A folder in the storage that one job is filling, as a context manager: only `commit` makes it count.
 
+    Methods raise OSError if the storage refuses them.
+
     Args:
         location: Folder or URI.
         overwrite: Replace what an earlier job left there.
         facts: Further fields of `job.json`.
 
-    Attributes:
-        output: Where to write.
-
     Raises:
         UsageError: The folder exists, or another job is filling it.
-        OSError: The storage refuses it.
     """
 
     def __init__(self, location: str, *, overwrite: bool, **facts: Any) -> None:
@@ -131,19 +129,14 @@ class Filling:
         return self
 
     def commit(self) -> tuple[int, int]:
-        """Make the folder count. Return the number of its files, and their size in bytes.
-
-        Raises:
-            UsageError: Another job has filled it meanwhile.
-            OSError: The storage refuses it.
-        """
+        """Make the folder count, unless another job has filled it. Return the number of its files and their bytes."""
         if not self._is_ours() or (self._target.local and not self._overwrite and Path(self._target.path).exists()):
             raise UsageError(f"another job has filled {self._location} meanwhile; the work of this one is discarded")
         self._heartbeat.close()
         files = [info for info in self.output.below() if info.base_name != RECORD]
         size = sum(info.size or 0 for info in files)
         self._facts |= {"status": "SUCCEEDED", "end": now(), "files": len(files), "size_bytes": size}
-        self._publication.commit(self._record())
+        self._publication.commit(self._new_record())
         self._committed = True
         return len(files), size
 
@@ -157,13 +150,13 @@ class Filling:
                     self._facts |= {"status": "STOPPED" if stopped else "FAILED", "end": now()}
                     self._write_record()
 
-    def _record(self) -> bytes:
+    def _new_record(self) -> bytes:
         self._facts["heartbeat"] = now()
         return to_json(self._facts).encode()
 
     def _write_record(self) -> None:
         with self._lock:
-            self.output.write(self._record(), RECORD)
+            self.output.write(self._new_record(), RECORD)
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError, StorageError):  # the job reports what is wrong when it writes
@@ -184,15 +177,9 @@ class Filling:
 
 
 def refuse_present(location: str, *, overwrite: bool) -> None:
-    """Refuse to fill a folder that exists, or that another job is filling.
+    """Raise UsageError if another job is filling a folder, or if it exists and may not be replaced.
 
-    Args:
-        location: Folder or URI.
-        overwrite: True if what an earlier data job left there may be replaced.
-
-    Raises:
-        UsageError: It exists, or another job is filling it; the message says what to do.
-        OSError: The storage does not answer.
+    With `overwrite`, what an earlier data job left there may be.
     """
     target = Storage(location)
     filler = _filler(target)
@@ -215,7 +202,6 @@ def refuse_present(location: str, *, overwrite: bool) -> None:
 
 
 def being_filled(location: str) -> bool:
-    """Return True if a job is filling a folder or was until a moment ago."""
     return _filler(Storage(location)) is not None
 
 
@@ -225,11 +211,7 @@ def job_status(record: Mapping[str, Any]) -> str:
 
 
 def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
-    """Return the `job.json` of a folder, or None if it has no readable one.
-
-    Raises:
-        OSError: The storage does not answer.
-    """
+    """Return the `job.json` of a folder, or None if it has no readable one."""
     try:
         return records.parsed(storage.read(*parts, RECORD))
     except (FileNotFoundError, NotADirectoryError, ValueError):

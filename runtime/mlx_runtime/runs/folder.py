@@ -43,15 +43,10 @@ ATTEMPT = ".attempt-"
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run.
+    """The folder of one run."""
 
-    Attributes:
-        path: Folder on this machine; with a URI, a working copy of it.
-        uri: URI of the run on an object store, or None.
-    """
-
-    path: Path
-    uri: str | None = None
+    path: Path  # on this machine; with a URI, a working copy
+    uri: str | None = None  # of the run on an object store
 
     @property
     def experiment(self) -> str:
@@ -130,8 +125,7 @@ class RunFolder:
     def claim_attempt(self, number: int, lease: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run. Return True for exactly one of several callers.
 
-        Raises:
-            StorageError: The storage cannot be written, or cannot keep two drivers from claiming the same run.
+        Raise StorageError if the storage cannot keep two drivers from claiming the same run.
         """
         storage, name = Storage(self.location), attempt_name(number)
         content = to_json(dict(lease or {})).encode()
@@ -196,12 +190,7 @@ def names_folder(name: str) -> bool:
 
 
 def claim_run(root: str, experiment: str) -> RunFolder:
-    """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
-
-    Raises:
-        UsageError: The experiment's name is not a valid folder name.
-        StorageError: The folder is not writable, or the disk is full.
-    """
+    """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones."""
     if not names_folder(experiment):
         raise UsageError(
             f"cfg.name is {experiment!r}, which is not a valid folder name; leave out / ? #, line breaks and other "
@@ -240,7 +229,11 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
     storage = Storage(root)
     with storage_errors(f"cannot read {root}"):
         experiments = storage.names() if experiment is None else [experiment]
-        runs = {name: _numbered(storage, name) for name in experiments if _is_folder(storage, name)}
+        runs = {
+            name: _numbered(storage, name)
+            for name in experiments
+            if not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
+        }
     return [run_folder(root, name, run) for name in runs for run in sorted(runs[name], key=_number)]
 
 
@@ -262,13 +255,7 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
 def named_run(text: str, root: str, experiment: str) -> RunFolder:
     """Return the run that a user named: `run_003`, `3`, `latest`, `digits/run_003`, or its path or URI.
 
-    Args:
-        text: What was typed.
-        root: Root of the storage.
-        experiment: Experiment to look in if the text does not name one.
-
-    Raises:
-        UsageError: There is no such run.
+    Root and experiment are those to look in if the text does not name them.
     """
     base, options = split_options(text.rstrip("/"))
     if is_uri(text) or Path(text, "run.json").is_file():
@@ -284,10 +271,6 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
 def attempt_name(number: int) -> str:
     """Return the name of the file with which the driver of an attempt claims a run."""
     return f"{ATTEMPT}{number:03d}"
-
-
-def _is_folder(storage: Storage, name: str) -> bool:
-    return not name.startswith(".") and (not storage.local or Path(storage.of(name)).is_dir())
 
 
 def _numbered(storage: Storage, experiment: str) -> list[str]:

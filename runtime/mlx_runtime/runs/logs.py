@@ -2,13 +2,13 @@
 
 import contextlib
 import sys
-import threading
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.leases import heartbeat
 
 PUSH_S = 10.0
 """Interval at which a log is copied to an object store."""
@@ -23,11 +23,10 @@ class LogFile:
     """A log in the folder of a run, copied to its object store periodically. A full disk ends the log, not the run."""
 
     def __init__(self, folder: RunFolder, name: str) -> None:
-        self._folder, self._name = folder, name
-        self._path = folder.path / name
+        self._folder, self._path = folder, folder.path / name
         self._file: TextIO | None = None
-        self._done = threading.Event()
-        self._pushed = 0
+        self._pushing = contextlib.ExitStack()
+        self._pushed_bytes = 0
         with contextlib.suppress(OSError, StorageError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if folder.uri is not None:  # this process may continue the log of another machine
@@ -35,7 +34,7 @@ class LogFile:
                 storage = Storage(folder.uri)
                 if storage.size_bytes(name) is not None:
                     storage.download(self._path, name)
-                threading.Thread(target=self._push_often, name="log", daemon=True).start()
+                self._pushing.enter_context(heartbeat(self._push, PUSH_S))
             self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
 
     def write(self, text: str) -> None:
@@ -47,61 +46,47 @@ class LogFile:
                 self._file = None
 
     def close(self) -> None:
-        self._done.set()
+        self._pushing.close()
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
             self._push()
 
-    def _push_often(self) -> None:
-        while not self._done.wait(PUSH_S):
-            self._push()
-
     def _push(self) -> None:
         with contextlib.suppress(OSError):
             size = self._path.stat().st_size
-            if size != self._pushed:
+            if size != self._pushed_bytes:
                 self._folder.push(self._path)
-                self._pushed = size
+                self._pushed_bytes = size
 
 
-class Log:
+class Log(LogFile):
     """Copies the output of this process, a worker or the driver, to a log while the block runs.
 
     `screen` is the original `sys.stdout`.
     """
 
     def __init__(self, folder: RunFolder, rank: int | None = None) -> None:
+        super().__init__(folder, log_name(rank))
         self.screen: TextIO = sys.stdout
-        self._folder, self._name = folder, log_name(rank)
-        self._file: LogFile | None = None
-        self._before: tuple[TextIO, TextIO] | None = None
+        self._before = sys.stdout, sys.stderr
 
     @property
     def copy(self) -> TextIO | None:
         """Stream for a copy of what is drawn on a terminal; None if the log receives everything that is printed."""
         return cast(TextIO, self) if self.screen.isatty() else None
 
-    def write(self, text: str) -> None:
-        """Write to the log only."""
-        if self._file is not None:
-            self._file.write(text)
-
     def flush(self) -> None:
         """Do nothing; part of the interface of text streams."""
 
     def __enter__(self) -> "Log":
-        self._before = sys.stdout, sys.stderr
-        self._file = LogFile(self._folder, self._name)
         sys.stdout, sys.stderr = (cast(TextIO, _Tee(stream, self)) for stream in self._before)
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._before is not None
-        assert self._file is not None
         sys.stdout, sys.stderr = self._before
-        self._file.close()
+        self.close()
 
 
 class _Tee:

@@ -47,9 +47,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
         return find_run(storage_root(), name, run)
     if is_uri(name) or Path(name, "run.json").is_file():
         return named_run(name, "", "")
-    if "/" in name:
-        return named_run(name, storage_root(), "")
-    experiment = conf_value("cfg.name")
+    experiment = "" if "/" in name else conf_value("cfg.name")
     if experiment is None:
         raise UsageError(f"cannot tell which experiment run {name!r} belongs to; write name/run_003, or the run's path")
     return named_run(name, storage_root(), experiment)

@@ -60,12 +60,7 @@ def state_of(metric: AnyMetric) -> State:
 
 
 def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Restore a state.
-
-    Raises:
-        ValueError: the state belongs to a metric with other parts.
-        KeyError: a part has no such state.
-    """
+    """Restore a state, or raise ValueError or KeyError if it belongs to a metric with other parts."""
     parts = metric_parts(metric)
     if set(parts) != set(state):
         raise ValueError(f"saved with the parts {', '.join(sorted(state))}; it has {', '.join(sorted(parts))}")
@@ -79,22 +74,16 @@ def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
-    """Merge the states of several workers, for a value over all of them.
-
-    Args:
-        metric: metric of this worker, which defines how each state is reduced.
-        states: one per worker.
-    """
-    return {
-        path: {
-            "states": {
-                name: _merged([state[path]["states"][name] for state in states], reduction, _updates(states, path))
-                for name, reduction in part._reductions.items()
-            },
-            "updates": sum(_updates(states, path)),
+    """Merge the states of several workers, for a value over all of them, reduced as the metric defines."""
+    merged: State = {}
+    for path, part in metric_parts(metric).items():
+        updates = [state[path]["updates"] for state in states]
+        values = {
+            name: _merged([state[path]["states"][name] for state in states], reduction, updates)
+            for name, reduction in part._reductions.items()
         }
-        for path, part in metric_parts(metric).items()
-    }
+        merged[path] = {"states": values, "updates": sum(updates)}
+    return merged
 
 
 def is_mergeable(metric: AnyMetric) -> bool:
@@ -111,10 +100,6 @@ def compute_from(metric: AnyMetric, state: State) -> Any:
     return _stand_in(metric, state, "").compute()
 
 
-def _holds_metrics(module: Any) -> bool:
-    return module is not None and any(isinstance(item, Metric) for item in module.modules())
-
-
 def _stand_in(metric: Any, state: State, path: str) -> Any:
     """Return an object that shares everything with a metric but its state.
 
@@ -123,10 +108,10 @@ def _stand_in(metric: Any, state: State, path: str) -> Any:
     made = object.__new__(type(metric))
     prefix = f"{path}." if path else ""
     shared = {name: value for name, value in vars(metric).items() if name not in ("compute", "update")}
-    modules = {
-        name: _stand_in(module, state, f"{prefix}{name}") if _holds_metrics(module) else module
-        for name, module in metric._modules.items()
-    }
+    modules = dict(metric._modules)
+    for name, module in modules.items():
+        if module is not None and any(isinstance(item, Metric) for item in module.modules()):
+            modules[name] = _stand_in(module, state, f"{prefix}{name}")
     vars(made).update(shared, _modules=modules)
     if path in state and isinstance(metric, Metric):
         for name, value in state[path]["states"].items():
@@ -134,10 +119,6 @@ def _stand_in(metric: Any, state: State, path: str) -> Any:
             vars(made)[name] = _on(dim_zero_cat(value) if cat else value, metric.device)
         vars(made).update(_computed=None, _update_count=state[path]["updates"])
     return made
-
-
-def _updates(states: Sequence[State], path: str) -> list[int]:
-    return [state[path]["updates"] for state in states]
 
 
 def _merged(values: Sequence[Any], reduction: Any, updates: Sequence[int]) -> Any:

@@ -207,9 +207,7 @@ def parsed(content: bytes) -> dict[str, Any]:
 def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     """Return the status of a run: PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE if its driver died silently.
 
-    Args:
-        record: Record of the run.
-        job: Status of its job according to the cluster, if known.
+    `job` is the status of its job according to the cluster, if known.
     """
     status = str(record.get("status"))
     if status not in LIVING:
@@ -273,9 +271,7 @@ def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def take_over(folder: RunFolder) -> int:
     """Become the driver of a run whose driver has ended. Return the number of this attempt.
 
-    Raises:
-        UsageError: Its driver lives, or another one has just taken over.
-        StorageError: The storage cannot keep two drivers from taking over at once.
+    Raise UsageError if its driver lives, or another one has just taken over.
     """
     refuse_living(folder)
     number = folder.attempts() + 1

@@ -56,11 +56,7 @@ def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
 
 
 def remove(path: StoragePath) -> None:
-    """Remove a file or folder; call `refuse_in_use` first. If it is a link, its target is kept.
-
-    Raises:
-        StorageError: Not all of it could be removed; the message names what remains.
-    """
+    """Remove a file or folder; call `refuse_in_use` first. If it is a link, its target is kept."""
     storage = Storage(path.root)
     if storage.local:
         _remove_local(storage, path)
@@ -127,13 +123,7 @@ class RunRemoval:
 
 
 def plan_run(name: str, run: str, ask: AskJobs | None = None) -> RunRemoval:
-    """Measure the run that `lookup.resolve_run` finds. Raise UsageError if it is alive, or not in the storage.
-
-    Args:
-        name: Name of an experiment in the storage, or a run's `name/run_003`, path or URI.
-        run: `run_003`, `3` or `latest`.
-        ask: Asks a cluster about the job of the run.
-    """
+    """Measure the run that `lookup.resolve_run` finds. Raise UsageError if it is alive, or not in the storage."""
     return _plan(lookup.resolve_run(name, run), ask)
 
 
@@ -151,12 +141,7 @@ def _plan(folder: RunFolder, ask: AskJobs | None) -> RunRemoval:
 
 
 def remove_run(plan: RunRemoval, ask: AskJobs | None = None) -> None:
-    """Remove the folder of a run and its working copy on this machine, unless it has changed since `plan_run`.
-
-    Raises:
-        UsageError: The run has changed or is alive; nothing was removed.
-        StorageError: Not all of it could be removed; the message names what remains.
-    """
+    """Remove the folder of a run and its working copy on this machine, unless it has changed since `plan_run`."""
     folder = plan.folder
     if _plan(folder, ask) != plan:
         raise UsageError(f"{folder.title} has changed since it was measured; nothing was removed. See: mlx xp ls")

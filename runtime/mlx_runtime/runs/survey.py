@@ -30,29 +30,18 @@ THREADS = 8
 """Folders listed at the same time; a shared folder is slow, but answers many requests at once."""
 
 Parts = tuple[str, ...]
-"""Path of a folder below the one that is measured."""
 
 
 @dataclass
 class Entry:
-    """A file or folder in the storage.
-
-    Attributes:
-        name: Its name, without the path of its parent folder.
-        kind: `folder`, `file`, or `link`.
-        size_bytes: Size of all files below it.
-        files: How many there are.
-        children: Its entries, largest first; None below the requested depth.
-        more: Number of entries that are not listed, and their bytes.
-        note: Remark for the user.
-    """
+    """A file or folder in the storage, with all that is below it."""
 
     name: str
-    kind: str = "folder"
+    kind: str = "folder"  # or file, or link
     size_bytes: int = 0
     files: int = 0
-    children: "list[Entry] | None" = None
-    more: tuple[int, int] = (0, 0)
+    children: "list[Entry] | None" = None  # largest first; None below the requested depth
+    more: tuple[int, int] = (0, 0)  # number of children that are not listed, and their bytes
     note: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -108,21 +97,13 @@ class Entry:
 
 @dataclass
 class Survey:
-    """A measured part of the storage.
-
-    Attributes:
-        top: The entry that was asked for.
-        unreadable: Folders that could not be listed, relative to `top`.
-        runs: Folders of runs.
-        jobs: Folders with the record of a data job.
-        reading: Folders that a run has marked as being read.
-    """
+    """A measured part of the storage. All folders are relative to it."""
 
     top: Entry
     unreadable: list[str] = field(default_factory=list)
     runs: set[Parts] = field(default_factory=set)
-    jobs: set[Parts] = field(default_factory=set)
-    reading: set[Parts] = field(default_factory=set)
+    jobs: set[Parts] = field(default_factory=set)  # folders with the record of a data job
+    reading: set[Parts] = field(default_factory=set)  # folders that a run has marked as being read
 
     def lines(self) -> list[str]:
         """Return the tree as lines for the terminal."""
@@ -156,9 +137,6 @@ def survey(path: StoragePath, depth: int, limit: int) -> Survey:
         path: Path to measure.
         depth: Levels to list; everything below is counted as well.
         limit: Entries to list per folder, the largest; the others are counted. 0 lists all.
-
-    Raises:
-        StorageError: The storage does not answer.
     """
     storage = Storage(path.root)
     with storage_errors(f"cannot read {path.title}"):

@@ -19,12 +19,10 @@ from torch import nn
 
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
 from mlx_runtime.runs.checkpoints import (
-    ABOUT,
     PARTS,
-    STATE,
     AsyncCheckpointer,
-    Checkpoint,
     Checkpoints,
     load_into,
     load_what_fits,
@@ -329,6 +327,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
     """
     script = (
         "import os, sys, torch\n"
+        "from mlx_runtime.runs.checkpoint_index import Checkpoint\n"
         "from mlx_runtime.runs.checkpoints import *\n"
         "saved = Checkpoints(sys.argv[1])\n"
         "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"

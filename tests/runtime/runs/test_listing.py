@@ -24,7 +24,8 @@ from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import comparison, listing, records, removal, tables
-from mlx_runtime.runs.checkpoints import Checkpoint, Checkpoints
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.storage import leases
 

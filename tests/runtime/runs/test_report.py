@@ -13,7 +13,8 @@ from browser import Browser, Page
 from conftest import Mlx
 
 from mlx_runtime.runs import listing, records, report
-from mlx_runtime.runs.checkpoints import Checkpoint, Checkpoints
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import joined, size_text

@@ -16,7 +16,6 @@ checkpoints/epoch_0004/
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
-from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
 from mlx_runtime.runs.checkpoints.groups import (
     State,
     copied,
@@ -30,11 +29,8 @@ from mlx_runtime.runs.checkpoints.groups import (
 from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read, score
 
 __all__ = [
-    "ABOUT",
     "PARTS",
-    "STATE",
     "AsyncCheckpointer",
-    "Checkpoint",
     "Checkpoints",
     "State",
     "copied",

@@ -4,7 +4,7 @@ import contextlib
 import math
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import IO, cast
 
@@ -38,10 +38,9 @@ LEFT_BY_0_1 = (".saving-", ".removed-")
 
 
 class Checkpoints:
-    """The checkpoints of one run. Methods raise StorageError if the storage does not answer, or refuses to write.
+    """The checkpoints of one run, in a folder or at a URI.
 
-    Args:
-        root: Folder or URI that holds them.
+    Methods raise StorageError if the storage does not answer, or refuses to write.
     """
 
     def __init__(self, root: str) -> None:
@@ -81,10 +80,9 @@ class Checkpoints:
         return about
 
     def load(self, checkpoint: Checkpoint) -> State:
-        """Return the state of a checkpoint on the CPU. The one that `newest` returned is read only once.
+        """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
-        Raises:
-            ConfigError: It is damaged.
+        The one that `newest` returned is read only once.
         """
         loaded, self._newest = self._newest, None
         if loaded is not None and loaded[0] == checkpoint:
@@ -92,12 +90,9 @@ class Checkpoints:
         return _loaded(self._storage, checkpoint.name, checkpoint)
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is not damaged, or None if there are no checkpoints.
+        """Return the newest checkpoint that is not damaged, None without checkpoints; ConfigError if all are damaged.
 
         `warn` is called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
-
-        Raises:
-            ConfigError: All are damaged.
         """
         checkpoints = checkpoints_by_name(self._storage)
         problems = {
@@ -130,13 +125,16 @@ class Checkpoints:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
-        """Keep the best by a metric (without one the newest) and the latest, and remove the rest; see `superfluous`."""
-        for item in superfluous(self.all(), keep, monitor, mode):
-            self.remove(item)
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        with contextlib.suppress(OSError):
-            unpublish(self._storage, checkpoint.name, ABOUT)
+        """Keep the best by a metric (without one the newest) and the latest, and remove the rest."""
+        saved = self.all()
+        finished = [item for item in saved if item.finished]
+        ranked = sorted(finished, key=lambda item: (score(item.metrics, monitor, mode), item.order), reverse=True)
+        last = finished[-1].order if finished else (-1, True, 0)
+        unfinished = [item for item in saved if item.order > last][-UNFINISHED:]
+        for item in saved:
+            if item not in (*ranked[:keep], *finished[-1:], *unfinished):
+                with contextlib.suppress(OSError):
+                    unpublish(self._storage, item.name, ABOUT)
 
     def clean(self) -> None:
         """Clean up after saves that were killed; only for the driver that has the run."""
@@ -192,30 +190,8 @@ def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float
     return -math.inf if math.isnan(value) else value if mode == "max" else -value
 
 
-def superfluous(saved: Sequence[Checkpoint], keep: int, monitor: str | None, mode: str) -> list[Checkpoint]:
-    """Return the checkpoints to remove: all but the best, the latest, and the newest of an unfinished epoch.
-
-    Args:
-        saved: All checkpoints, oldest first.
-        keep: How many of the best to keep.
-        monitor: Metric they are judged by; without one the newest are the best.
-        mode: `max` or `min`.
-    """
-    finished = [item for item in saved if item.finished]
-    ranked = sorted(finished, key=lambda item: (score(item.metrics, monitor, mode), item.order), reverse=True)
-    last = finished[-1].order if finished else (-1, True, 0)
-    newest = [item for item in saved if item.order > last][-UNFINISHED:]
-    kept = {item.name for item in [*ranked[:keep], *finished[-1:], *newest]}
-    return [item for item in saved if item.name not in kept]
-
-
 def read(path: str) -> State:
-    """Return the state of the checkpoint in any folder or URI, on the CPU.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-        StorageError: The storage does not answer.
-    """
+    """Return the state of the checkpoint in any folder or URI, on the CPU, or raise ConfigError if it is damaged."""
     storage, name = parent_of(path)
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
@@ -232,12 +208,7 @@ class _DamagedError(ConfigError):
 
 
 def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
-    """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code.
-
-    Raises:
-        ConfigError: It is damaged, or not a state of this version.
-        StorageError: The storage does not answer.
-    """
+    """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code."""
     file_name = about.file if about is not None else STATE
     path = joined(storage.root, name, file_name)
     state, unreadable = None, ""
