@@ -16,7 +16,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
 from mlx_runtime.runs.folder import RunFolder, asked_to_stop, claim_run, run_folder
 from mlx_runtime.runs.removal import plan_run
-from mlx_runtime.storage import files, leases
+from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.pure
 
@@ -195,7 +195,7 @@ class TestOneDriver:
         assert sum(won) == 1
         assert json.loads(folder.read(".attempt-002")) == {"pid": won.index(True)}
         assert folder.attempts() == 2
-        monkeypatch.setattr(files, "put_new", lambda *_: True)  # like a store that ignores the condition
+        monkeypatch.setattr(leases, "_put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
 
