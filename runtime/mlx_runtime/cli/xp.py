@@ -130,7 +130,7 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     from mlx_runtime.runs import removal
 
     with command():
-        plan = removal.plan_run(name, _require_run(name, run, "rm"), job_statuses)
+        plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
         if plan.warning and yes and not force:
             raise UsageError(f"{plan.warning}. To remove it without a question, add --force")
         if plan.warning:

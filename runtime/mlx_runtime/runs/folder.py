@@ -21,6 +21,7 @@ Functions that touch the storage raise StorageError if it does not answer, or re
 import contextlib
 import fnmatch
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -200,12 +201,9 @@ def claim_run(root: str, experiment: str) -> RunFolder:
     try:
         if storage.local:
             Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
-        number = max((_number(name) for name in storage.names(experiment)), default=0)
-        while True:
-            number += 1
-            folder = run_folder(root, experiment, f"run_{number:03d}")
-            if claim_folder(storage, experiment, folder.name):
-                break
+        latest = max((_number(name) for name in storage.names(experiment)), default=0)
+        folders = (run_folder(root, experiment, f"run_{number:03d}") for number in itertools.count(latest + 1))
+        folder = next(folder for folder in folders if claim_folder(storage, experiment, folder.name))
         try:
             if folder.uri is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)  # left by a storage that was emptied
@@ -246,10 +244,10 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     if run == "latest":
         return runs[-1]
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
-    for folder in runs:
-        if folder.name == wanted:
-            return folder
-    raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, (folder.name for folder in runs))}")
+    named = {folder.name: folder for folder in runs}
+    if wanted not in named:
+        raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, named)}")
+    return named[wanted]
 
 
 def named_run(text: str, root: str, experiment: str) -> RunFolder:

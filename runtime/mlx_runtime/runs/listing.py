@@ -146,18 +146,10 @@ def list_rows(
     mode: str | None = None,
     ask: AskJobs | None = None,
 ) -> list[Row]:
-    """List the runs of an experiment, or of the whole storage, oldest first.
+    """List the runs of an experiment, or of the whole storage, oldest first, perhaps only those with a status.
 
-    Args:
-        name: Name of an experiment in the storage.
-        status: Only runs with this status.
-        sort: Metric to sort by, best first: by the `cfg.mode` of the runs that monitor it, otherwise smallest first.
-            Runs without a value come last.
-        mode: `max` or `min`, instead of that of the runs.
-        ask: Asks clusters about the jobs of unfinished runs.
-
-    Raises:
-        UsageError: No such experiment, or no run has such a metric.
+    `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
+    smallest first. Runs without a value come last.
     """
     root = lookup.storage_root()
     folders = list_runs(root, name)

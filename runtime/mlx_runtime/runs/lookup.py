@@ -36,12 +36,10 @@ def conf_value(key: str) -> str | None:
 
 
 def resolve_run(name: str, run: str | None = None) -> RunFolder:
-    """Find the run that one or two words of a command name, or raise UsageError.
+    """Find the run that one or two words of a command name: an experiment and `run_003`, `3` or `latest`.
 
-    Args:
-        name: An experiment in the storage, if `run` follows. Otherwise `run_003`, `3` or `latest` of the experiment
-            here, `digits/run_003`, or the path or URI of a run's folder, in which case `run` is ignored.
-        run: `run_003`, `3` or `latest`.
+    A single word is one of the latter in the experiment here, `digits/run_003`, or the path or URI of a run's folder; a
+    second word is then ignored.
     """
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)

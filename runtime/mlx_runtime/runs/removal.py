@@ -113,6 +113,7 @@ class RunRemoval:
     """A run that may be removed, and what the user should know first."""
 
     folder: RunFolder
+    path: StoragePath
     files: int
     size_bytes: int
     warning: str = ""
@@ -122,13 +123,9 @@ class RunRemoval:
         return f"{self.folder.title}, {self.files:,} files, {size_text(self.size_bytes)}, in {self.folder.location}"
 
 
-def plan_run(name: str, run: str, ask: AskJobs | None = None) -> RunRemoval:
-    """Measure the run that `lookup.resolve_run` finds. Raise UsageError if it is alive, or not in the storage."""
-    return _plan(lookup.resolve_run(name, run), ask)
-
-
-def _plan(folder: RunFolder, ask: AskJobs | None) -> RunRemoval:
-    path = _path(folder)
+def plan_run(folder: RunFolder, ask: AskJobs | None = None) -> RunRemoval:
+    """Measure a run. Raise UsageError if it is alive, or not in the storage."""
+    path = StoragePath.parse(lookup.storage_root(), folder.location)
     [row] = summarize([folder], ask)
     title = f"{folder.experiment} {folder.name}"
     if row.status in records.LIVING:
@@ -137,18 +134,14 @@ def _plan(folder: RunFolder, ask: AskJobs | None) -> RunRemoval:
         raise UsageError(f"{title} is being resumed by process {driver.get('pid')} on {driver.get('host')}")
     top = survey(path, 0, 0).top
     warning = f"{row.problem}; it may still be running" if row.problem else ""
-    return RunRemoval(folder, top.files, top.size_bytes, warning)
+    return RunRemoval(folder, path, top.files, top.size_bytes, warning)
 
 
 def remove_run(plan: RunRemoval, ask: AskJobs | None = None) -> None:
     """Remove the folder of a run and its working copy on this machine, unless it has changed since `plan_run`."""
     folder = plan.folder
-    if _plan(folder, ask) != plan:
+    if plan_run(folder, ask) != plan:
         raise UsageError(f"{folder.title} has changed since it was measured; nothing was removed. See: mlx xp ls")
-    remove(_path(folder))
+    remove(plan.path)
     if folder.uri is not None:
         shutil.rmtree(folder.path, ignore_errors=True)
-
-
-def _path(folder: RunFolder) -> StoragePath:
-    return StoragePath.parse(lookup.storage_root(), folder.location)

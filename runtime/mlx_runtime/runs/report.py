@@ -61,8 +61,6 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         title=folder.title,
         row=row,
         facts=_facts(row),
-        packages=row.record.get("packages") or {},
-        changes=(row.record.get("git") or {}).get("diff"),
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
         checkpoints=_checkpoints(row),
@@ -135,28 +133,27 @@ _redacted_cached = functools.lru_cache(maxsize=1 << 16)(redacted)
 def _facts(row: Row) -> dict[str, str]:
     """Describe a run in words, leaving out what is not known."""
     record = row.record
-    best, git, cells = record.get("best") or {}, record.get("git") or {}, row.cells()
-    job = record.get("job") or {}
-    workers = record.get("workers")
+    best, git, job = record.get("best") or {}, record.get("git") or {}, record.get("job")
+    workers, parameters = record.get("workers"), record.get("parameters")
     facts = {
-        "epochs": cells["epoch"],
+        "epochs": row.cells()["epoch"],
         "best": f"{row.monitor} {format_number(row.best)} (epoch {best['epoch'] + 1})" if row.best is not None else "",
         "started": (row.start or "").replace("T", " ").replace("+00:00", " UTC"),
         "took": format_duration(row.duration_s),
-        "attempts": str(record["attempt"]) if record.get("attempt", 1) != 1 else "",
-        "workers": "none: in the driver's process" if workers == 0 else str(workers or ""),
-        "device": str(record.get("device") or ""),
-        "parameters": f"{record['parameters']:,}" if isinstance(record.get("parameters"), int) else "",
-        "machine": str(record.get("host") or ""),
-        "job": f"{job.get('id')} on {job.get('address')}" if job else "",
-        "python": str(record.get("python") or ""),
-        "seed": str(record.get("seed", "")),
+        "attempts": record["attempt"] if record.get("attempt", 1) != 1 else None,
+        "workers": "none: in the driver's process" if workers == 0 else workers,
+        "device": record.get("device"),
+        "parameters": f"{parameters:,}" if parameters is not None else None,
+        "machine": record.get("host"),
+        "job": f"{job['id']} on {job['address']}" if job else None,
+        "python": record.get("python"),
+        "seed": record.get("seed"),
         "commit": f"{git['commit']}{', with uncommitted changes' if git.get('diff') else ''}" if git else "",
-        "command": str(record.get("command") or ""),
-        "overrides": " ".join(str(item) for item in record.get("overrides") or []),
+        "command": record.get("command"),
+        "overrides": " ".join(record.get("overrides") or []),
         "folder": row.folder.location,
     }
-    return {name: value for name, value in facts.items() if value not in ("", "-")}
+    return {name: str(value) for name, value in facts.items() if value not in (None, "", "-")}
 
 
 def _checkpoints(row: Row) -> list[dict[str, str]]:

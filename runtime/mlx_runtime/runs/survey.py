@@ -133,10 +133,7 @@ class Survey:
 def survey(path: StoragePath, depth: int, limit: int) -> Survey:
     """Measure a file or folder with everything below it.
 
-    Args:
-        path: Path to measure.
-        depth: Levels to list; everything below is counted as well.
-        limit: Entries to list per folder, the largest; the others are counted. 0 lists all.
+    Lists `depth` levels and per folder the `limit` largest entries (0: all). The others are counted.
     """
     storage = Storage(path.root)
     with storage_errors(f"cannot read {path.title}"):

@@ -27,6 +27,7 @@ from mlx_runtime.runs import comparison, listing, records, removal, tables
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.process
@@ -493,7 +494,7 @@ class TestRm:
         (outside / "data").write_text("kept")
         if second.uri is None:
             (second.path / "data").symlink_to(outside)
-        found = removal.plan_run("digits", "run_002")
+        found = removal.plan_run(resolve_run("digits", "run_002"))
         assert found.files >= 4
         removal.remove_run(found)
         assert not second.path.exists()
@@ -514,7 +515,7 @@ class TestRm:
         folder = made(status="PENDING", boot="elsewhere", job={"id": "mlx-2", "address": cluster})
         folder.record.write_text(json.dumps(records.recorded(folder) | {"heartbeat": ago(1_000)}))
         with pytest.raises(UsageError, match="digits run_001 is PENDING; stop it first"):
-            removal.plan_run("digits", "1", job_statuses)
+            removal.plan_run(resolve_run("digits", "1"), job_statuses)
 
     def test_of_one_without_a_record_it_says_so(self, made: Made, mlx: Mlx, tmp_path: Path) -> None:
         folder = made()
@@ -535,13 +536,13 @@ class TestRm:
         (stranger / "run.json").write_text('{"status": "FAILED"}')
         for named in ("x/../../elsewhere", "../elsewhere/run_001", str(stranger)):
             with pytest.raises(UsageError, match=r"lies outside the storage|no runs of"):
-                removal.plan_run(named, "1")
+                removal.plan_run(resolve_run(named, "1"))
         assert stranger.is_dir()
 
     @pytest.mark.parametrize("fields", [{"status": "RUNNING", **leases.this_process()}, {"epoch": 5}])
     def test_one_that_has_changed_while_it_was_asked_about_stays(self, made: Made, fields: dict[str, Any]) -> None:
         folder = made(status="FAILED")
-        found = removal.plan_run("digits", "1")
+        found = removal.plan_run(resolve_run("digits", "1"))
         folder.record.write_text(json.dumps(records.recorded(folder) | fields))
         with pytest.raises(UsageError, match=r"is RUNNING; stop it first|has changed since it was measured"):
             removal.remove_run(found)
@@ -549,7 +550,7 @@ class TestRm:
 
     def test_one_that_becomes_a_link_leads_nowhere(self, made: Made, tmp_path: Path) -> None:
         folder = made(status="FAILED")
-        found = removal.plan_run("digits", "1")
+        found = removal.plan_run(resolve_run("digits", "1"))
         folder.path.parent.rename(tmp_path / "digits")
         folder.path.parent.symlink_to(tmp_path / "digits")
         with pytest.raises(UsageError, match="lies outside the storage"):

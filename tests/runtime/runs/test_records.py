@@ -15,6 +15,7 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
 from mlx_runtime.runs.folder import RunFolder, asked_to_stop, claim_run, run_folder
+from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.runs.removal import plan_run
 from mlx_runtime.storage import leases
 
@@ -129,7 +130,7 @@ class TestOneDriver:
         with pytest.raises(UsageError, match=r"digits run_001 is being trained by process \d+ on "):
             records.take_over(run)
         with pytest.raises(UsageError, match=r"digits run_001 is being resumed by process \d+ on "):
-            plan_run(str(run.path), "latest")
+            plan_run(resolve_run(str(run.path), "latest"))
         assert run.record.read_bytes() == before
         record.withdraw()
         record.update(status="FAILED")

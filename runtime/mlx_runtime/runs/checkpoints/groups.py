@@ -60,15 +60,9 @@ def load_into(
 ) -> list[str]:
     """Put saved states back into the members of a group. Return a line for each member that was not restored.
 
-    Args:
-        group: Holds the members as attributes.
-        saved: States by name.
-        title: The user's name of the group, like `models`.
-        only: Names to restore; all by default.
-        moved: Devices of tensors of an attribute, like `{"ema.shadow": cuda:0}`; others stay on the CPU.
-
-    Raises:
-        ConfigError: A model or an optimizer has no counterpart, or its state does not fit.
+    Raise ConfigError if a state does not fit, or if the title is `models` or `optimizers` and a member has no
+    counterpart. `only` names the members to restore. `moved` maps attributes to the devices of their tensors, like
+    `{"ema.shadow": cuda:0}`; others stay on the CPU.
     """
     present = {name: member for name, member in members(group).items() if _has_state(member)}
     if only is not None:
