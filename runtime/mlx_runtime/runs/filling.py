@@ -63,12 +63,7 @@ class Output(Storage):
         self._make_folders(parts)
         super().write(data.encode() if isinstance(data, str) else data, *parts)
 
-    def upload(self, file: Path, *parts: str) -> None:
-        """Copy a file on this machine to the output; otherwise like `write`."""
-        self._make_folders(parts)
-        super().upload(file, *parts)
-
-    def create(self, *parts: str) -> BinaryIO:
+    def create(self, *parts: str) -> BinaryIO:  # which `upload` calls, too
         """Open a file of the output for writing; otherwise like `write`."""
         self._make_folders(parts)
         return super().create(*parts)

@@ -112,9 +112,9 @@ def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> tuple[St
     states: State = {}
     lost = []
     for name, member in members(group).items():
-        saved = [rank[name] for rank in states_of_ranks if name in rank]
-        if len(saved) < len(states_of_ranks):
+        if any(name not in rank for rank in states_of_ranks):
             continue
+        saved = [rank[name] for rank in states_of_ranks]
         if not metric_states.is_metric(member):
             states[name] = saved[0]
         elif len(saved) > 1 and not metric_states.is_mergeable(member):
@@ -145,8 +145,7 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
         unwrap(member).load_state_dict(copy.deepcopy(saved))
     else:
         for key, item in saved.items():
-            value = copy.deepcopy(item)
-            setattr(member, key, _moved(value, devices[key]) if key in devices else value)
+            setattr(member, key, _moved(copy.deepcopy(item), devices.get(key, torch.device("cpu"))))
 
 
 def _has_state(member: Any) -> bool:
@@ -158,10 +157,7 @@ def _shape(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as loading gives it back, or raise TypeError if a checkpoint cannot hold it.
-
-    Tensors are not copied.
-    """
+    """Return a value as loading gives it back, tensors not copied; raise TypeError if a checkpoint cannot hold it."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, torch.Tensor):
@@ -208,7 +204,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, dict) and type(value) in _DICTS:
+    if type(value) in _DICTS:
         return type(value)({key: _map_tensors(item, change) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(_map_tensors(item, change) for item in value)

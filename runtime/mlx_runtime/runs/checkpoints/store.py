@@ -172,7 +172,6 @@ class AsyncCheckpointer:
         """Wait until everything is stored; raise StorageError if it could not be."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
