@@ -1,5 +1,6 @@
 """Sessions without workers, Ray or a process group."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 from mlx_runtime import BaseModule
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.channel import Direct
+from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.session import Session
+from mlx_runtime.training.strategies import DDP
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 
@@ -21,7 +24,11 @@ class Events(list):
         self.append(event)
 
 
-def attach(module: BaseModule, folder: Path, **options: Any) -> Session:
+def attach(
+    module: BaseModule, folder: Path, sink: Events | None = None, stop_requested: Callable[[], bool] = lambda: False
+) -> Session:
     """Give an experiment a session of its own, as a worker does before its loop runs."""
-    module._run = Session(RunContext(RunFolder(folder), ALONE, module.cfg), module, **options)
+    context = RunContext(RunFolder(folder), ALONE, module.cfg, Groups(module))
+    events = sink if sink is not None else Events()
+    module._run = Session(context, DDP(ALONE.device), Direct(events.send, stop_requested))
     return module._run

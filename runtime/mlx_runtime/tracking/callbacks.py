@@ -26,12 +26,9 @@ __all__ = ["Listeners", "Report", "RunInfo"]
 
 
 class Listeners:
-    """Calls the hooks of several objects, and reports the first failure of each.
+    """Calls the hooks of several objects by name, and reports the first failure of each with `notify`.
 
-    Args:
-        objects: objects by name.
-        kind: key in `cfg`: `trackers` or `callbacks`.
-        notify: called with a line about an object that failed.
+    `kind` is the key in `cfg`: `trackers` or `callbacks`.
     """
 
     def __init__(self, objects: Mapping[str, Any], kind: str, notify: Callable[[str], None]) -> None:
@@ -42,10 +39,6 @@ class Listeners:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._objects.values())
-
-    def wants(self, hook: str) -> bool:
-        """Return True if any object has this method."""
-        return any(hasattr(item, hook) for item in self._objects.values())
 
     def handle(self, event: Event) -> None:
         """Call the hooks for an event."""
@@ -75,11 +68,8 @@ class Listeners:
                 except USER_ERRORS as error:
                     if hook == "on_run_start":
                         del self._objects[name]
-                    self._report(name, hook, error)
-
-    def _report(self, name: str, hook: str, error: BaseException) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
-            then = "the run continues" if name in self._objects else "the run continues without it"
-            why = f"{type(error).__name__}: {short_message(error)}"
-            self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {why}")
+                    if name not in self._failed:
+                        self._failed.add(name)
+                        then = "the run continues" if name in self._objects else "the run continues without it"
+                        why = f"{type(error).__name__}: {short_message(error)}"
+                        self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {why}")

@@ -8,15 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from mlx_runtime.events import (
-    EpochEnded,
-    Event,
-    Notice,
-    PreparationProgress,
-    StepProgress,
-    WarningNotice,
-    WorkerOutput,
-)
+from mlx_runtime.events import EpochEnded, Event, Notice, PreparationProgress, StepProgress, WarningNotice, WorkerOutput
 from mlx_runtime.tracking.epoch_table import EpochTable, duration, format_number
 
 LINES_PER_EPOCH = 5
@@ -80,12 +72,7 @@ class Display:
                 self._line(f"warning   {text}" if isinstance(event, WarningNotice) else text)
 
     def print(self, text: str = "", *, always: bool = False) -> None:
-        """Print a line, above the bar if there is one.
-
-        Args:
-            text: the line.
-            always: print it even on a quiet display.
-        """
+        """Print a line, above the bar if there is one; on a quiet display only if `always`."""
         if self._copy is not None:
             self._copy.print(text)
         if always or not self._quiet:
@@ -187,11 +174,7 @@ class _Bars:
 
 
 class TimeLeft:
-    """Estimates the remaining time of a pass and of the whole run.
-
-    Args:
-        epochs: total number; without it, only the pass is estimated.
-    """
+    """Estimates the remaining time of a pass and, if the total number of epochs is known, of the whole run."""
 
     def __init__(self, epochs: int | None) -> None:
         self._epochs = epochs

@@ -74,12 +74,7 @@ class EpochTable:
         self._previous: set[str] = set()
 
     def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
-        """Yield the lines of an epoch, and True with those of a header.
-
-        Args:
-            event: the epoch.
-            width: width of the terminal in characters, or None for no limit.
-        """
+        """Yield the lines of an epoch, and True with those of a header. `width` is that of the terminal, if any."""
         label = f"{event.epoch + 1}/{event.epochs}"
         size = max(len("epoch"), 2 * len(str(event.epochs)) + 1, len(label))
         known = set(self._layout.names + self._layout.left_out) if self._layout else set()
@@ -124,7 +119,7 @@ def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -
         names: like `train/loss`; those of a stage are grouped.
         width: width of the terminal in characters, or None for no limit.
         first: width of the first column.
-        rate: True to show a column for samples per second.
+        rate: show a column for samples per second.
     """
     stages = list(dict.fromkeys(_stage(name) for name in names))
     ordered = sorted(names, key=lambda name: (bool(_stage(name)), stages.index(_stage(name))))

@@ -34,17 +34,8 @@ BUFFER_BYTES = 4096
 MAX_BUFFER_BYTES = 65_536
 
 
-@dataclass(frozen=True)
-class MetricSnapshot:
-    """A copy of a metric's state on the CPU.
-
-    Attributes:
-        updated: True if the metric has seen data.
-        state: state of the metric and of the metrics within it.
-    """
-
-    updated: bool
-    state: State
+Snapshot = State | None
+"""A copy of a metric's state on the CPU; None if the metric has seen no data."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +46,16 @@ class SyncMessage:
         position: name of the pass and step; must be the same on all workers.
         groups: what user code asked to record, like `losses` and `metrics`; must be the same on all workers.
         number: a value of which the maximum over all workers is wanted.
-        snapshots: snapshots of the metrics by name.
     """
 
     position: tuple[str, int]
     groups: frozenset[str]
     number: float = 0.0
-    snapshots: Mapping[str, MetricSnapshot] = field(default_factory=dict)
+    snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
 
 class MetricSync:
-    """Exchanges messages between all workers, one exchange at a time. Every worker must construct it.
-
-    Args:
-        topology: topology of this worker. Each replica of the model contributes once.
-    """
+    """Exchanges messages between all replicas of the model, one exchange at a time. Every worker must construct it."""
 
     def __init__(self, topology: Topology) -> None:
         self._rank, self._world_size = topology.data_parallel_rank, topology.data_parallel_size
@@ -128,11 +114,7 @@ class MetricSync:
 
 
 class SyncedMetric:
-    """A metric of this worker whose value is computed over all workers.
-
-    Args:
-        metric: metric of this worker; it is never changed.
-    """
+    """A metric of this worker, never changed, whose value is computed over all workers."""
 
     def __init__(self, metric: AnyMetric) -> None:
         self.metric = metric
@@ -147,41 +129,35 @@ class SyncedMetric:
         """True if it implements its own synchronization."""
         return syncs_itself(self.metric)
 
-    def snapshot(self) -> MetricSnapshot:
-        """Copy its state."""
-        updated = is_updated(self.metric)
+    def snapshot(self) -> Snapshot:
+        if not is_updated(self.metric):
+            return None
         state = state_of(self.metric)
         for part in state.values():
             part["states"] = {name: _copied(value) for name, value in part["states"].items()}
-        return MetricSnapshot(updated, state)
+        return state
 
-    def value(self, name: str, snapshots: Sequence[MetricSnapshot]) -> dict[str, float] | None:
+    def value(self, name: str, snapshots: Sequence[Snapshot]) -> dict[str, float] | None:
         """Return its value over all workers, as numbers by name; None if it has seen no data.
-
-        Args:
-            name: name of the metric, including the name of the pass.
-            snapshots: snapshots of all workers.
 
         Raises:
             MlxError: it was updated on some workers only.
         """
-        updated = {item.updated for item in snapshots}
-        if len(updated) == 2:
-            raise MlxError(UPDATED_ON_SOME.format(name))
-        if updated == {False}:
+        states = [item for item in snapshots if item is not None]
+        if not states:
             return None
-        return numbers(name, compute_from(self.metric, merge_states(self.metric, [item.state for item in snapshots])))
+        if len(states) < len(snapshots):
+            raise MlxError(UPDATED_ON_SOME.format(name))
+        return numbers(name, compute_from(self.metric, merge_states(self.metric, states)))
 
 
 UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worker, or its value cannot be computed"
 
 
-def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[str, MetricSnapshot]:
+def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[str, Snapshot]:
     """Copy the states of metrics by name, without those that synchronize themselves.
 
-    Args:
-        metrics: metrics by name.
-        whole_pass: True to include metrics that keep rows. Their states grow, so they are sent once per pass.
+    Those that keep rows are copied for a whole pass only, because their states grow.
     """
     return {
         name: item.snapshot()
@@ -228,7 +204,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _dumped(snapshots: Mapping[str, MetricSnapshot]) -> bytes:
+def _dumped(snapshots: Mapping[str, Snapshot]) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(dict(snapshots))
     return stream.getvalue()

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mlx_runtime.errors import StorageError
+from mlx_runtime.events import RunEnded
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.local import write_atomic
@@ -26,7 +27,7 @@ class ReportWriter:
         folder: folder of the run.
         trackers: trackers by name, from `cfg.trackers`.
         warn: receives a line about a tracker that fails.
-        owned: returns True until another driver takes over the run.
+        forward: receives each report, for the driver; None if nobody there wants them.
         host: address of this machine.
     """
 
@@ -36,32 +37,25 @@ class ReportWriter:
         folder: RunFolder,
         trackers: Mapping[str, Any],
         warn: Callable[[str], None],
-        owned: Callable[[], bool] = lambda: True,
+        forward: Callable[[Report], None] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        self._run, self._folder, self._owned = run, folder, owned
+        self._run, self._folder, self._forward = run, folder, forward
         self._record = JSONL(folder.metrics.name)
         self.trackers = Listeners(trackers, "trackers", warn)
         self._process = {"hostname": socket.gethostname(), "node_ip": host, "pid": os.getpid()}
         self._reports = 0
-        self._trained_s = 0.0
-        self._started = self._reported = time.monotonic()
-        self._begun = self._over = False
+        self._started = self._reported = time.monotonic()  # the start is moved back by previous attempts
+        self._active = False
 
     def start(self) -> None:
         """Start trackers, before the first report."""
         self._record.on_run_start(self._run)
         self.trackers.call("on_run_start", self._run)
-        self._begun = True
+        self._active = True
 
-    def report(self, values: Mapping[str, float], *, step: int, epoch: int) -> Report:
-        """Record metrics.
-
-        Args:
-            values: like `{"train/loss": 0.3}`.
-            step: global step, the x axis.
-            epoch: epoch, as user code counts epochs.
-        """
+    def report(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record metrics, like `{"train/loss": 0.3}`, at a global step, the x axis."""
         present, moment = time.monotonic(), time.time()
         self._reports += 1
         facts = {
@@ -69,51 +63,45 @@ class ReportWriter:
             "timestamp": round(moment, 3),
             "date": datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).isoformat(timespec="seconds"),
             "time_this_iter_s": round(present - self._reported, 6),
-            "time_total_s": round(self._seconds(present), 6),
+            "time_total_s": round(present - self._started, 6),
             **self._process,
         }
         self._reported = present
         report = Report(step, epoch, values, facts)
         self._record.on_report(report)
-        self.trackers.call("on_report", report)
-        return report
-
-    def end_epoch(self, epoch: int, values: Mapping[str, float]) -> None:
-        self.trackers.call("on_epoch_end", epoch, values)
-
-    def stored(self, checkpoint: Mapping[str, Any]) -> None:
-        self.trackers.call("on_checkpoint", checkpoint)
+        self.trackers.handle(report)
+        if self._forward is not None:
+            self._forward(report)
 
     def end(self, status: str, metrics: Mapping[str, float], error: BaseException | None = None) -> None:
         """End trackers; only the first call has an effect."""
-        if not self._over and self._begun:
-            self._over = True
-            if error is not None:
-                self.trackers.call("on_exception", error)
-            self.trackers.call("on_run_end", status, metrics)
+        if self._active:
+            self._active = False
+            self.trackers.handle(RunEnded(status, metrics, error=error))
 
     @property
     def tensorboard(self) -> Any:
         """Torch's SummaryWriter of this run, or None without a TensorBoard tracker."""
-        found = [item for item in self.trackers if isinstance(item, TensorBoard)]
-        return found[0].writer if found else None
+        return next((item.writer for item in self.trackers if isinstance(item, TensorBoard)), None)
 
-    def push(self, *, must: bool = False) -> None:
-        """Copy the files of trackers to the object store of the run.
-
-        Args:
-            must: raise if a copy fails; otherwise the next call tries again.
+    def push_for_checkpoint(self) -> None:
+        """Copy the files of trackers to the object store, before a checkpoint that refers to them becomes visible.
 
         Raises:
-            StorageError: the storage rejects a file.
+            StorageError: another driver has taken over the run, or the storage rejects a file.
         """
-        self._folder.push(*self._files(append_only=False), must=must)
+        if not self._owns_run():
+            raise StorageError(f"{self._folder.title} was taken over by another driver; this one stops writing")
+        self._folder.push(*self._files(append_only=False), must=True)
+
+    def _owns_run(self) -> bool:
+        return self._folder.attempts() <= self._run.attempt
 
     def state(self) -> dict[str, Any]:
         """Return the state for checkpoints: the length of each append-only file in bytes, and counters."""
         self.trackers.call("flush")
         sizes = {file.name: file.stat().st_size for file in self._files(append_only=True)}
-        return {"sizes": sizes, "reports": self._reports, "seconds": self._seconds(time.monotonic())}
+        return {"sizes": sizes, "reports": self._reports, "seconds": time.monotonic() - self._started}
 
     def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
         """Discard what was written after a checkpoint, so that no step is recorded twice.
@@ -123,8 +111,9 @@ class ReportWriter:
             step: global step of the checkpoint.
         """
         sizes = state["sizes"] if state else {}
-        self._reports, self._trained_s = (state["reports"], state["seconds"]) if state else (0, 0.0)
-        self._started = self._reported = time.monotonic()
+        self._reports = state["reports"] if state else 0
+        self._reported = time.monotonic()
+        self._started = self._reported - (state["seconds"] if state else 0.0)
         for file in self._files(append_only=True):
             if file.name in sizes or file == self._folder.metrics:
                 # A new file, because a driver that was wrongly considered dead may still have the old one open.
@@ -135,20 +124,16 @@ class ReportWriter:
                 if self._folder.uri is not None:
                     with contextlib.suppress(OSError, StorageError):
                         Storage(self._folder.uri).remove_file(file.name)
-        if self._begun:
+        if self._active:
             self._record.on_run_end("", {})
             self._record.on_run_start(self._run)
         self.trackers.call("on_rewind", step if state else 0)
-
-    def _seconds(self, present: float) -> float:
-        return self._trained_s + present - self._started
 
     def _files(self, *, append_only: bool) -> list[Path]:
         """Return the files of metrics.jsonl and the trackers, all or the append-only ones."""
         writers = [item for item in (self._record, *self.trackers) if not append_only or hasattr(item, "append_only")]
         patterns = [pattern for item in writers for pattern in getattr(item, "files", ())]
-        found = {file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()}
-        return sorted(found)
+        return sorted({file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()})
 
     def __enter__(self) -> "ReportWriter":
         return self
@@ -157,9 +142,8 @@ class ReportWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            stopped = isinstance(error, KeyboardInterrupt)
-            self.end("STOPPED" if stopped else "FAILED", {}, error)
+            self.end("STOPPED" if isinstance(error, KeyboardInterrupt) else "FAILED", {}, error)
         self._record.on_run_end("", {})
         with contextlib.suppress(StorageError):
-            if self._folder.uri is not None and self._owned():
-                self.push()
+            if self._folder.uri is not None and self._owns_run():
+                self._folder.push(*self._files(append_only=False))

@@ -45,8 +45,7 @@ class TensorBoard:
 
         if self._writer is None:
             assert self._run is not None, "on_run_start was called"
-            settings = {"purge_step": self._purge_step, "flush_secs": self.flush_secs}
-            self._writer = SummaryWriter(str(self._run.folder), **settings)
+            self._writer = SummaryWriter(str(self._run.folder), purge_step=self._purge_step, flush_secs=self.flush_secs)
         return self._writer
 
     def on_run_start(self, run: RunInfo) -> None:
@@ -77,19 +76,14 @@ class TensorBoard:
 
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
         if self.hparams and status == "SUCCEEDED" and metrics:
-            self._write_hparams(metrics)
+            from torch.utils.tensorboard.summary import hparams
+
+            assert self._run is not None
+            config = {name: item for name, item in flatten(self._run.config) if isinstance(item, int | float | str)}
+            for summary in hparams(config, dict(metrics)):  # type: ignore[no-untyped-call] # torch's own
+                self._add(summary)
         if self._writer is not None:
             self._writer.close()
-
-    def _write_hparams(self, metrics: Mapping[str, float]) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        assert self._run is not None
-        values = {
-            name: value for name, value in flatten(self._run.config) if isinstance(value, bool | int | float | str)
-        }
-        for summary in hparams(values, dict(metrics)):  # type: ignore[no-untyped-call] # torch's own
-            self._add(summary)
 
     def _add(self, summary: Any, step: int | None = None, moment: float | None = None) -> None:
         files: Any = self.writer.file_writer  # torch declares it as None
@@ -106,12 +100,8 @@ class JSONL:
     append_only = True
 
     def __init__(self, file: str = "metrics.jsonl"):
-        self.file = file
+        self.file, self.files = file, (file,)
         self._lines: TextIO | None = None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return (self.file,)
 
     def on_run_start(self, run: RunInfo) -> None:
         self._lines = (run.folder / self.file).open("a", encoding="utf-8", buffering=1)  # complete lines reach the disk
@@ -135,14 +125,10 @@ class CSV:
     """
 
     def __init__(self, file: str = "metrics.csv"):
-        self.file = file
+        self.file, self.files = file, (file,)
         self._run: RunInfo | None = None
         self._columns: list[str] = []
         self._lines: TextIO | None = None
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return (self.file,)
 
     def on_run_start(self, run: RunInfo) -> None:
         self._run = run

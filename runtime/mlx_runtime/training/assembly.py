@@ -1,14 +1,19 @@
-"""Build the experiment of a worker: models first, then the strategy, then optimizers."""
+"""What a worker builds from the config: models first, then the strategy, then optimizers; and the dataset shards."""
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mlx_runtime.config.building import build, build_cfg, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.assigner import BlockAssigner, start_assigner
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
+from mlx_runtime.data.stream_reader import StreamReader
+from mlx_runtime.data.streams import stream_names
+from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything, seeded
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
@@ -24,11 +29,7 @@ def build_experiment(
 ) -> tuple[dict[str, Any], BaseModule]:
     """Return the groups of conf.yaml as live objects, and the experiment made of them.
 
-    Args:
-        job: The run.
-        topology: Topology of this worker.
-        strategy: Applied to the models.
-        stack: Closed at the end of the run.
+    `stack` is closed at the end of the run.
 
     Raises:
         ConfigError: an object cannot be built, or there is no GPU for `cfg.use_gpu=true`.
@@ -40,14 +41,9 @@ def build_experiment(
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if cfg.deterministic:
         stack.enter_context(deterministic())
-    groups = _build_groups(job.tree, cfg, strategy)
-    return groups, cls(**groups)
-
-
-def _build_groups(tree: Mapping[str, Any], cfg: TrainConfig, strategy: Strategy) -> dict[str, Any]:
     groups: dict[str, Any] = {"cfg": cfg}
     seed_everything(cfg.seed)
-    for name, node in tree.items():
+    for name, node in job.tree.items():
         if name == "datasets":
             groups[name] = build_group(node, name, lambda: seeded(cfg.seed))  # random data is the same on all ranks
         elif name not in ("cfg", "optimizers"):
@@ -55,9 +51,9 @@ def _build_groups(tree: Mapping[str, Any], cfg: TrainConfig, strategy: Strategy)
     for model in members(groups.get("models")).values():
         if isinstance(model, torch.nn.Module):
             strategy.prepare(model)
-    if "optimizers" in tree:
-        groups["optimizers"] = build_optimizers(tree["optimizers"], groups.get("models"))
-    return groups
+    if "optimizers" in job.tree:
+        groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
+    return groups, cls(**groups)
 
 
 @contextlib.contextmanager
@@ -72,3 +68,44 @@ def deterministic() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+def dataset_shards(
+    cfg: TrainConfig, datasets: Any, job: Job, topology: Topology, follow: Callable[[Loader], Loader]
+) -> DatasetShards:
+    """Return one shard per argument of `Datasets`, in order. Every worker must call this.
+
+    `follow` returns the loader to use instead of a new one.
+    """
+    nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
+    streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
+    streams = _stream_readers(streamed, job, topology, cfg.seed)
+    keeps_global_batch = cfg.keep_global_batch and job.cluster.engine != "in_process"
+    limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
+    options = LoaderOptions(
+        seed=cfg.seed,
+        processes=reading_processes(cfg.loader),
+        accumulate=cfg.accumulate_grad_batches,
+        wanted_workers=cfg.start_workers if keeps_global_batch else None,
+        limit=min(limits, default=None),
+        repeats=cfg.overfit_batches is not None,
+    )
+    return DatasetShards(
+        {
+            name: DatasetShard(name, datasets, topology, options, job.prepared.get(name), streams.get(name), follow)
+            for name in nodes
+        }
+    )
+
+
+def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
+    """Return readers of streams of Ray Data by name. Rank 0 starts what assigns their rows to all workers."""
+    if not nodes:
+        return {}
+    assigners = {}
+    if job.cluster.engine == "in_process":
+        assigners = {name: BlockAssigner(node, name, seed, job.project) for name, node in nodes.items()}
+    elif topology.writes:
+        size = topology.data_parallel_size
+        assigners = {name: start_assigner(node, name, seed, job.project, size) for name, node in nodes.items()}
+    return {name: StreamReader(assigner, name) for name, assigner in broadcast(assigners).items()}

@@ -1,6 +1,7 @@
 """`breakpoint()` in user code: where pdb may start, and where nobody could answer it."""
 
 import contextlib
+import functools
 import os
 import pdb
 import sys
@@ -34,22 +35,16 @@ def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
         sys.breakpointhook = before
 
 
-class RefusePdb:
-    """Refuses pdb on a worker, which has no terminal, with one notice; another debugger may need none.
+def no_pdb(sink: Sink) -> Callable[[], bool]:
+    """Return what refuses pdb on a worker, which has no terminal, with one notice; another debugger may need none."""
+    text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
+    notify_once = functools.cache(lambda: sink.send(Notice(text, once=True)))
 
-    Args:
-        sink: Called with the notice.
-    """
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink, self._noticed = sink, False
-
-    def __call__(self) -> bool:
+    def allowed() -> bool:
         debugger = os.environ.get("PYTHONBREAKPOINT", "")
         if debugger and not debugger.startswith("ray."):  # Ray sets its own, which would wait for a user to attach
             return debugger != "pdb.set_trace"
-        if not self._noticed:
-            text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
-            self._sink.send(Notice(text, once=True))
-            self._noticed = True
+        notify_once()
         return False
+
+    return allowed

@@ -1,10 +1,9 @@
 """What a checkpoint holds, when it is saved, and how an experiment is restored from it."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from mlx_runtime.config.building import build
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import collectives, randomness
@@ -13,9 +12,10 @@ from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import AsyncCheckpointer, State
+from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import filled, hidden_texts
 from mlx_runtime.training import resuming
-from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.optimization import Optimization
 from mlx_runtime.training.reporting import Reporter
 
@@ -32,79 +32,59 @@ MADE_BY_LOOP = ("tools", "own")
 class Checkpointer:
     """Saves and restores an experiment. Every worker must make the same calls.
 
-    Args:
-        context, groups, progress, reporter, optimization: those of the session.
-        loaders: loaders by dataset name.
-        allowed: raises an error if another driver has taken over the run.
-
     Attributes:
-        requested: True if a checkpoint is saved as soon as the current update is complete.
+        loaders: loaders by dataset name, whose positions are saved.
         positions: positions of loaders that the loop has not asked for since the restore.
+        requested: True if a checkpoint is saved as soon as the current update is complete.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        groups: Groups,
-        progress: Progress,
-        reporter: Reporter,
-        optimization: Optimization,
-        loaders: Mapping[str, Loader],
-        allowed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._context, self._groups, self._progress = context, groups, progress
-        self._reporter, self._optimization, self._loaders = reporter, optimization, loaders
-        self.requested = False
+    def __init__(self, context: RunContext, reporter: Reporter, optimization: Optimization) -> None:
+        self._context, self._reporter, self._optimization = context, reporter, optimization
+        self.loaders: dict[str, Loader] = {}
         self.positions: dict[str, Any] = {}
+        self.requested = False
         self._to_resume: State | None = None
         self._restored_names: dict[str, set[str]] = {}
         self._saver: AsyncCheckpointer | None = None
         if context.topology.writes:
             context.checkpoints.clean()
+            allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
             self._saver = AsyncCheckpointer(context.checkpoints, self._stored, allowed)
 
     # -- save
-
-    def request_every(self, steps: int | None) -> None:
-        """Request a checkpoint if the global step, whose update is about to be completed, is a multiple of `steps`."""
-        self.requested = self.requested or (steps is not None and self._progress.global_step % steps == 0)
 
     def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background.
 
         Args:
-            epoch: epoch, counted from 0.
+            epoch: counted from 0.
             numbers: metrics by which the checkpoint is judged.
             finished: True at the end of the epoch, False within it.
         """
         self.requested = False
-        device = self._context.topology.device
-        own_parts: dict[str, Any] = {"random": randomness.random_state_dict(device)}
+        own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
-            own_parts[name] = checkpoints.state_of(self._groups[name])[0]
+            own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
         if self._saver is not None and ranks is not None:
             state = self._state(ranks) | {"epoch": epoch, "finished": finished}
-            self._saver.save(state, Checkpoint(epoch, finished, self._progress.global_step, dict(numbers)))
+            self._saver.save(state, Checkpoint(epoch, finished, self._context.progress.global_step, dict(numbers)))
 
     def _state(self, ranks: list[Any]) -> State:
         context = self._context
-        state: State = {"ranks": ranks, "global_step": self._progress.global_step, "seed": context.cfg.seed}
+        state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
         state |= {"world_size": context.topology.world_size, "config": dict(context.shown_config)}
         secrets = hidden_texts(context.config, context.shown_config)
-        for name in SAVED_ONCE:
-            state[name], left_out = checkpoints.state_of(self._groups[name], secrets)
-            self._report_left_out(name, left_out)
-        state["on_device"] = checkpoints.on_device(self._groups["tools"])
-        state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self._loaders.items()}
-        return state | {"scaler": self._optimization.scale.state_dict()} | self._reporter.state_dict()
-
-    def _report_left_out(self, group: str, names: list[str]) -> None:
-        for name in names:
-            title = f"{group}.{name}".removeprefix("own.")
-            if group in ("models", "optimizers"):
-                raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
-            self._reporter.events.notice(f"{title} is not part of checkpoints: only numbers, text and tensors are")
+        for group in SAVED_ONCE:
+            state[group], left_out = checkpoints.state_of(context.groups[group], secrets)
+            for name in left_out:
+                title = f"{group}.{name}".removeprefix("own.")
+                if group in ("models", "optimizers"):
+                    raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
+                self._reporter.events.notice(f"{title} is not part of checkpoints: only numbers, text and tensors are")
+        state["on_device"] = checkpoints.on_device(context.groups["tools"])
+        state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
+        return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
     def _stored(self, checkpoint: Checkpoint) -> None:
         """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
@@ -114,7 +94,7 @@ class Checkpointer:
         event = CheckpointSaved(checkpoint.epoch, checkpoint.finished, step, path, checkpoint.metrics)
         self._reporter.events.send(event)
         if self._reporter.tracking is not None:
-            self._reporter.tracking.stored(vars(event))
+            self._reporter.tracking.trackers.handle(event)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is stored.
@@ -135,8 +115,7 @@ class Checkpointer:
     def restore(self) -> int | None:
         """Restore the latest checkpoint of the run, or else the one at `cfg.restore_checkpoint_path`.
 
-        Returns:
-            The epoch of the checkpoint, or None if there is nothing to restore.
+        Returns its epoch, or None if there is nothing to restore.
 
         Raises:
             ConfigError: the checkpoint is damaged, or does not fit the config.
@@ -144,19 +123,19 @@ class Checkpointer:
         state = self._find()
         if state is None:
             return None
-        context, progress = self._context, self._progress
+        context, progress = self._context, self._context.progress
         for name in SAVED_ONCE:
             self._load(name, state)
         self._set_group_values(state)
-        self._restored_names = {name: set(self._groups.members(name)) for name in MADE_BY_LOOP}
+        self._restored_names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
         self._load_rank(state, metrics=True)
-        self._optimization.scale.load_state_dict(state["scaler"])
+        self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
         progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]
         self.positions = dict(state["loaders"])
-        for name in self._loaders.keys() & self.positions.keys():
-            self._loaders[name].load_state_dict(self.positions[name])
+        for name in self.loaders.keys() & self.positions.keys():
+            self.loaders[name].load_state_dict(self.positions[name])
         self._to_resume = {name: part for name, part in state.items() if name != "models"}
         if context.evaluates:
             self._to_resume, self.positions = None, {}
@@ -171,26 +150,23 @@ class Checkpointer:
 
         Until then it may have made a scheduler, drawn random numbers, and reset the metrics; the latter is right before
         a whole pass, and undone before the rest of one. An evaluation that comes before the interrupted pass changes
-        nothing.
-
-        Args:
-            loader: name of the loader whose pass begins.
+        nothing. `loader` is the name of the loader whose pass begins.
         """
         state = self._to_resume
         if state is None or not (state["finished"] or state["loaders"].get(loader, {}).get("steps")):
             return
         self._to_resume = None
-        added = {name: set(self._groups.members(name)) - self._restored_names[name] for name in MADE_BY_LOOP}
+        added = {name: set(self._context.groups.members(name)) - self._restored_names[name] for name in MADE_BY_LOOP}
         for name, names in added.items():
             self._load(name, state, only=names & set(state[name]))
         if any(added.values()):
             self._load("optimizers", state)
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
-            for missing in sorted(set(state[name]) - set(self._groups.members(name))):
+            for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
                 self._reporter.events.notice(f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
         self._load_rank(state, metrics=not state["finished"])
-        self._progress.interrupted = not state["finished"]
+        self._context.progress.interrupted = not state["finished"]
 
     def _find(self) -> State | None:
         """Return the state to restore everything from, or None if there is none."""
@@ -203,7 +179,7 @@ class Checkpointer:
         elif path:
             state = checkpoints.read(path)
             if not self._context.cfg.restore_strict:
-                for line in checkpoints.load_what_fits(self._groups["models"], state["models"]):
+                for line in checkpoints.load_what_fits(self._context.groups["models"], state["models"]):
                     notice(f"          {line}")
                 notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
                 return None
@@ -216,27 +192,26 @@ class Checkpointer:
         """Return the config of a checkpoint, including the secrets that are known, and the config of the run."""
         return filled(state["config"], self._context.shown_config, self._context.config), self._context.config
 
-    def _load(self, name: str, state: State, only: Collection[str] | None = None) -> None:
+    def _load(self, name: str, state: State, only: set[str] | None = None) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
         saved, moved = state[name], {}
         if name == "tools":
             before, now = (config.get(name) or {} for config in self._configs(state))
             moved = dict.fromkeys(state["on_device"], self._context.topology.device)
             saved = {
-                item: resuming.with_settings(part, before[item], now[item], f"tools.{item}", build)
+                item: resuming.with_settings(part, before[item], now[item], f"tools.{item}")
                 if item in before and item in now
                 else part
                 for item, part in saved.items()
             }
-        wanted = None if only is None else set(only)
-        for text in checkpoints.load_into(self._groups[name], saved, name, only=wanted, moved=moved):
+        for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved):
             self._reporter.events.notice(text)
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
-        kept = [item for name in MADE_BY_LOOP for item in self._groups.members(name).values()]
-        resuming.set_group_values(self._groups.optimizers, kept, before, now)
+        kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
+        resuming.set_group_values(self._context.groups.optimizers, kept, before, now)
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if wanted, metrics of this rank; after a change of size, what can be merged."""
@@ -245,17 +220,14 @@ class Checkpointer:
             randomness.load_random_state_dict(ranks[topology.rank]["random"], topology.device)
         else:
             randomness.seed_everything(mix_seeds(state["seed"], topology.rank, state["global_step"]))
-        for name in SAVED_PER_RANK if metrics else ():
-            group, parts = self._groups[name], [part[name] for part in ranks]
-            mine = parts[topology.rank :: topology.world_size]
-            if not mine:
-                continue  # more workers than at save time
-            saved = mine[0]
+        mine = ranks[topology.rank :: topology.world_size]
+        for name in SAVED_PER_RANK if metrics and mine else ():  # else there are more workers than at save time
+            saved, group = mine[0][name], self._context.groups[name]
             if topology.world_size < state["world_size"]:
-                saved = checkpoints.merged(mine, group)[0]
-                for item in checkpoints.merged(parts, group)[1]:  # on all workers, or its value would cover only some
-                    saved.pop(item, None)
-                    self._reporter.events.notice(
-                        f"{name}.{item} starts over: its states of several workers cannot be merged"
-                    )
+                saved = checkpoints.merged([part[name] for part in mine], group)
+                for item, metric in checkpoints.members(group).items():
+                    if item in ranks[0][name] and is_metric(metric) and not is_mergeable(metric):
+                        saved.pop(item, None)  # on all workers, or its value would cover only some
+                        text = f"{name}.{item} starts over: its states of several workers cannot be merged"
+                        self._reporter.events.notice(text)
             checkpoints.load_into(group, saved, name, only=set(saved))

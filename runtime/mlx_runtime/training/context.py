@@ -18,55 +18,8 @@ GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools
 """The groups of objects that make an experiment, as conf.yaml names them."""
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """The run that a worker takes part in. It does not change.
-
-    Attributes:
-        folder: folder of the run.
-        topology: topology of this worker.
-        cfg: settings of the run.
-        config: conf.yaml of the run, resolved.
-        shown_config: the same without secrets.
-        evaluates: True if a checkpoint is evaluated and nothing is trained.
-    """
-
-    folder: RunFolder
-    topology: Topology
-    cfg: Any
-    config: Mapping[str, Any] = field(default_factory=dict)
-    shown_config: Mapping[str, Any] = field(default_factory=dict)
-    evaluates: bool = False
-
-    @cached_property
-    def checkpoints(self) -> Checkpoints:
-        """The stored checkpoints of the run."""
-        return Checkpoints(self.folder.checkpoints)
-
-
-@dataclass
-class Progress:
-    """How far a run has progressed.
-
-    Attributes:
-        epoch: epoch, counted from 0.
-        global_step: training steps taken in all epochs; steps that make one update together count once.
-        updates: steps that optimizers have taken in this process.
-        interrupted: True after a restart within an epoch, until its training pass is resumed.
-    """
-
-    epoch: int = 0
-    global_step: int = 0
-    updates: int = 0
-    interrupted: bool = False
-
-
 class Groups:
-    """The objects of an experiment. User code may replace them at any time.
-
-    Args:
-        experiment: an object with one attribute per group.
-    """
+    """The objects of an experiment, by group. User code may replace them at any time."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
@@ -95,3 +48,43 @@ class Groups:
             and hasattr(item, "load_state_dict")
             and id(item) not in grouped
         }
+
+
+@dataclass
+class Progress:
+    """How far a run has progressed.
+
+    Attributes:
+        epoch: counted from 0.
+        global_step: training steps taken in all epochs; steps that make one update together count once.
+        interrupted: True after a restart within an epoch, until its training pass is resumed.
+    """
+
+    epoch: int = 0
+    global_step: int = 0
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The run that a worker takes part in.
+
+    Attributes:
+        config, shown_config: resolved conf.yaml of the run, with and without secrets.
+        evaluates: True if a checkpoint is evaluated and nothing is trained.
+        preemptible: True if the cluster may announce that a node is preempted.
+    """
+
+    folder: RunFolder
+    topology: Topology
+    cfg: Any
+    groups: Groups
+    config: Mapping[str, Any] = field(default_factory=dict)
+    shown_config: Mapping[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
+    preemptible: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.folder.checkpoints)

@@ -3,6 +3,7 @@
 A layer is a module with parameters of its own, named after its model and its path in there, like `net.layers.0`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ class GradientMonitor:
 
     Args:
         every: global steps between two records of the norms of all layers; 0 means never.
-        stop_on_nan: True to check every step, and raise at the first gradient that is not finite.
+        stop_on_nan: check every step, and raise at the first gradient that is not finite.
         report: called with norms by name; None on workers that do not write.
         notice: called with a line to show to the user.
     """
@@ -32,25 +33,19 @@ class GradientMonitor:
         report: Callable[[dict[str, float]], None] | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._every, self._stop_on_nan = every if report is not None else 0, stop_on_nan
-        self._report, self._notice = report, notice
+        self._every, self._stop_on_nan, self._report, self._notice = every, stop_on_nan, report, notice
         self._warned = self._no_matplotlib = False
         self._norms: dict[str, list[float]] = {}
 
     def wants(self, step: int) -> bool:
-        """Return True if gradients are inspected at a step."""
+        """Return True if gradients are inspected at a global step."""
         return self._stop_on_nan or self._records(step)
 
     def _records(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
+        return self._report is not None and self._every > 0 and step % self._every == 0
 
     def inspect(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
         """Inspect the gradients of an optimizer that is about to step.
-
-        Args:
-            models: models by name.
-            params: parameters of the optimizer.
-            step: global step.
 
         Raises:
             MlxError: a gradient is not finite, and `stop_on_nan` is set.
@@ -58,11 +53,12 @@ class GradientMonitor:
         if not self.wants(step):
             return
         params = [param for param in params if param.grad is not None]
-        if not params or (not self._records(step) and _finite([param.grad for param in params])):
+        gradients: Any = [param.grad for param in params]
+        if not params or (not self._records(step) and nn.utils.get_total_norm(gradients).isfinite()):
             return
         layers = _layers(models, {id(param) for param in params})
         gradient = _norms_of({name: [param.grad for param in layer] for name, layer in layers.items()})
-        broken = [name for name, norm in gradient.items() if not torch.isfinite(torch.tensor(norm))]
+        broken = [name for name, norm in gradient.items() if not math.isfinite(norm)]
         if broken:
             more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
             text = f"the gradient of {broken[0]}{more} is not finite at step {step}"
@@ -81,8 +77,7 @@ class GradientMonitor:
     def picture(self) -> "Figure | None":
         """Draw the mean and the maximum norm of each layer since the last picture, with the first layer on top.
 
-        Returns:
-            None if no norm was recorded, or matplotlib is not installed.
+        None if no norm was recorded, or matplotlib is not installed.
         """
         recorded, self._norms = self._norms, {}
         if not recorded:
@@ -106,12 +101,8 @@ class GradientMonitor:
 
 def _norms_of(tensors: Mapping[str, list[Any]]) -> dict[str, float]:
     """Return the 2-norm of each list of tensors, in one transfer from the device."""
-    stacked = torch.stack([nn.utils.get_total_norm(items).float() for items in tensors.values()])
-    return dict(zip(tensors, stacked.tolist(), strict=True))
-
-
-def _finite(gradients: list[Any]) -> bool:
-    return bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
+    norms = torch.stack([nn.utils.get_total_norm(items).float() for items in tensors.values()])
+    return dict(zip(tensors, norms.tolist(), strict=True))
 
 
 def _layers(models: Mapping[str, Any], wanted: set[int]) -> dict[str, list[nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,14 +12,14 @@ from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import is_metric, is_updated
 from mlx_runtime.tracking.metric_sync import (
     UPDATED_ON_SOME,
-    MetricSnapshot,
     MetricSync,
+    Snapshot,
     SyncedMetric,
     SyncMessage,
     numbers,
     snapshots,
 )
-from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.passes import Pass
 from mlx_runtime.training.reporting import Reporter
 
@@ -29,18 +29,18 @@ class PassRecord:
     """What was saved in a pass.
 
     Attributes:
-        groups: saved since the pass began, of `losses` and `metrics`.
+        sent_step, sent_at: step and time at which numbers were recorded last.
+        groups: groups saved since the pass began, of `losses` and `metrics`.
         new: those of `groups` that were saved since numbers were last recorded.
-        snapshots: snapshots of metrics, taken when user code saved them.
-        values: the values recorded last.
-        sent_at, sent_step: time and step at which numbers were recorded last.
+        snapshots: taken when user code saved the metrics.
+        values: recorded last.
     """
 
-    sent_step: int
+    sent_step: int = 0
     sent_at: float = field(default_factory=time.monotonic)
     groups: set[str] = field(default_factory=set)
     new: set[str] = field(default_factory=set)
-    snapshots: dict[str, MetricSnapshot] = field(default_factory=dict)
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
 
 
@@ -58,8 +58,8 @@ class Exchange:
 class MetricRecorder:
     """Records the metrics and losses of an experiment over all workers. Every worker must make the same calls."""
 
-    def __init__(self, context: RunContext, groups: Groups, progress: Progress, reporter: Reporter) -> None:
-        self._context, self._groups, self._progress, self._reporter = context, groups, progress, reporter
+    def __init__(self, context: RunContext, reporter: Reporter) -> None:
+        self._context, self._reporter = context, reporter
         self._sync = MetricSync(context.topology)
         self._metrics: dict[str, SyncedMetric] = {}
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
@@ -85,14 +85,9 @@ class MetricRecorder:
             self.flush()
 
     def save(self, item: Pass, groups: tuple[str, ...]) -> None:
-        """Record groups of metrics, now or when numbers are recorded next.
-
-        Args:
-            item: the pass that they belong to.
-            groups: `losses`, `metrics` or both.
-        """
+        """Record groups of metrics of a pass, now or when numbers are recorded next."""
         self._unfinished = item
-        record = self._records.setdefault(item, PassRecord(0))
+        record = self._records.setdefault(item, PassRecord())
         record.groups.update(groups)
         record.new.update(groups)
         if not self.is_due(item):
@@ -110,7 +105,9 @@ class MetricRecorder:
             self.send(item, last=item.finished)
         if item.finished:
             self.receive()  # user code may ask for the values of the pass next
-            self._settle(item)
+            item.recorded = True
+            if self._unfinished is item:
+                self._unfinished = None
 
     def flush(self) -> None:
         """Record what was saved in a pass that the loop has left, or is about to forget."""
@@ -125,28 +122,18 @@ class MetricRecorder:
         if item.loader is None or not item.active:
             item.recorded = True
 
-    def _settle(self, item: Pass) -> None:
-        item.recorded = True
-        if self._unfinished is item:
-            self._unfinished = None
-
     def send(self, item: Pass, *, last: bool) -> None:
-        """Start to exchange the metrics of a pass.
-
-        Args:
-            item: the pass.
-            last: True at its end.
-        """
-        record = self._records.setdefault(item, PassRecord(0))
+        """Start to exchange the metrics of a pass; `last` at its end."""
+        record = self._records.setdefault(item, PassRecord())
         groups = frozenset(record.new)
-        late = {name: metric for name, metric in self._of(sorted(groups)).items() if name not in record.snapshots}
+        late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
         if last and not groups:  # the numbers are on record, except those that come once per pass
-            late = {name: metric for name, metric in self._of(sorted(record.groups)).items() if metric.keeps_rows}
+            late = {name: metric for name, metric in self._of(record.groups).items() if metric.keeps_rows}
             groups = frozenset(record.groups) if late else groups
         taken = snapshots(late, whole_pass=last) | record.snapshots
         rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
         waited = 100 * item.loader.waited_s / item.loader.seconds if item.loader is not None and item.training else 0.0
-        progress = self._progress
+        progress = self._context.progress
         self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates)
         self._sync.send(SyncMessage((item.name, item.step), groups, waited, taken))
         record.new, record.snapshots = set(), {}
@@ -161,7 +148,7 @@ class MetricRecorder:
         if not messages[0].groups:
             return
         values: dict[str, float] = {}
-        for name, metric in self._of(sorted(messages[0].groups)).items():
+        for name, metric in self._of(messages[0].groups).items():
             title = f"{exchange.name}/{name}"
             found: dict[str, float] | None = {}
             if metric.syncs_itself:
@@ -183,9 +170,9 @@ class MetricRecorder:
                 self._reporter.input_speed(item.loader, rates["samples_per_s"], waited)
         self._reporter.record(values | rates, exchange.step, exchange.epoch)
 
-    def _of(self, groups: Iterable[str]) -> dict[str, SyncedMetric]:
-        """Return the metrics of some groups by name."""
-        found = {name: item for group in groups for name, item in self._groups.members(group).items()}
+    def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
+        """Return the metrics of some groups by name, in the same order on all workers."""
+        found = {name: item for group in sorted(groups) for name, item in self._context.groups.members(group).items()}
         for name, item in found.items():
             if is_metric(item) and (name not in self._metrics or self._metrics[name].metric is not item):
                 self._metrics[name] = SyncedMetric(item)
@@ -199,11 +186,11 @@ class MetricRecorder:
 
     def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
         """Return what is recorded of training besides metrics: learning rates, speed, memory."""
-        optimizers = self._groups.members("optimizers")
+        optimizers = self._context.groups.members("optimizers").items()
         rates = {
-            f"lr/{name}": float(optimizer.param_groups[0]["lr"])
-            for name, optimizer in optimizers.items()
-            if hasattr(optimizer, "param_groups")
+            f"lr/{name}": float(item.param_groups[0]["lr"])
+            for name, item in optimizers
+            if hasattr(item, "param_groups")
         }
         if item.loader is not None:
             rates["samples_per_s"] = item.loader.current.rows_read / item.loader.seconds

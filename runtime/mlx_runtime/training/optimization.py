@@ -1,20 +1,26 @@
-"""Updates as the config requires: gradients of several steps, scaled and clipped, and inspected before each update."""
+"""Updates as the config requires: half precision and compiled models; gradients of several steps, scaled and clipped,
+and inspected before each update."""
 
-from collections.abc import Iterator
+import functools
+import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from mlx_runtime.distributed.wrapping import unwrap
-from mlx_runtime.errors import MlxError, suggest
-from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.errors import ConfigError, MlxError, suggest
+from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.gradients import GradientMonitor
-from mlx_runtime.training.precision import LossScale
 from mlx_runtime.training.reporting import Reporter
 from mlx_runtime.training.strategies import Strategy
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of `cfg.precision` besides 32."""
 
 
 @dataclass
@@ -31,13 +37,7 @@ class Accumulation:
     steps: int = 1
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
-        """Move to a step.
-
-        Args:
-            number: number of the step in its pass, from 1.
-            total: steps in the pass.
-            per_update: steps per update; the last update of a pass may have fewer.
-        """
+        """Move to a step, counted from 1 in a pass of `total` steps; its last update may have fewer steps."""
         self.first = number % per_update == 1 or per_update == 1
         self.last = number % per_update == 0 or number == total
         self.steps = min(per_update, total - (number - 1) // per_update * per_update)
@@ -46,85 +46,65 @@ class Accumulation:
 class Optimization:
     """Gradients and updates of one worker.
 
-    Args:
-        context, groups, progress, reporter: those of the session.
-        strategy: synchronizes and clips gradients.
-
     Attributes:
         accumulation: position of the current step in its update.
         monitor: inspects gradients before each update.
-        scale: the loss scale.
     """
 
-    def __init__(
-        self, context: RunContext, groups: Groups, progress: Progress, reporter: Reporter, strategy: Strategy
-    ) -> None:
-        cfg = self._cfg = context.cfg
-        self._groups, self._progress, self._reporter, self._strategy = groups, progress, reporter, strategy
+    def __init__(self, context: RunContext, reporter: Reporter, strategy: Strategy) -> None:
+        cfg = context.cfg
+        self._context, self._reporter, self._strategy = context, reporter, strategy
         self.accumulation = Accumulation()
-        self.monitor = GradientMonitor(
-            cfg.watch_gradients,
-            cfg.stop_on_nan,
-            self._report_norms if context.topology.writes else None,
-            reporter.events.notice,
-        )
-        self.scale = LossScale(cfg.precision, context.topology.device)
+        report = self._report_norms if context.topology.writes else None
+        self.monitor = GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, reporter.events.notice)
+        self._scaler = torch.amp.GradScaler(context.topology.device.type, enabled=cfg.precision == "fp16")
+        self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`
         self._knows_steps = False  # a loader of the runtime was read, which knows the last step of a pass
-        self._updates_before = 0
+        self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
 
     # -- called by user code
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradients of a loss to those of the current update.
-
-        Args:
-            loss: loss of this step, a mean over its rows.
-            options: keyword arguments of `torch.Tensor.backward`.
-
-        Raises:
-            MlxError: gradients are to be accumulated, and the loop does not read loaders of the runtime.
-        """
-        if not self._knows_steps and self._cfg.accumulate_grad_batches > 1:
+        """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
+        if not self._knows_steps and self._context.cfg.accumulate_grad_batches > 1:
             raise MlxError(
                 "cfg.accumulate_grad_batches needs the loaders of self.generate_loaders, which know the last step of a "
                 "pass; read one of them, or set it to 1"
             )
         self._managed = True
-        if self.scale.update_is_due and all(
-            param.grad is None for item in self._groups.optimizers.values() for param in _params(item)
+        if self._scale_is_due and all(
+            param.grad is None for item in self._context.groups.optimizers.values() for param in _params(item)
         ):
-            self.scale.update()
+            self._update_scale()
         if self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
-        self.scale.scaled(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
+        self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
 
     def step(self, name: str | None = None) -> bool:
-        """Clip the gradients of an optimizer, step and zero them, if the update is complete. Return True if it is.
-
-        Raises:
-            MlxError: there is no such optimizer, or the loop called `loss.backward()` instead of `backward`.
-        """
+        """Clip the gradients of an optimizer, step and zero them, if the update is complete. Return True if it is."""
         optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
         if not self.accumulation.last:
             return False
-        if self._cfg.gradient_clip is not None:
-            self.scale.unscale(optimizer)
-            self._strategy.clip_grad_norm_(list(_params(optimizer)), self._cfg.gradient_clip)
+        cfg = self._context.cfg
+        if cfg.gradient_clip is not None:
+            self._scaler.unscale_(optimizer)
+            self._strategy.clip_grad_norm_(list(_params(optimizer)), cfg.gradient_clip)
         self._stepping = True
         try:
-            self.scale.step(optimizer)
+            self._scaler.step(optimizer)
         finally:
             self._stepping = False
+        self._scale_is_due = self._scaler.is_enabled()
         optimizer.zero_grad()
-        self.after_update()  # the scaler may have left out the step
+        self.after_update()  # the scaler leaves out a step whose gradients are not finite
         return True
 
     def _optimizer(self, name: str | None) -> Optimizer:
-        optimizers = self._groups.optimizers
+        optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
         if name is None:
@@ -133,34 +113,45 @@ class Optimization:
             raise MlxError(f"self.optimizer_step({name!r}): there is no such optimizer.{suggest(name, optimizers)}")
         return optimizers[name]
 
+    def _update_scale(self) -> None:
+        """Update the scale, once all optimizers that share it have stepped."""
+        if self._scale_is_due:
+            self._scaler.update()
+            self._scale_is_due = False
+
     # -- called by the session
 
     def begin_pass(self) -> None:
         """Drop the gradients of an update that the previous pass left unfinished."""
         if self._managed and not self.accumulation.last:
-            for optimizer in self._groups.optimizers.values():
+            for optimizer in self._context.groups.optimizers.values():
                 optimizer.zero_grad()
         self.accumulation.first = self.accumulation.last = True
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
-        """Begin a training step.
-
-        Args:
-            number: number of the step in its pass, from 1; the steps before an interruption do not count.
-            total: steps in the pass.
-            per_update: steps per update. Workers share gradients at the last one only.
-        """
+        """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
         self._knows_steps = True
-        self.scale.update()
+        self._update_scale()
         if per_update > 1:
             self.accumulation.begin_step(number, total, per_update)
-            models = [*self._groups.members("models").values(), *self._groups.members("own").values()]
+            groups = self._context.groups
+            models = [*groups.members("models").values(), *groups.members("own").values()]
             self._strategy.sync_gradients(models, self.accumulation.last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale; empty unless `cfg.precision=fp16`."""
+        self._update_scale()
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the loss scale, unless it was saved with a different precision."""
+        if state:
+            self._scaler.load_state_dict(state)
 
     def step_completed_update(self) -> bool:
         """Return True if the step that has just finished completed an update, so that a checkpoint holds all of it."""
-        updated, self._updates_before = self._progress.updates != self._updates_before, self._progress.updates
-        return self.accumulation.last and (updated or not self._progress.updates)
+        updated, self._updated = self._updated, False if self._updated else self._updated
+        return self.accumulation.last and updated is not False
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, and inspect its gradients.
@@ -170,16 +161,17 @@ class Optimization:
         """
         if not self._stepping:
             self._check_plain_step()
-        if self.monitor.wants(self._progress.global_step):
-            models = {name: unwrap(item) for name, item in self._groups.members("models").items()}
-            self.monitor.inspect(models, _params(optimizer), self._progress.global_step)
+        step = self._context.progress.global_step
+        if self.monitor.wants(step):
+            models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
+            self.monitor.inspect(models, _params(optimizer), step)
 
     def after_update(self) -> None:
-        """Count an update."""
-        self._progress.updates += 1
+        """Note an update."""
+        self._updated = True
 
     def _check_plain_step(self) -> None:
-        cfg = self._cfg
+        cfg = self._context.cfg
         setting = "accumulate_grad_batches" if cfg.accumulate_grad_batches > 1 else "keep_global_batch"
         if not self._managed and (cfg.accumulate_grad_batches > 1 or cfg.keep_global_batch):
             raise MlxError(
@@ -191,7 +183,7 @@ class Optimization:
                 f"optimizer.step() was called in the middle of an update of {self.accumulation.steps} steps, where "
                 "each worker has different gradients; call self.optimizer_step() instead"
             )
-        if self.scale and self._managed:
+        if self._scaler.is_enabled() and self._managed:
             raise MlxError(
                 "optimizer.step() was called after self.backward(loss), which scales gradients for cfg.precision=fp16; "
                 "call self.optimizer_step() instead"
@@ -202,9 +194,51 @@ class Optimization:
             )
 
     def _report_norms(self, values: dict[str, float]) -> None:
-        self._reporter.record(values, self._progress.global_step, self._progress.epoch)
+        progress = self._context.progress
+        self._reporter.record(values, progress.global_step, progress.epoch)
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> None:
+    """Apply `cfg.precision` and `cfg.compile` to models, in place; the names in their states stay the same.
+
+    Raises:
+        ConfigError: `cfg.compile` names no backend.
+    """
+    for model in models:
+        if isinstance(model, nn.Module):
+            if cfg.precision != 32:
+                in_half_precision(model, device, cfg.precision)
+            if cfg.compile:
+                model.compile(**_compiler_options(cfg.compile))
+
+
+def in_half_precision(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Run a model's `forward` in autocast, and return its half-precision outputs as float32."""
+    before = model.forward
+    function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
+
+    @functools.wraps(before)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, HALF[precision]):
+            output = function(self, *args, **kwargs) if function else before(*args, **kwargs)
+        return tree_map(_in_float32, output)
+
+    model.forward = types.MethodType(forward, model)  # a method, so that a deep copy of the model runs its own weights
+
+
+def _in_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF.values() else value
+
+
+def _compiler_options(backend: bool | str) -> dict[str, str]:
+    if not isinstance(backend, str):
+        return {}  # torch's default backend
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"cfg.compile is {backend!r}, not a torch.compile backend.{suggest(backend, known)}")
+    return {"backend": backend}

@@ -110,14 +110,7 @@ class PassTracker:
         self._within_step[dataset] = self.leading is not None
 
     def begin(self, dataset: str, *, training: bool, steps: int, **known: Any) -> Pass:
-        """Begin a pass: the first batch of a loader is about to be read.
-
-        Args:
-            dataset: name of the dataset that the loader reads.
-            training: True if it reads a training set.
-            steps: batches in the pass.
-            known: other attributes of the pass.
-        """
+        """Begin a pass: the first batch of a loader is about to be read. `known` are other attributes of the pass."""
         block = self._blocks[-1]
         made = Pass(block.name or dataset, training and block.training, steps=steps, **{"loader": dataset, **known})
         self._passes[dataset] = made
@@ -138,15 +131,7 @@ class PassTracker:
         return made
 
     def batch(self, dataset: str, number: int) -> bool:
-        """Count a batch.
-
-        Args:
-            dataset: name of the dataset that it belongs to.
-            number: number of the batch in its pass, from 1.
-
-        Returns:
-            True if the pass leads.
-        """
+        """Count a batch by its number in its pass, from 1. Return True if the pass leads."""
         found = self._passes[dataset]
         found.step, found.closed = number, False
         for block in self._blocks:
@@ -184,11 +169,8 @@ class PassTracker:
         """Return the pass that the metrics saved now belong to.
 
         That is the leading one; between two passes the one before, or, if that is on record, data that the runtime does
-        not know.
-
-        Args:
-            name: given by user code for the records, or None.
-            evaluation: True if such a name means that its steps are not training steps.
+        not know. `name` is what user code calls it, if anything; `evaluation` is True if such a name means that its
+        steps are not training steps.
         """
         block = self._blocks[-1]
         current = self.leading

@@ -20,13 +20,9 @@ OPERATORS = 10
 
 
 class Profiler:
-    """Traces the first training steps of this process inside the block. Rank 0 only.
+    """Traces the first training steps of this process inside the block, on the CPU and a device. Rank 0 only.
 
-    Args:
-        folder: The run folder. The trace is stored as `profile/step_00000003.pt.trace.json`, for Perfetto and
-            TensorBoard.
-        device: Device to trace besides the CPU.
-        notify: Receives lines for the user.
+    The trace is stored as `profile/step_00000003.pt.trace.json` of the run, for Perfetto and TensorBoard.
     """
 
     def __init__(self, folder: RunFolder, device: torch.device, notify: Callable[[str], None]) -> None:
@@ -45,11 +41,7 @@ class Profiler:
         return self
 
     def step(self, number: int) -> None:
-        """Count a finished training step.
-
-        Args:
-            number: Global step, from 1.
-        """
+        """Count a finished training step, given its global step, from 1."""
         if self._profile is None:
             return
         self._steps += 1

@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
-from mlx_runtime.training.context import Progress, RunContext
+from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.passes import Pass
 
 SECONDS_PER_EVENT = 0.1
@@ -20,21 +20,15 @@ SLOW_INPUT_PCT = 20
 
 
 class EventSender:
-    """Sends events to the driver. Only rank 0 has a sink; on others nothing happens.
+    """Sends events to the driver, from rank 0 only."""
 
-    Args:
-        progress: progress of the session.
-        sink: called with the events.
-    """
-
-    def __init__(self, progress: Progress, sink: Sink | None = None) -> None:
-        self._progress, self._sink = progress, sink
+    def __init__(self, context: RunContext, sink: Sink) -> None:
+        self._context, self._sink = context, sink
         self._sent: set[Event] = set()
         self._last_step: tuple[Pass | None, float] = (None, 0.0)
 
     def send(self, event: Event) -> None:
-        """Send an event."""
-        if self._sink is not None:
+        if self._context.topology.writes:
             self._sink.send(event)
 
     def send_once(self, event: Event) -> None:
@@ -56,54 +50,42 @@ class EventSender:
         """Report the progress of a pass, unless that was done a moment ago."""
         now = time.monotonic()
         shown, at = self._last_step
-        if self._sink is None or (item.step != item.steps and item is shown and now - at < SECONDS_PER_EVENT):
+        if item.step != item.steps and item is shown and now - at < SECONDS_PER_EVENT:
             return
         self._last_step = item, now
         rate = (item.loader.current.given - 1) / max(now - item.started, 1e-9)
-        self.send(StepProgress(item.name, self._progress.epoch, item.step, item.steps, rate, dict(values)))
+        epoch = self._context.progress.epoch
+        self.send(StepProgress(item.name, epoch, item.step, item.steps, rate, dict(values)))
 
 
 class Reporter:
     """The numbers of a run. Every worker keeps them, and rank 0 records them.
 
-    Args:
-        context, progress, events: of the session.
-        tracking: receives the metrics; None on ranks other than 0.
-        forwards: True if the driver also wants the numbers.
-
     Attributes:
-        begun: True once this attempt has started to record.
+        tracking: receives the metrics; None on ranks other than 0.
         latest: last value of every recorded number.
         logged: names of the numbers that user code logged itself.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        progress: Progress,
-        events: EventSender,
-        tracking: ReportWriter | None = None,
-        forwards: bool = False,
-    ) -> None:
-        self._context, self._progress, self.events = context, progress, events
-        self.tracking, self._forwards = tracking, forwards
-        self.begun = False
+    def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
+        self._context, self.events, self.tracking = context, events, tracking
         self.latest: dict[str, float] = {}
         self.logged: set[str] = set()
         self._of_epoch: dict[str, float] = {}
         self._input_speed: dict[str, float] = {}
         self._epoch_started = time.monotonic()
         self._not_finite = False
-        self._rewind: tuple[Mapping[str, Any] | None, int] = (None, 0)
+        # State of the trackers and global step at which this attempt begins to record; None once it has.
+        self._begins_at: tuple[Mapping[str, Any] | None, int] | None = (None, 0)
 
     def begin(self) -> None:
         """Start recording this attempt, once. Until then everything on disk is as the previous attempt left it."""
-        if self.begun or not self._context.topology.writes:
+        if self._begins_at is None or not self._context.topology.writes:
             return
-        self.begun = True
+        begins_at, self._begins_at = self._begins_at, None
         self._context.checkpoints.set_damaged_aside()
         if self.tracking is not None:
-            self.tracking.rewind(*self._rewind)
+            self.tracking.rewind(*begins_at)
             self.tracking.start()
         self.events.send(LoopStarted())
 
@@ -114,9 +96,11 @@ class Reporter:
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Remove what was recorded after a checkpoint of this run, as soon as recording begins."""
-        self._rewind = state["tracking"], state["global_step"]
-        if self.begun and self.tracking is not None:
-            self.tracking.rewind(*self._rewind)
+        position = state["tracking"], state["global_step"]
+        if self._begins_at is not None:
+            self._begins_at = position
+        elif self.tracking is not None:
+            self.tracking.rewind(*position)
 
     def forget(self) -> None:
         """Drop all numbers, so that an evaluation reports only its own."""
@@ -133,7 +117,7 @@ class Reporter:
         """Record numbers that user code logged. Called on rank 0."""
         self.logged |= set(values)
         self.collect(values)
-        self.record(values, self._progress.global_step, epoch)
+        self.record(values, self._context.progress.global_step, epoch)
 
     def collect(self, values: Mapping[str, float]) -> None:
         """Keep numbers for the epoch and for the choice of the best checkpoint."""
@@ -141,13 +125,11 @@ class Reporter:
         self._of_epoch |= values
 
     def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        """Pass numbers to the trackers, and to the driver if it wants them."""
+        """Pass numbers to the trackers."""
         self.begin()
         self._warn_if_not_finite(values, step, epoch)
         if self.tracking is not None:
-            report = self.tracking.report(values, step=step, epoch=epoch)
-            if self._forwards:
-                self.events.send(report)
+            self.tracking.report(values, step=step, epoch=epoch)
 
     def _warn_if_not_finite(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         names = [name for name, value in values.items() if not math.isfinite(value)]
@@ -174,25 +156,17 @@ class Reporter:
         if data_wait_pct > SLOW_INPUT_PCT and loader.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
-    @property
-    def epoch_has_numbers(self) -> bool:
-        """True if anything was recorded since the last epoch ended."""
-        return bool(self._of_epoch)
-
-    def end_epoch(self, picture: Any = None) -> None:
-        """Report the numbers recorded since the last epoch ended, if there are any.
-
-        Args:
-            picture: matplotlib figure of the epoch's gradient norms, or None.
-        """
-        epoch, seconds = self._progress.epoch, time.monotonic() - self._epoch_started
+    def end_epoch(self, draw: Callable[[], Any]) -> None:
+        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return."""
         if self._of_epoch:
-            epochs = self._context.cfg.num_epochs
-            self.events.send(EpochEnded(epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed))
-            self.record({"time/epoch_s": seconds}, self._progress.global_step, epoch)
-            if picture is not None and self.tracking is not None and self.tracking.tensorboard is not None:
-                self.tracking.tensorboard.add_figure("gradient_flow", picture, self._progress.global_step)
+            cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
+            picture = draw()
+            ended = EpochEnded(progress.epoch, cfg.num_epochs, dict(self._of_epoch), seconds, **self._input_speed)
+            self.events.send(ended)
+            self.record({"time/epoch_s": seconds}, progress.global_step, progress.epoch)
             if self.tracking is not None:
-                self.tracking.end_epoch(epoch, dict(self._of_epoch))
+                if picture is not None and self.tracking.tensorboard is not None:
+                    self.tracking.tensorboard.add_figure("gradient_flow", picture, progress.global_step)
+                self.tracking.trackers.handle(ended)
         self._of_epoch, self._input_speed = {}, {}
         self._epoch_started = time.monotonic()

@@ -11,7 +11,7 @@ Everything else is refused before anything is written.
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from mlx_runtime.config.building import build
 from mlx_runtime.config.signatures import MISSING, parameters
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed import randomness
@@ -26,8 +27,6 @@ from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import State, state_of
 from mlx_runtime.storage.redaction import HIDDEN, is_secret, redacted
 from mlx_runtime.training.options import TrainConfig
-
-Build = Callable[[Any, str], Any]
 
 FIXED = {"limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"}
 """Settings that a run keeps: they determine where it starts and what it reads."""
@@ -41,12 +40,7 @@ MAY_START = {"lr", "weight_decay"}
 
 @dataclass(frozen=True)
 class Change:
-    """A value of the config that differs from that of the run.
-
-    Attributes:
-        key: full, like `optimizers.adam.lr`.
-        before, after: the values; `MISSING` if there is none.
-    """
+    """A value of the config that differs from that of the run; `MISSING` is the value where there is none."""
 
     key: str
     before: Any
@@ -73,25 +67,10 @@ def changes(before: Any, after: Any, key: str = "") -> list[Change]:
 def refusals(found: Iterable[Change], cfg: type) -> list[str]:
     """Return one line per change that a resumed run cannot apply, as far as the config shows it.
 
-    Args:
-        found: the changes.
-        cfg: class of the group `cfg`.
+    `cfg` is the class of that group.
     """
-    lines = []
-    for change in found:
-        group, _, rest = change.key.partition(".")
-        name, _, argument = rest.partition(".")
-        structural = "_target_" in change.key or MISSING in (change.before, change.after)
-        why: str | None = "the checkpoint determines it"
-        if group == "cfg":
-            why = _why_fixed(name, cfg)
-        elif group == "optimizers" and not structural:
-            why = _why_not_a_number(argument, change.before, change.after)
-        elif group == "tools" and argument and not structural:
-            why = None
-        if why is not None:
-            lines.append(f"{change} ({why})")
-    return lines
+    reasons = [(change, _why_refused(change, cfg)) for change in found]
+    return [f"{change} ({why})" for change, why in reasons if why is not None]
 
 
 def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Any], then: Any, now: Any) -> None:
@@ -100,10 +79,8 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
     A learning rate that a schedule has changed keeps its ratio to the initial rate.
 
     Args:
-        optimizers: restored optimizers by name.
         schedulers: restored; other objects among them are ignored.
-        then: config of the group in the checkpoint.
-        now: current config of the group.
+        then, now: config of the group in the checkpoint, and now.
 
     Raises:
         ConfigError: the loop or a schedule has set another value.
@@ -127,17 +104,15 @@ def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[A
                 _set_base_lrs(schedulers, optimizer, change)
 
 
-def with_settings(saved: State, then: Any, now: Any, key: str, build: Build) -> State:
+def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
     """Return the saved state of a tool with the settings that the config has changed.
 
     A changed argument is a setting if the attributes that depend on it still have the values that the constructor set.
 
     Args:
         saved: plain state of the tool.
-        then: config of the tool in the checkpoint.
-        now: current config of the tool.
+        then, now: config of the tool in the checkpoint, and now.
         key: key of the tool in conf.yaml.
-        build: makes an object from a node.
 
     Raises:
         ConfigError: an attribute that depends on a changed argument has changed in training, or no attribute does.
@@ -145,10 +120,10 @@ def with_settings(saved: State, then: Any, now: Any, key: str, build: Build) -> 
     found = changes(then, now)
     if not found or not isinstance(then, dict) or then.get("_target_") != now.get("_target_"):
         return saved
-    first = _fresh(then, key, build)
+    first = _fresh(then, key)
     for change in found:
         full = Change(f"{key}.{change.key}", change.before, change.after)
-        depends = _differing(first, _fresh(_replaced(then, change), key, build))
+        depends = _differing(first, _fresh(_replaced(then, change), key))
         if not depends:
             raise ConfigError(f"{full} cannot change when a run resumes: no attribute of the tool shows it")
         for name in depends:
@@ -157,8 +132,21 @@ def with_settings(saved: State, then: Any, now: Any, key: str, build: Build) -> 
                     f"{full} cannot change when a run resumes: {key}.{name}, which depends on it, is "
                     f"{_shown(saved[name])} by now and part of the checkpoint"
                 )
-    last = _fresh(now, key, build)
+    last = _fresh(now, key)
     return {**saved, **{name: last[name] for name in _differing(first, last) if name in last}}
+
+
+def _why_refused(change: Change, cfg: type) -> str | None:
+    group, _, rest = change.key.partition(".")
+    name, _, argument = rest.partition(".")
+    if group == "cfg":
+        return _why_fixed(name, cfg)
+    if "_target_" not in change.key and MISSING not in (change.before, change.after):
+        if group == "optimizers":
+            return _why_not_a_number(argument, change.before, change.after)
+        if group == "tools" and argument:
+            return None
+    return "the checkpoint determines it"
 
 
 def _why_fixed(name: str, cfg: type) -> str | None:
@@ -212,11 +200,9 @@ def _set_base_lrs(schedulers: Sequence[Any], optimizer: Optimizer, change: Chang
     for scheduler in _nested(schedulers):
         if getattr(scheduler, "optimizer", None) is not optimizer or not hasattr(scheduler, "base_lrs"):
             continue
-        groups = optimizer.param_groups
-        scheduler.base_lrs = [
-            change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs
-        ]
-        scheduler._last_lr = [float(group["lr"]) for group in groups]
+        rates = [change.after if _same_number(base, change.before) else base for base in scheduler.base_lrs]
+        scheduler.base_lrs = rates
+        scheduler._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _nested(schedulers: Iterable[Any]) -> Iterator[Any]:
@@ -266,7 +252,7 @@ def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
     return changed
 
 
-def _fresh(node: Any, key: str, build: Build) -> State:
+def _fresh(node: Any, key: str) -> State:
     """Return the plain state of a newly made tool."""
     with randomness.seeded(0):
         made = build(node, key)

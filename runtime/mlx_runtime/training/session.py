@@ -7,7 +7,7 @@ in which order, is defined here; how, in the parts.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -19,28 +19,23 @@ from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
 from mlx_runtime.training.checkpointer import Checkpointer
-from mlx_runtime.training.context import Groups, Progress, RunContext
+from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.metric_recording import MetricRecorder
-from mlx_runtime.training.optimization import Optimization
+from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import PassTracker
-from mlx_runtime.training.precision import prepare_models
 from mlx_runtime.training.reporting import EventSender, Reporter
 from mlx_runtime.training.stopping import LoopStopped, StopPoll
-from mlx_runtime.training.strategies import DDP, Strategy
+from mlx_runtime.training.strategies import Strategy
 
 
 class Session:
     """A run as one worker takes part in it. Every worker must construct it.
 
     Args:
-        context: the run.
-        experiment: experiment whose loop runs.
-        strategy: strategy that prepared the models; data parallelism by default.
-        sink: called with events for the driver; None except on rank 0.
-        tracking, forwards: those of the reporter.
-        allowed: raises an error if another driver has taken over the run.
-        stop_requested: returns True if this worker was asked to stop.
-        preemptible: True if the cluster may announce that a node is preempted.
+        context: the run, and the objects of the experiment whose loop runs.
+        strategy: prepared the models.
+        sink: receives the events of rank 0, and returns requests to stop this worker.
+        tracking: records metrics; None on ranks other than 0.
 
     Attributes:
         beat: called at each sign of progress.
@@ -48,34 +43,22 @@ class Session:
     """
 
     def __init__(
-        self,
-        context: RunContext,
-        experiment: Any,
-        *,
-        strategy: Strategy | None = None,
-        sink: Sink | None = None,
-        tracking: ReportWriter | None = None,
-        forwards: bool = False,
-        allowed: Callable[[], None] = lambda: None,
-        stop_requested: Callable[[], bool] = lambda: False,
-        preemptible: bool = False,
+        self, context: RunContext, strategy: Strategy, sink: Sink, tracking: ReportWriter | None = None
     ) -> None:
-        self.context, self.progress = context, Progress(epoch=context.cfg.start_epoch)
-        self.groups, self.passes = Groups(experiment), PassTracker()
-        self.loaders: dict[str, Loader] = {}
-        self.events = EventSender(self.progress, sink)
-        self.reporter = Reporter(context, self.progress, self.events, tracking, forwards)
-        shared = (context, self.groups, self.progress, self.reporter)
-        self.metrics = MetricRecorder(*shared)
-        self.optimization = Optimization(*shared, strategy or DDP(context.topology.device))
-        self.checkpoints = Checkpointer(*shared, self.optimization, self.loaders, allowed)
+        self.context, self.passes = context, PassTracker()
+        self.progress = context.progress
+        self.progress.epoch = context.cfg.start_epoch
+        self.reporter = Reporter(context, EventSender(context, sink), tracking)
+        self.metrics = MetricRecorder(context, self.reporter)
+        self.optimization = Optimization(context, self.reporter, strategy)
+        self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
         fewer = context.cfg.min_workers is not None and context.cfg.min_workers < context.topology.world_size
         self.stopping = StopPoll(
             context.topology,
-            stop_requested,
-            preemptible=preemptible,
+            sink.stop_asked,
+            preemptible=context.preemptible,
             resumable_by_fewer=fewer,
-            notice=self.events.notice,
+            notice=self.reporter.events.notice,
         )
         self.beat: Callable[[], None] = lambda: None
         self.step_done: Callable[[int], None] = lambda number: None
@@ -84,12 +67,12 @@ class Session:
 
     def begin(self) -> None:
         """Move everything to the device, and restore a checkpoint if there is one."""
-        cfg, topology = self.context.cfg, self.context.topology
+        cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
         for group in ("models", "losses", "metrics"):
-            for member in self.groups.members(group).values():
+            for member in groups.members(group).values():
                 if isinstance(member, nn.Module):  # metrics are modules, too
                     member.to(topology.device)
-        prepare_models(self.groups.members("models").values(), cfg, topology.device)
+        prepare_models(groups.members("models").values(), cfg, topology.device)
         seed_everything(cfg.seed + topology.rank)  # models were made alike; dropout must differ by rank
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
@@ -107,15 +90,14 @@ class Session:
 
     def _end_epoch(self) -> None:
         self.metrics.receive()
-        picture = self.optimization.monitor.picture() if self.reporter.epoch_has_numbers else None
-        self.reporter.end_epoch(picture)
+        self.reporter.end_epoch(self.optimization.monitor.picture)
 
     # -- a pass and its steps: called by loaders
 
     def watch(self, loader: Loader) -> Loader:
         """Follow a loader. Returns the one that is followed already if it reads the same: there is one per dataset."""
         name = loader.shard.name
-        known = self.loaders.get(name)
+        known = self.checkpoints.loaders.get(name)
         if known is not None and known.asked == loader.asked:
             return known
         if known is not None:
@@ -123,7 +105,7 @@ class Session:
         elif name in self.checkpoints.positions:
             loader.load_state_dict(self.checkpoints.positions[name])
         loader.observer = self
-        self.loaders[name] = loader
+        self.checkpoints.loaders[name] = loader
         return loader
 
     def iterated(self, loader: Loader) -> None:
@@ -141,7 +123,7 @@ class Session:
                 self.optimization.begin_pass()
         self.checkpoints.resume(shard.name)
         self.reporter.begin()
-        self.events.pass_begun(loader)
+        self.reporter.events.pass_begun(loader)
 
     def batch_given(self, loader: Loader, part: WorkerPass) -> None:
         """Count a step."""
@@ -154,9 +136,10 @@ class Session:
                 self._begin_epoch(loader.epoch - 1)
             self.optimization.begin_step(part.given, item.steps - part.skip, item.accumulate)
             self.progress.global_step += self.optimization.accumulation.first
-            if self.optimization.accumulation.last:
-                self.checkpoints.request_every(self.context.cfg.checkpoint_every_steps)
-        self.events.step(item, self.metrics.values(item))
+            every = self.context.cfg.checkpoint_every_steps
+            if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
+                self.checkpoints.requested = True
+        self.reporter.events.step(item, self.metrics.values(item))
 
     def _begin_epoch(self, epoch: int) -> None:
         if not self.progress.interrupted:
@@ -189,6 +172,11 @@ class Session:
     def pass_left(self, loader: Loader) -> None:
         self.passes.end(self.passes.of(loader.shard.name))
 
+    def updated(self) -> None:
+        """Note that an optimizer has stepped."""
+        self.beat()
+        self.optimization.after_update()
+
     # -- called by user code
 
     def save(self, groups: tuple[str, ...], batch_idx: int, epoch: int, name: str | None) -> None:
@@ -205,9 +193,9 @@ class Session:
     def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
         """Record numbers that user code logged, with the values of rank 0."""
         if values and self.context.topology.writes:
-            tensors = {name: value.detach() for name, value in values.items() if isinstance(value, torch.Tensor)}
-            plain = {name: float(value) for name, value in {**values, **tensors}.items()}
-            self.reporter.log(plain, self.progress.epoch if epoch is None else epoch)
+            plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
+            numbers = {name: float(item) for name, item in plain.items()}
+            self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -27,16 +27,12 @@ class StopConsensus:
 
     A vote is one small collective on the CPU. Its result includes the number of steps until the next vote, so that all
     workers wait equally long, about `SECONDS_PER_VOTE`.
-
-    Args:
-        topology: topology of this worker.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
-        self._steps_left = 1
-        self._interval = 1
+        self._steps_left = self._interval = 1
         self._voted_at = time.monotonic()
 
     def due(self) -> bool:
@@ -45,11 +41,7 @@ class StopConsensus:
         return self._steps_left <= 0
 
     def vote(self, request: int) -> int:
-        """Return the maximum of the requests of all workers.
-
-        Args:
-            request: this worker's request, or 0 for none.
-        """
+        """Return the maximum of the requests of all workers; 0 is none."""
         now = time.monotonic()
         taken = max(1, self._interval - self._steps_left)  # fewer than the interval at the end of an epoch
         per_step, self._voted_at = (now - self._voted_at) / taken, now
@@ -66,11 +58,9 @@ class StopPoll:
     """Decides when a run stops: someone requested it, or a node is being preempted. Every worker must take part.
 
     Args:
-        topology: topology of this worker.
         requested: returns True if this worker was asked to stop.
         preemptible: True if the cluster may announce that a node is preempted.
         resumable_by_fewer: True if the run continues with fewer workers.
-        notice: called with a line to show to the user.
 
     Attributes:
         agreed: True once all workers have agreed to stop.
@@ -95,8 +85,7 @@ class StopPoll:
     def step(self) -> bool:
         """Count a training step, and vote if a vote is due.
 
-        Returns:
-            True if a node has just been announced to be preempted, so that a checkpoint is due.
+        Returns True if a node has just been announced to be preempted, so that a checkpoint is due.
         """
         if self.agreed or not self._consensus.due():
             return False

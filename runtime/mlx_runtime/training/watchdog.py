@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,18 +25,13 @@ class Watchdog:
     """Watches the thread that creates it, in a worker.
 
     Args:
-        timeout_s: seconds without a step after which `send` is called, and called again each time they pass.
-        send: called with a `WorkerStalled`.
+        timeout_s: seconds without a step after which a `WorkerStalled` is sent, and again each time they pass.
         progress: returns rank, epoch, stage and step of this worker.
         project: folder of the user's code.
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        send: Callable[[Event], None],
-        progress: Callable[[], WorkerPosition],
-        project: Path,
+        self, timeout_s: float, send: Callable[[Event], None], progress: Callable[[], WorkerPosition], project: Path
     ) -> None:
         self._timeout_s, self._send, self._progress, self._project = timeout_s, send, progress, project
         self._thread = threading.get_ident()
@@ -52,7 +48,8 @@ class Watchdog:
 
     def position(self) -> WorkerPosition:
         """Return the position of the watched thread."""
-        frames = _frames(sys._current_frames().get(self._thread))
+        frame = sys._current_frames().get(self._thread)
+        frames = [item for item, _ in traceback.walk_stack(frame)] if frame is not None else []  # innermost first
         return dataclasses.replace(
             self._progress(),
             at=_users_line(frames, self._project),
@@ -71,9 +68,7 @@ class Watchdog:
 class DeadlockDetector:
     """Asks all workers for their positions when one has stalled, in the driver.
 
-    Args:
-        ask: makes every worker send its position.
-        busy_s: a worker that took a step within this many seconds is busy, not deadlocked.
+    `ask` makes every worker send its position. A worker that took a step within `busy_s` is busy, not deadlocked.
     """
 
     def __init__(self, ask: Callable[[], None], busy_s: float) -> None:
@@ -85,22 +80,14 @@ class DeadlockDetector:
     def handle(self, event: Event) -> None:
         match event:
             case WorkerStalled(seconds) if self._deadline == math.inf:
-                self._positions = {}
+                self._positions, self._stalled_s = {}, seconds
                 self._deadline = time.monotonic() + ANSWER_S
-                self._stalled_s = seconds
                 self._ask()
             case WorkerPosition(rank):
                 self._positions[rank] = event
 
     def check(self, world_size: int) -> None:
-        """Judge once all workers have answered or have had time to.
-
-        Args:
-            world_size: number of workers in the current group.
-
-        Raises:
-            HangError: the workers are deadlocked.
-        """
+        """Raise a `HangError` if the workers are deadlocked, once all of them have answered or have had time to."""
         answered = len(self._positions) >= world_size
         if self._deadline == math.inf or (not answered and time.monotonic() < self._deadline):
             return
@@ -117,12 +104,10 @@ def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: fl
     """Describe deadlocked workers, one line per rank; None if they are merely busy.
 
     They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python does not see what
-    waits, they are if they are at different steps or lines.
+    waits, they are if they are at different steps or lines. A rank that took a step within `busy_s` is busy.
 
     Args:
         positions: position of each rank that answered.
-        world_size: number of ranks.
-        busy_s: a rank that took a step within this many seconds is busy.
     """
     silent = [rank for rank in range(world_size) if rank not in positions]
     if any(position.seconds < busy_s for position in positions.values()):
@@ -143,15 +128,6 @@ def _described(position: WorkerPosition) -> str:
     stage = f"{position.stage} step {position.step}" if position.stage else "before the first pass"
     at = f", {position.at}" if position.at else ""
     return f"rank {position.rank} {activity} for {position.seconds:.0f} s: epoch {position.epoch + 1}, {stage}{at}"
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a stack, innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _users_line(frames: Sequence[FrameType], project: Path) -> str:

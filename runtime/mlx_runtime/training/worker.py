@@ -15,28 +15,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.ray_private import quiet_ray_train
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.errors import StorageError
+from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.training.assembly import build_experiment
-from mlx_runtime.training.breakpoints import RefusePdb, at_breakpoint
+from mlx_runtime.training.assembly import build_experiment, dataset_shards
+from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
 from mlx_runtime.training.channel import Remote, Sink
-from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.profiling import Profiler
 from mlx_runtime.training.session import Session
-from mlx_runtime.training.shards import dataset_shards
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import DDP
-from mlx_runtime.training.user_errors import loop_errors
 from mlx_runtime.training.watchdog import Watchdog
 
 
@@ -66,21 +63,19 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         if job.cluster.engine == "ray":  # the local engine reads the output of its workers from pipes
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
-            stack.enter_context(at_breakpoint(RefusePdb(sink)))
+            stack.enter_context(at_breakpoint(no_pdb(sink)))
         strategy = DDP(topology.device)
         with loop_errors(topology.rank, job.project):
             groups, experiment = build_experiment(job, topology, strategy, stack)
         cfg: TrainConfig = groups["cfg"]
         torch.set_num_threads(cfg.cpus_per_worker)
-        session = experiment._run = Session(
-            RunContext(job.folder, topology, cfg, job.tree, job.run.config, job.evaluate),
-            experiment,
-            strategy=strategy,
-            stop_requested=sink.stop_asked,
-            preemptible=job.cluster.engine == "ray" and not job.cluster.embedded,
-            **(_reporting(job, cfg, sink, stack) if topology.writes else {}),
+        preemptible = job.cluster.engine == "ray" and not job.cluster.embedded
+        context = RunContext(
+            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preemptible
         )
-        _observe(session, cfg, job, sink, stack)
+        tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
+        session = experiment._run = Session(context, strategy, sink, tracking)
+        _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project):
             if topology.writes:
                 sink.send(_started(groups, topology))
@@ -88,9 +83,26 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
             stopped = _run_loop(experiment, shards, job, stack)
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
-            if session.reporter.tracking is not None:
-                session.reporter.tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
+            if tracking is not None:
+                tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
             return result
+
+
+def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[None]:
+    """Translate what user code raises within the block; errors of the runtime stay as they are.
+
+    Raises:
+        WorkerLoopError: user code failed; shows its frames in `project`.
+        WorkerLostError: it failed because another worker is lost.
+    """
+
+    def translate(error: BaseException, summary: str, trace: str) -> MlxError:
+        if lost_peer(error):
+            return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
+        hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
+        return WorkerLoopError(rank, summary + hint, trace)
+
+    return user_errors(project, translate)
 
 
 def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> bool:
@@ -109,58 +121,32 @@ def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: co
     return stopped
 
 
-def _observe(session: Session, cfg: TrainConfig, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
+def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
-    topology = session.context.topology
+    cfg, topology = session.context.cfg, session.context.topology
     if cfg.profile and topology.writes:
-        profiler = Profiler(job.folder, topology.device, session.events.notice)
+        profiler = Profiler(job.folder, topology.device, session.reporter.events.notice)
         session.step_done = stack.enter_context(profiler).step
     if isinstance(sink, Remote):
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
         sink.position, session.beat = watchdog.position, watchdog.beat
-    updates = session.optimization
-    for hook in (
-        register_optimizer_step_pre_hook(lambda optimizer, *_: updates.before_update(optimizer)),
-        register_optimizer_step_post_hook(lambda *_: updates.after_update()),
-        register_optimizer_step_post_hook(lambda *_: session.beat()),
-    ):
-        stack.callback(hook.remove)
+    before_update = session.optimization.before_update
+    stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: before_update(optimizer)).remove)
+    stack.callback(register_optimizer_step_post_hook(lambda *_: session.updated()).remove)
     stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
 
 
-def _reporting(job: Job, cfg: TrainConfig, sink: Sink, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Return the arguments of a session that reports to the driver, records metrics and stores checkpoints."""
+def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
+    """Return what records metrics, in a run folder that has those of the attempts before."""
     folder = job.folder
     files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
     folder.path.mkdir(parents=True, exist_ok=True)
-    owned = partial(_owned, folder, job.run.attempt)
     info = replace(job.run, folder=folder.path)
     host = ray.util.get_node_ip_address() if job.cluster.engine == "ray" else "127.0.0.1"
-    tracking = ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), owned, host)
-    return {
-        "sink": sink,
-        "tracking": stack.enter_context(tracking),
-        "forwards": Listeners(cfg.callbacks, "callbacks", print).wants("on_report"),
-        "allowed": partial(_push_if_owned, folder, job.run.attempt, tracking),
-    }
-
-
-def _push_if_owned(folder: RunFolder, attempt: int, tracking: ReportWriter) -> None:
-    """Store metrics and logs before a checkpoint that refers to them becomes visible.
-
-    Raises:
-        StorageError: another driver has taken over the run.
-    """
-    if not _owned(folder, attempt):
-        raise StorageError(f"{folder.title} was taken over by another driver; this one stops writing")
-    tracking.push(must=True)
-
-
-def _owned(folder: RunFolder, attempt: int) -> bool:
-    """Return True unless another driver has taken over the run."""
-    return folder.attempts() <= attempt
+    forward = sink.send if any(hasattr(item, "on_report") for item in cfg.callbacks.values()) else None
+    return ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, host)
 
 
 def _position(session: Session) -> WorkerPosition:

@@ -16,8 +16,8 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.metric_sync import (
     BUFFER_BYTES,
-    MetricSnapshot,
     MetricSync,
+    Snapshot,
     SyncedMetric,
     SyncMessage,
     numbers,
@@ -60,7 +60,7 @@ def see(metrics: dict[str, Metric | MetricCollection], seed: int) -> None:
     metrics["group"].update(preds=logits, target=labels, value=x)
 
 
-def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool = True) -> dict[str, MetricSnapshot]:
+def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool = True) -> dict[str, Snapshot]:
     return snapshots({name: SyncedMetric(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
 
 
@@ -131,7 +131,7 @@ def _large(rank: int) -> list[int] | None:
     metrics["cat"].update(torch.arange(rank + BUFFER_BYTES, dtype=torch.float32))
     sync.send(SyncMessage(("val", 1), frozenset({"metrics"}), snapshots=states_of(metrics)))
     heard = sync.receive()
-    return [sum(map(len, item.snapshots["cat"].state[""]["states"]["value"])) for item in heard] if rank == 0 else None
+    return [sum(map(len, item.snapshots["cat"][""]["states"]["value"])) for item in heard] if rank == 0 else None
 
 
 @pytest.mark.process

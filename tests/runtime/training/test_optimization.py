@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.precision import in_half_precision
+from mlx_runtime.training.optimization import in_half_precision
 from mlx_runtime.training.strategies import DDP
 
 pytestmark = pytest.mark.pure
@@ -83,7 +83,7 @@ def begin(tmp_path: Path) -> Begin:
         session = attach(module, tmp_path)
         for optimizer in vars(optimizers).values():
             optimizer.register_step_pre_hook(lambda optimizer, *_: session.optimization.before_update(optimizer))
-            optimizer.register_step_post_hook(lambda *_: session.optimization.after_update())
+            optimizer.register_step_post_hook(lambda *_: session.updated())
         session.begin()
         return module
 
@@ -181,7 +181,7 @@ class TestUpdates:
     def test_models_that_share_a_loss_step_apart(self, begin: Begin) -> None:
         """Under fp16 both must have stepped before the scale changes, which it does at every step here."""
         module, plain = begin(precision="fp16"), begin()
-        module._session.optimization.scale.load_state_dict(SCALE | {"growth_interval": 1})
+        module._session.optimization.load_state_dict(SCALE | {"growth_interval": 1})
         for batch in loader_of(module, batch_size=8):
             module.backward((module.models.net(batch["x"]) + module.models.other(batch["x"])).square().mean())
             assert module.optimizer_step("sgd")
@@ -190,7 +190,7 @@ class TestUpdates:
             plain.backward((plain.models.net(batch["x"]) + plain.models.other(batch["x"])).square().mean())
             assert plain.optimizer_step("sgd")
             assert plain.optimizer_step("adam")
-        assert module._session.optimization.scale.state_dict()["scale"] == 2.0**7
+        assert module._session.optimization.state_dict()["scale"] == 2.0**7
         assert same(module.models.net, plain.models.net, atol=0.01)
         assert not same(module.models.net, plain.models.net)
 
@@ -198,7 +198,7 @@ class TestUpdates:
         module = begin(precision="fp16")
         for batch in loader_of(module, batch_size=8):
             assert all(step(module, batch, factor=1e-3) for _ in range(3))
-        assert module._session.optimization.scale.state_dict()["_growth_tracker"] == 9
+        assert module._session.optimization.state_dict()["_growth_tracker"] == 9
 
 
 class TestErrors:
@@ -238,7 +238,7 @@ class TestErrors:
 
     def test_a_plain_step_does_not_clip_which_is_noticed_once(self, begin: Begin) -> None:
         module, events = begin(gradient_clip=1.0), Events()
-        module._session.events._sink = events
+        module._session.reporter.events._sink = events
         for _ in range(2):
             module.optimizers.sgd.step()
         (event,) = events
@@ -305,8 +305,9 @@ class TestPrecision:
         before = copy.deepcopy(module.models.net)
         assert step(module, {"x": torch.ones(2, 3)}, factor=float("inf"))
         assert same(module.models.net, before)
-        assert module._session.optimization.scale.state_dict()["scale"] == 2.0**15
-        assert module._session.progress.updates == 1
+        assert module._session.optimization.state_dict()["scale"] == 2.0**15
+        assert module._session.optimization.step_completed_update()
+        assert not module._session.optimization.step_completed_update()
         assert step(module, {"x": torch.ones(2, 3)}, factor=1e-3)
         assert not same(module.models.net, before)
 
@@ -314,12 +315,12 @@ class TestPrecision:
         saved, restored = (begin(precision="fp16") for _ in range(2))
         for _ in range(2):
             assert step(saved, {"x": torch.ones(2, 3)}, factor=float("inf"))
-        state = saved._session.optimization.scale.state_dict()
+        state = saved._session.optimization.state_dict()
         assert state["scale"] == 2.0**14
-        restored._session.optimization.scale.load_state_dict(state)
-        assert restored._session.optimization.scale.state_dict() == state
-        restored._session.optimization.scale.load_state_dict({})  # saved with another precision
-        assert restored._session.optimization.scale.state_dict() == state
+        restored._session.optimization.load_state_dict(state)
+        assert restored._session.optimization.state_dict() == state
+        restored._session.optimization.load_state_dict({})  # saved with another precision
+        assert restored._session.optimization.state_dict() == state
 
 
 @pytest.mark.parametrize(("backend", "precision"), [("aot_eager", 32), ("eager", "bf16")])

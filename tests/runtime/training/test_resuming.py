@@ -18,7 +18,6 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 import mlx_runtime
-from mlx_runtime.config.building import build
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import load_into, state_of
 from mlx_runtime.training.resuming import changes, refusals, set_group_values, with_settings
@@ -196,36 +195,36 @@ class TestTools:
 
     def test_a_setting_and_what_follows_from_it_are_those_of_the_config(self) -> None:
         saved = self.saved(best=0.1, left=1)
-        state = with_settings(saved, node(Stopper), node(Stopper, patience=9), "tools.x", build)
+        state = with_settings(saved, node(Stopper), node(Stopper, patience=9), "tools.x")
         assert state == saved | {"patience": 9, "_double": 18}
 
     def test_nothing_changes_without_a_change(self) -> None:
         saved = self.saved(patience=1)
-        assert with_settings(saved, node(Stopper, patience=5), node(Stopper), "tools.x", build) == saved
+        assert with_settings(saved, node(Stopper, patience=5), node(Stopper), "tools.x") == saved
 
     def test_what_is_state_by_now_is_refused(self) -> None:
         saved = self.saved(left=1)
         with pytest.raises(ConfigError, match=r"tools.x.counts: 3 → 9 cannot change .* tools.x.left.* is 1 by now"):
-            with_settings(saved, node(Stopper), node(Stopper, counts=9), "tools.x", build)
-        state = with_settings(self.saved(), node(Stopper), node(Stopper, counts=9), "tools.x", build)
+            with_settings(saved, node(Stopper), node(Stopper, counts=9), "tools.x")
+        state = with_settings(self.saved(), node(Stopper), node(Stopper, counts=9), "tools.x")
         assert state["left"] == 9  # it has not counted yet
 
     def test_a_tool_with_a_state_dict_too(self) -> None:
         saved = {"decay": 0.5, "shadow": torch.ones(2)}
-        state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x", build)
+        state = with_settings(saved, node(Saving), node(Saving, decay=0.9), "tools.x")
         assert (state["decay"], state["shadow"].tolist()) == (0.9, [1.0, 1.0])
 
     def test_what_no_attribute_shows_is_refused(self) -> None:
         with pytest.raises(
             ConfigError, match=r"tools.x.limit: 5 → 6 cannot change .*no attribute of the tool shows it"
         ):
-            with_settings({}, node(Hidden), node(Hidden, limit=6), "tools.x", build)
+            with_settings({}, node(Hidden), node(Hidden, limit=6), "tools.x")
 
     def test_arguments_of_a_partial_are_refused(self) -> None:
         """Objects built from it are restored from the checkpoint."""
         then, now = ({"_target_": "torch.optim.lr_scheduler.StepLR", "_partial_": True, "gamma": x} for x in (0.1, 0.2))
         with pytest.raises(ConfigError, match="tools.x.gamma"):
-            with_settings({}, then, now, "tools.x", build)
+            with_settings({}, then, now, "tools.x")
 
 
 HERE_ONLY = ("cfg.start_workers=0", "cfg.num_epochs=1")

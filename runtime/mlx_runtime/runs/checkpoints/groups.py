@@ -104,27 +104,21 @@ def load_what_fits(models: Any, saved: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> tuple[State, list[str]]:
-    """Merge the states of metrics on several ranks, for another number of them.
-
-    Return the states by name, and the names of metrics that cannot be merged.
-    """
+def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
+    """Merge the states of metrics by name on several ranks, leaving out those of metrics that cannot be merged."""
     states: State = {}
-    lost = []
     for name, member in members(group).items():
         if any(name not in rank for rank in states_of_ranks):
             continue
         saved = [rank[name] for rank in states_of_ranks]
         if not metric_states.is_metric(member):
             states[name] = saved[0]
-        elif len(saved) > 1 and not metric_states.is_mergeable(member):
-            lost.append(name)
-        else:
+        elif len(saved) == 1 or metric_states.is_mergeable(member):
             try:
                 states[name] = metric_states.merge_states(member, saved)
             except KeyError:  # it was saved with other parts, and cannot be loaded
                 states[name] = saved[0]
-    return states, lost
+    return states
 
 
 def on_device(group: Any) -> list[str]:
