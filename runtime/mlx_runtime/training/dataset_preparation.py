@@ -19,12 +19,7 @@ from mlx_runtime.training.request import RunConfig
 
 
 def check_datasets(config: RunConfig) -> None:
-    """Refuse datasets and `cfg.loader` that no worker could read.
-
-    Raises:
-        DatasetError: a dataset cannot be batched.
-        ConfigError: `cfg.loader` is malformed.
-    """
+    """Refuse datasets and a `cfg.loader` that no worker could read."""
     for name, node in config.tree.get("datasets", {}).items():
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
@@ -34,11 +29,6 @@ def check_datasets(config: RunConfig) -> None:
 
 def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
     """Return the prepared datasets to read instead of samples, and make them first if `cfg.prepared` is `make`.
-
-    Args:
-        config: config of the run.
-        project: folder of the experiment.
-        emit: called with notices and progress events.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
@@ -57,10 +47,7 @@ def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], N
 def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
     """Return the names of the streams of Ray Data that have to be read as such.
 
-    Args:
-        config: config of the run.
-        project: folder of the experiment.
-        ray_needed: called before rows are read to compare them with prepared ones; must start Ray, unless it runs.
+    Calls `ray_needed`, which must start Ray unless it runs, before rows are read to compare them with prepared ones.
     """
     streams = stream_names(config.tree)
     if not streams or config.cfg.prepared == "never":
@@ -122,20 +109,16 @@ def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> di
 
 
 def _preparable(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config with only those datasets that can be prepared, and the names of the others."""
-    if "datasets" not in tree:
-        return dict(tree), []
+    """Return the config with only those datasets that can be prepared, and the names of the others.
+
+    The constructor of `Datasets` may replace the datasets of conf.yaml with others.
+    """
     nodes = dataset_nodes(tree)
-    kept = _unreplaced(tree["datasets"], nodes)
-    return dict(tree) | {"datasets": {name: nodes[name] for name in kept}}, [name for name in nodes if name not in kept]
-
-
-def _unreplaced(group_node: Any, nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the datasets that the constructor of `Datasets` does not replace with others."""
     try:
-        group = declare_group(group_node, "datasets")
+        group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}
     except (ConfigError, TypeError):
-        return []  # its constructor reads them
-    held = {name: vars(group).get(name) for name in nodes}
+        group = {}  # its constructor reads them
+    held = {name: group.get(name) for name in nodes}
     classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
-    return [name for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]]
+    kept = {name: node for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]}
+    return {**tree, "datasets": kept}, [name for name in nodes if name not in kept]

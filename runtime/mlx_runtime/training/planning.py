@@ -24,25 +24,15 @@ from mlx_runtime.training.request import RunConfig
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything that a driver needs to carry out a run.
+    """Everything that a driver needs to carry out a run."""
 
-    Attributes:
-        experiment: class to train, importable by name.
-        config: the checked config.
-        cluster: cluster that it trains on.
-        engine: engine that starts the workers.
-        project: folder of the experiment.
-        launched: True in a job of a cluster; its record exists already.
-        verbose: let Ray print.
-    """
-
-    experiment: type[BaseModule]
+    experiment: type[BaseModule]  # importable by name
     config: RunConfig
     cluster: Cluster
     engine: Engine
-    project: Path
-    launched: bool = False
-    verbose: bool = False
+    project: Path  # folder of the experiment
+    launched: bool = False  # True in a job of a cluster; its record exists already
+    verbose: bool = False  # let Ray print
 
 
 @contextlib.contextmanager
@@ -50,11 +40,6 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
     """Check that a run can be carried out, and provide what it needs within the block.
 
     Call it in the main thread, before others are started: the engine may fork this process.
-
-    Args:
-        experiment: class to train, importable by name.
-        config: config returned by `load_config`.
-        cluster: cluster returned by `connect`.
 
     Raises:
         DatasetError: a dataset cannot be batched.
@@ -84,11 +69,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
 @contextlib.contextmanager
 def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
-    """Provide an embedded Ray instead of this machine if only that can read the datasets.
-
-    Raises:
-        ConfigError: `cfg.engine=local` rules it out.
-    """
+    """Provide an embedded Ray instead of this machine if only that can read the datasets."""
     with contextlib.ExitStack() as stack:
         streams = []
         if cluster.engine == "local":
@@ -121,11 +102,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> Engine:
 
 
 def _require_checkpoint(run: RunFolder) -> None:
-    """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch.
-
-    Raises:
-        ConfigError: it saved checkpoints, and none is left.
-    """
+    """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch."""
     latest = records.recorded(run).get("latest")
     if latest and not checkpoints.Checkpoints(run.checkpoints).any():
         raise ConfigError(

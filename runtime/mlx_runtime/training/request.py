@@ -4,8 +4,9 @@ import contextlib
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -31,23 +32,14 @@ FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.res
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """A checked config, and the run that it is for.
+    """A checked config, and the run that it is for."""
 
-    Attributes:
-        run: run to resume, or None for a new one.
-        claimed: folder that was created for this run, which has not begun yet, or None.
-        origin: run whose conf.yaml this is instead of the experiment's, or None.
-        changes: differences from the config that the run had before.
-        fast: run a few batches to see that all code works, and keep nothing.
-        checkpoint: evaluate this one instead of training; only `origin` keeps the result.
-    """
-
-    run: RunFolder | None = None
-    claimed: RunFolder | None = None
-    origin: RunFolder | None = None
-    changes: tuple[Change, ...] = ()
-    fast: bool = False
-    checkpoint: str | None = None
+    run: RunFolder | None = None  # run to resume; None for a new one
+    claimed: RunFolder | None = None  # folder that was created for this run, which has not begun yet
+    origin: RunFolder | None = None  # run whose conf.yaml this is instead of the experiment's
+    changes: tuple[Change, ...] = ()  # differences from the config that the run had before
+    fast: bool = False  # run a few batches to see that all code works, and keep nothing
+    checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
 
     @property
     def kept(self) -> bool:
@@ -55,23 +47,15 @@ class RunConfig(Config):
         return not self.fast and self.checkpoint is None
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The run that the command line and conf.yaml choose.
+class _Choice(NamedTuple):
+    """The run that the command line and conf.yaml choose; `run`, `claimed` and `origin` are as in `RunConfig`."""
 
-    Attributes:
-        overrides: Hydra overrides, as typed.
-        run, claimed, origin: as in `RunConfig`.
-        implied: overrides that follow from the choice.
-        declared: True if `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too.
-    """
-
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # of Hydra, as typed
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
-    implied: tuple[str, ...] = ()
-    declared: bool = False
+    implied: tuple[str, ...] = ()  # overrides that follow from the choice
+    declared: bool = False  # `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too
 
 
 def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF, *, look: bool = False) -> RunConfig:
@@ -115,9 +99,8 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
             changes = _changes(run, conf, config)
             if not choice.declared:
                 _refuse_finished(run, conf, config.cfg)
-    checked = {item.name: getattr(config, item.name) for item in fields(config)} | {"overrides": choice.overrides}
     return RunConfig(
-        **checked,
+        **{**vars(config), "overrides": choice.overrides},
         run=run,
         claimed=choice.claimed,
         origin=choice.origin,
@@ -142,7 +125,7 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
     if options["--from"] or claimed:
         origin = named_run(options["--from"], root, experiment) if options["--from"] else None
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
-        return replace(choice, claimed=claimed, origin=origin, implied=implied)
+        return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     if name in ("auto", "latest"):
         begun = [run for run in list_runs(root, experiment) if has_begun(run)]  # others died in their first second
@@ -151,7 +134,7 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
         return choice
     run = named_run(str(name), root, experiment)
     declared = cfg.get("resume") == "auto" and not options["--resume"]
-    return replace(choice, run=run, implied=(storage_override(run.root),), declared=declared)
+    return choice._replace(run=run, implied=(storage_override(run.root),), declared=declared)
 
 
 def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -181,11 +164,7 @@ def _is_override(text: str) -> bool:
 
 @contextlib.contextmanager
 def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
-    """Provide the conf.yaml of a run as a local file within the block.
-
-    Raises:
-        StorageError: it cannot be read.
-    """
+    """Provide the conf.yaml of a run as a local file within the block."""
     if folder is None:
         yield None
         return
@@ -204,12 +183,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 
 
 def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
-    """Refuse to resume a run that has succeeded, unless the config asks for more epochs.
-
-    Raises:
-        UsageError: another driver trains it.
-        RunFinished: nothing is left to do.
-    """
+    """Refuse to resume a run that another driver trains, or that has succeeded, unless more epochs are requested."""
     record = records.refuse_living(run)
     before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
     if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:
@@ -220,11 +194,7 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
 
 
 def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
-    """Return the differences from the config that a run had before.
-
-    Raises:
-        ConfigError: some of it cannot change when a run resumes.
-    """
+    """Return the differences from the config that a run had before. Refuse those that a resumed run cannot have."""
     changes = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
     problems = resuming.refusals(changes, type(config.cfg))
     if problems:

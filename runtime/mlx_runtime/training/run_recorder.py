@@ -32,25 +32,14 @@ from mlx_runtime.training.request import RunConfig
 
 
 class RunRecorder:
-    """Keeps `run.json` up to date with the events of a run.
-
-    Args:
-        record: the claimed record.
-        plan: plan of the run.
-
-    Attributes:
-        metrics: latest value of every recorded number, once the loop has ended.
-        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
-        stopped: True if the loop was stopped before its end.
-        world_size: number of workers; 0 before they have started.
-    """
+    """Keeps the claimed `run.json` up to date with the events of a run."""
 
     def __init__(self, record: records.Record, plan: RunPlan) -> None:
         self.record, self._plan = record, plan
-        self.metrics: Mapping[str, float] = {}
-        self.best: dict[str, Any] | None = self.record["best"]
-        self.stopped = False
-        self.world_size = 0
+        self.metrics: Mapping[str, float] = {}  # latest value of every recorded number, once the loop has ended
+        self.best: dict[str, Any] | None = self.record["best"]  # best checkpoint by `cfg.monitor`
+        self.stopped = False  # before the end of the loop
+        self.world_size = 0  # until the workers have started
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
 
@@ -85,11 +74,7 @@ class RunRecorder:
                 snapshots.store(self._plan.project, self.record.folder)
 
     def succeed(self) -> RunEnded:
-        """Record that the run has succeeded.
-
-        Raises:
-            StorageError: the storage cannot be written.
-        """
+        """Record that the run has succeeded."""
         self.begin()
         self.record.finish("SUCCEEDED", metrics=dict(self.metrics))
         evaluation = None
@@ -98,15 +83,7 @@ class RunRecorder:
         return RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
 
     def end_early(self, status: str, error: BaseException) -> RunEnded:
-        """Record how the run ended before it was done. A run that has not resumed yet stays as it was.
-
-        Args:
-            status: `FAILED` or `STOPPED`.
-            error: the error that ended it.
-
-        Raises:
-            StorageError: a stop cannot be recorded.
-        """
+        """Record how the run ended before it was done. A run that has not resumed yet stays as it was."""
         fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
         try:
             if self.record.held:
@@ -134,11 +111,7 @@ class RunRecorder:
 
 
 def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
-    """Become the driver of a run, new or resumed.
-
-    Args:
-        plan: plan of the run.
-        before_alive: called just before the record says that the run is alive.
+    """Become the driver of a run, new or resumed. Calls `before_alive` just before the record says that it is alive.
 
     Raises:
         UsageError: another driver trains the run.
@@ -186,11 +159,7 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
 
 
 def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
-    """Store the metrics of a checkpoint in the folder of its run. Returns the path.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Store the metrics of a checkpoint in the folder of its run, and return their path."""
     assert config.origin is not None
     when = datetime.datetime.now(datetime.timezone.utc)
     facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
