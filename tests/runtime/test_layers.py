@@ -37,7 +37,7 @@ HOMES = {
     "aiohttp": {"cluster.dashboard"},
     "botocore": {"storage.leases"},
     "click": {"cli"},
-    "cookiecutter": {"cli.verbs.generation"},
+    "cookiecutter": {"cli.verbs.projects"},
     "hydra": {"config.composition"},
     "jinja2": {"runs.report"},
     "matplotlib": {"training.gradients"},

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__
+from mlx_runtime.cli.exits import clean_exit
+from mlx_runtime.errors import UsageError
 from mlx_runtime.importing import exit_quickly
 
 GROUPS = {
@@ -35,6 +37,10 @@ class LazyGroup(click.Group):
             command: click.Command = module.group
             return command
         return self.commands.get(name)
+
+    def invoke(self, context: click.Context) -> Any:
+        with clean_exit():
+            return super().invoke(context)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -63,15 +69,13 @@ def new(context: click.Context, name: str, output: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Check this machine and the experiment in the working directory."""
-    from mlx_runtime.cli.exits import clean_exit
     from mlx_runtime.cluster import doctor
 
     checks = []
-    with clean_exit():
-        for check in doctor.checks():
-            checks.append(check)
-            if not as_json:
-                click.echo(check.line())
+    for check in doctor.checks():
+        checks.append(check)
+        if not as_json:
+            click.echo(check.line())
     if as_json:
         click.echo(json.dumps([vars(check) for check in checks], indent=2))
     sys.exit(0 if all(check.ok for check in checks) else 1)
@@ -90,16 +94,13 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """Run the command line, even where the shell has closed standard streams or removed the working directory."""
-    from mlx_runtime.cli.exits import clean_exit
-    from mlx_runtime.errors import UsageError
-
     without_stdout = sys.stdout is None
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Pipes receive each line at once, and characters that the terminal lacks are escaped instead of failing.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
-    with clean_exit(debug="--debug" in sys.argv):
+    with clean_exit():
         if without_stdout and not PRINTING.isdisjoint(sys.argv[1:3]):
             raise UsageError("standard output is closed, and this command does nothing but print")
         try:

@@ -2,21 +2,13 @@
 
 import json
 import os
+from typing import Any
 
 import click
 
-from mlx_runtime.cli import commands
-from mlx_runtime.cli.options import (
-    WORD,
-    address_option,
-    command,
-    confirm,
-    json_option,
-    say,
-    verbosity_options,
-    yes_option,
-)
-from mlx_runtime.cli.verbs import data, running
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.options import confirm, say, word
+from mlx_runtime.cli.verbs import data, projects
 from mlx_runtime.config.projects import DATA_JOB
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.storage.files import size_text
@@ -33,22 +25,21 @@ group.add_command(commands.bind_command(DATA_JOB))
 
 
 @group.command(context_settings=commands.OVERRIDES)
-@verbosity_options
+@options.verbosity
 @click.argument("overrides", nargs=-1)
-def run(overrides: tuple[str, ...], **verbosity: bool) -> None:
+def run(overrides: tuple[str, ...]) -> None:
     """Run the data job on this machine. OVERRIDES are Hydra's: cfg.path=data/small cfg.start_workers=8"""
-    with command(**verbosity):
-        folder = DATA_JOB.folder()
-        running.refuse_options(DATA_JOB, overrides, "run")
-        commands.load_config(DATA_JOB, folder, overrides)
-        running.run(DATA_JOB, overrides)
+    folder = DATA_JOB.folder()
+    projects.refuse_options(DATA_JOB, overrides, "run")
+    commands.load_config(DATA_JOB, folder, overrides)
+    projects.run(DATA_JOB, overrides)
 
 
 @group.command(context_settings=commands.OVERRIDES)
 @commands.launch_options
-def launch(overrides: tuple[str, ...], **options: bool) -> None:
+def launch(overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
-    commands.launch_and_exit(DATA_JOB, overrides, **options)
+    commands.launch_and_exit(DATA_JOB, overrides, **settings)
 
 
 @group.command()
@@ -56,23 +47,22 @@ def launch(overrides: tuple[str, ...], **options: bool) -> None:
 @click.option(
     "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Largest entries per folder; 0: all."
 )
-@json_option
-@address_option
-@click.argument("path", type=WORD, required=False)
+@options.json
+@options.address
+@click.argument("path", type=word, required=False)
 def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
     """Show the contents of the storage, or of PATH in it, with sizes; through a cluster if only that can see it."""
-    with command():
-        found = data.show(path, depth, limit, ray_address)
-        if as_json and JOB_FLAG in os.environ:  # the machine that submitted this job reads the answer from its log
-            click.echo(data.ANSWER + json.dumps(found.as_json()))
-        elif as_json:
-            click.echo(json.dumps(found.as_json(), indent=2))
-        else:
-            for line in found.lines():
-                say(line)
-        if found.unreadable:
-            listed = ", ".join(found.unreadable[:5]) + ", …" * (len(found.unreadable) > 5)
-            raise StorageError(f"the sizes do not include what could not be read: {listed}")
+    found = data.show(path, depth, limit, ray_address)
+    if as_json and JOB_FLAG in os.environ:  # the machine that submitted this job reads the answer from its log
+        click.echo(data.ANSWER + json.dumps(found.as_json()))
+    elif as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        for line in found.lines():
+            say(line)
+    if found.unreadable:
+        listed = ", ".join(found.unreadable[:5]) + ", …" * (len(found.unreadable) > 5)
+        raise StorageError(f"the sizes do not include what could not be read: {listed}")
 
 
 @group.command()
@@ -84,22 +74,21 @@ def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: s
     type=click.FloatRange(min=0),
     help="Only the least recently used, until the rest is smaller.",
 )
-@yes_option
-@click.argument("path", type=WORD, required=False)
+@options.yes
+@click.argument("path", type=word, required=False)
 def rm(prepared: bool, older_than: float | None, larger_than: float | None, yes: bool, path: str | None) -> None:
     """Remove PATH, a file or folder, from the storage; or prepared datasets.
 
     Later runs read samples of the dataset instead, or prepare it again.
     """
-    with command():
-        if path is not None and (prepared or older_than is not None or larger_than is not None):
-            raise UsageError("a PATH and the options of --prepared contradict each other; pass one of them")
-        if path is not None:
-            _remove_path(path, yes)
-        elif prepared:
-            _remove_prepared(older_than, larger_than, yes)
-        else:
-            raise UsageError("remove what? A part of the storage: mlx data rm PATH; prepared datasets: add --prepared")
+    if path is not None and (prepared or older_than is not None or larger_than is not None):
+        raise UsageError("a PATH and the options of --prepared contradict each other; pass one of them")
+    if path is not None:
+        _remove_path(path, yes)
+    elif prepared:
+        _remove_prepared(older_than, larger_than, yes)
+    else:
+        raise UsageError("remove what? A part of the storage: mlx data rm PATH; prepared datasets: add --prepared")
 
 
 def _remove_path(text: str, yes: bool) -> None:

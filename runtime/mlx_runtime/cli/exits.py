@@ -14,48 +14,47 @@ from collections.abc import Iterator
 from mlx_runtime.errors import MlxError, RunStopped, printable
 from mlx_runtime.settings import Settings
 
-REPEAT_WINDOW_S = 5.0
-"""Ctrl-C is ignored for this long after the first one."""
+REPEAT_WINDOW_S = 5.0  # Ctrl-C is ignored for this long after the first one
 
 
 @contextlib.contextmanager
 def clean_exit(*, debug: bool = False) -> Iterator[None]:
     """Print errors of the block as one message and exit with the right code, instead of a traceback.
 
-    Args:
-        debug: let tracebacks through, like `MLX_DEBUG=1`.
+    With `debug`, or `MLX_DEBUG=1`, tracebacks are let through.
     """
     with _single_interrupt():
-        if debug or Settings.read().debug:
-            yield
-            return
         try:
             yield
-        except MlxError as error:
-            print(printable(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)
-            if error.hint:
-                print(printable(error.hint), file=sys.stderr)
-            atexit.register(_ignore_interrupts)
-            sys.exit(error.exit_code)
-        except OSError as error:
-            _print_os_error(error)
-            sys.exit(1)
-        except KeyboardInterrupt:
-            print("error: interrupted", file=sys.stderr)
-            atexit.register(_ignore_interrupts)
-            sys.exit(RunStopped.exit_code)
+        except (MlxError, OSError, KeyboardInterrupt) as error:
+            if debug or Settings.read().debug:
+                raise
+            code = _report(error)
+            if not isinstance(error, OSError):  # a second Ctrl-C must not disturb the other exit handlers
+                atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+            sys.exit(code)
 
 
-def _print_os_error(error: OSError) -> None:
+def _report(error: MlxError | OSError | KeyboardInterrupt) -> int:
+    """Print an error. Returns the exit code."""
+    if isinstance(error, MlxError):
+        print(printable(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)
+        if error.hint:
+            print(printable(error.hint), file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr)
+        return RunStopped.exit_code
     reason = error.strerror or str(error)
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF):
         with contextlib.suppress(OSError, ValueError):  # stdout is broken: Python's own flush at exit must not fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno != errno.EPIPE:  # a closed pipe means that the reader has read enough
             print(f"error: cannot write the output: {reason}", file=sys.stderr)
-        return
+        return 1
     at = f": {error.filename}" if error.filename is not None else ""
     print(f"error: {reason}{at} (MLX_DEBUG=1 shows where)", file=sys.stderr)
+    return 1
 
 
 @contextlib.contextmanager
@@ -79,8 +78,3 @@ def _single_interrupt() -> Iterator[None]:
     finally:
         if interrupted_at == -math.inf:  # otherwise the process is exiting, and a repeat must not disturb that
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _ignore_interrupts() -> None:
-    """Keep a second Ctrl-C from disturbing the other exit handlers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,60 +1,49 @@
-"""Options and arguments that several commands share, and how commands print and exit."""
+"""Options and arguments that several commands share, and how commands print."""
 
 import contextlib
+import functools
 import os
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
-from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.errors import UsageError, printable
 from mlx_runtime.runs import lookup
+from mlx_runtime.runs.folder import list_runs
 from mlx_runtime.settings import be_quiet, be_verbose
 
 Function = TypeVar("Function", bound=Callable[..., None])
 
-address_option: Callable[[Function], Function] = click.option(
-    "--ray-address",
-    "--address",
-    "ray_address",
-    metavar="URL",
-    help="Dashboard of the cluster, like http://head:8265. Default: RAY_ADDRESS.",
-)
 
-debug_option: Callable[[Function], Function] = click.option("--debug", is_flag=True, help="Show tracebacks.")
-
-json_option: Callable[[Function], Function] = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-yes_option: Callable[[Function], Function] = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-
-output_option: Callable[[Function], Function] = click.option(
-    "-o", "--output", type=click.Path(file_okay=False), default=".", help="Folder to create it in."
-)
-
-
-def verbosity_options(function: Function) -> Function:
-    """Add `--quiet`, `--verbose` and `--debug`."""
-    function = click.option("-v", "--verbose", is_flag=True, help="Show the output of Ray.")(function)
-    function = click.option("-q", "--quiet", is_flag=True, help="Print only results and errors.")(function)
-    return debug_option(function)
-
-
-@contextlib.contextmanager
-def command(*, quiet: bool = False, verbose: bool = False, debug: bool = False) -> Iterator[None]:
-    """Run the body of a command with these options, and exit with one clear message if it raises."""
-    if debug:
+def _apply(context: click.Context, option: click.Parameter, given: bool) -> None:
+    """Apply `--quiet`, `--verbose` and `--debug` to this process and to those that it starts."""
+    if given and option.name == "debug":
         os.environ["MLX_DEBUG"] = "1"
-    with clean_exit():
-        if quiet and verbose:
+    elif given:
+        if context.meta.setdefault("verbosity", option.name) != option.name:
             raise UsageError("--quiet and --verbose contradict each other; pass one of them")
-        if quiet:
-            be_quiet()
-        if verbose:
-            be_verbose()
-        yield
+        be_quiet() if option.name == "quiet" else be_verbose()
+
+
+_applied = functools.partial(click.option, is_flag=True, expose_value=False, callback=_apply)
+
+ADDRESS_HELP = "Dashboard of the cluster, like http://head:8265. Default: RAY_ADDRESS."
+FOLDER = click.Path(file_okay=False)
+
+address = click.option("--ray-address", "--address", "ray_address", metavar="URL", help=ADDRESS_HELP)
+debug = _applied("--debug", help="Show tracebacks.")
+json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+output = click.option("-o", "--output", type=FOLDER, default=".", help="Folder to create it in.")
+yes = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+
+
+def verbosity(function: Function) -> Function:
+    """Add `--quiet`, `--verbose` and `--debug`."""
+    function = _applied("-v", "--verbose", help="Show the output of Ray.")(function)
+    function = _applied("-q", "--quiet", help="Print only results and errors.")(function)
+    return debug(function)
 
 
 def say(text: object, *, err: bool = False) -> None:
@@ -68,49 +57,36 @@ def confirm(question: str) -> None:
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
-    """Ask clusters for the status of jobs, by address and id."""
+    """Ask clusters for the status of jobs, by address and id. Only this imports their client."""
     from mlx_runtime.cluster import dashboard
 
     return dashboard.job_statuses(jobs)
 
 
-class Word(click.ParamType[Any]):
-    """Text without control characters."""
-
-    name = "text"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and any(unicodedata.category(letter) == "Cc" for letter in value):
-            self.fail(f"{value!a} contains a control character", param, ctx)
-        return value
+def word(text: str) -> str:
+    """Refuse text with control characters, as the type of an option or argument."""
+    if any(unicodedata.category(letter) == "Cc" for letter in text):
+        raise click.BadParameter(f"{text!a} contains a control character")
+    return text
 
 
-WORD = Word()
-
-
-def _complete_experiment(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return the experiments, or the runs of the experiment already typed, that begin like an incomplete word."""
     with contextlib.suppress(Exception):  # a shell cannot show errors
-        from mlx_runtime.runs import folder
-
-        names = sorted({run.experiment for run in folder.list_runs(lookup.storage_root())})
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+        if parameter.name == "name":
+            names = sorted({run.experiment for run in list_runs(lookup.storage_root())})
+        else:
+            runs = list_runs(lookup.storage_root(), context.params["name"])
+            names = ["latest", *(run.name for run in reversed(runs))]
+        return [name for name in names if name.startswith(incomplete)]
     return []
 
 
-def _complete_run(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    with contextlib.suppress(Exception):
-        from mlx_runtime.runs import folder
-
-        names = [run.name for run in folder.list_runs(lookup.storage_root(), context.params["name"])]
-        return [CompletionItem(name) for name in ["latest", *reversed(names)] if name.startswith(incomplete)]
-    return []
-
-
-def name_argument(*, required: bool = True) -> Callable[[Function], Function]:
+def name(*, required: bool = True) -> Callable[[Function], Function]:
     """Add the argument NAME, an experiment in the storage, with shell completion."""
-    return click.argument("name", type=WORD, required=required, shell_complete=_complete_experiment)
+    return click.argument("name", type=word, required=required, shell_complete=_complete)
 
 
-def run_argument(default: str | None = None) -> Callable[[Function], Function]:
+def run(default: str | None = None) -> Callable[[Function], Function]:
     """Add the argument RUN of an experiment, with shell completion."""
-    return click.argument("run", type=WORD, default=default, required=False, shell_complete=_complete_run)
+    return click.argument("run", type=word, default=default, required=False, shell_complete=_complete)

@@ -1,10 +1,11 @@
 """`mlx train`."""
 
+from typing import Any
+
 import click
 
-from mlx_runtime.cli import commands
-from mlx_runtime.cli.options import command, debug_option, json_option, verbosity_options
-from mlx_runtime.cli.verbs import running, train
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
@@ -24,17 +25,16 @@ from_option = click.option("--from", "origin", metavar="RUN", help="Start a new 
 
 
 @group.command(context_settings=commands.OVERRIDES)
-@json_option
-@debug_option
+@options.json
+@options.debug
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
-def show(as_json: bool, debug: bool, arguments: tuple[str, ...]) -> None:
+def show(as_json: bool, arguments: tuple[str, ...]) -> None:
     """Print the config that a run would have, and where each changed value came from."""
-    with command(debug=debug):
-        click.echo(train.show(arguments, as_json=as_json), nl=False)
+    click.echo(projects.show(arguments, as_json=as_json), nl=False)
 
 
 @group.command(context_settings=commands.OVERRIDES)
-@verbosity_options
+@options.verbosity
 @click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that all code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
 @click.option("--profile", is_flag=True, help="Profile a few training steps, and print what took longest.")
@@ -52,36 +52,36 @@ def run(
     resume: str | None,
     origin: str | None,
     overrides: tuple[str, ...],
-    **verbosity: bool,
 ) -> None:
     """Train on this machine. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
-    with command(**verbosity):
-        if make and (never or fast):
-            other = "--no-prepared" if never else "--fast-dev-run"
-            raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
-        options = ["cfg.prepared=make"] if make else ["cfg.prepared=never"] if never else []
-        options += ["--fast-dev-run"] if fast else []
-        # ++ also adds a setting that conf.yaml lacks because it was bound before the setting existed
-        options += [f"++cfg.overfit_batches={overfit}"] if overfit else []
-        options += ["++cfg.profile=true"] if profile else []
-        options += ["--resume", resume] if resume else []  # `resume` may be the first override
-        options += [f"--from={origin}"] if origin else []
-        running.run(AN_EXPERIMENT, [*overrides, *options])
+    if make and (never or fast):
+        other = "--no-prepared" if never else "--fast-dev-run"
+        raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
+    # ++ also adds a setting that conf.yaml lacks because it was bound before the setting existed
+    implied = {
+        "cfg.prepared=make": make,
+        "cfg.prepared=never": never,
+        "--fast-dev-run": fast,
+        f"++cfg.overfit_batches={overfit}": overfit,
+        "++cfg.profile=true": profile,
+        f"--from={origin}": origin,
+    }
+    resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
+    projects.run(AN_EXPERIMENT, [*overrides, *(option for option, given in implied.items() if given), *resumed])
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
-@verbosity_options
+@options.verbosity
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
-def evaluate(arguments: tuple[str, ...], **verbosity: bool) -> None:
+def evaluate(arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
 
     RUN is run_003, 3 or latest (the default), or name/run_003; its latest checkpoint is evaluated. PATH is the folder
     or URI of a run or of a checkpoint.
     """
-    with command(**verbosity):
-        named = [item for item in arguments[:1] if is_uri(item) or not ("=" in item or item.startswith("~"))]
-        folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
-        running.run(AN_EXPERIMENT, [f"--from={folder.location}", f"--eval={checkpoint}", *arguments[len(named) :]])
+    named = [item for item in arguments[:1] if is_uri(item) or not ("=" in item or item.startswith("~"))]
+    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
+    projects.run(AN_EXPERIMENT, [f"--from={folder.location}", f"--eval={checkpoint}", *arguments[len(named) :]])
 
 
 @group.command(context_settings=commands.OVERRIDES)
@@ -91,20 +91,18 @@ def evaluate(arguments: tuple[str, ...], **verbosity: bool) -> None:
 @from_option
 @commands.launch_options
 def launch(
-    make: bool, name: str | None, resume: str | None, origin: str | None, overrides: tuple[str, ...], **options: bool
+    make: bool, name: str | None, resume: str | None, origin: str | None, overrides: tuple[str, ...], **settings: Any
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    implied = ["cfg.prepared=make"] if make else []
-    implied += [f"cfg.name={name}"] if name else []
-    implied += [f"--resume={resume}"] if resume else []
-    implied += [f"--from={origin}"] if origin else []
-    commands.launch_and_exit(AN_EXPERIMENT, [*overrides, *implied], **options)
+    implied = {"cfg.prepared=make": make, f"cfg.name={name}": name, f"--resume={resume}": resume}
+    implied |= {f"--from={origin}": origin}
+    words = [*overrides, *(option for option, given in implied.items() if given)]
+    commands.launch_and_exit(AN_EXPERIMENT, words, **settings)
 
 
 @group.command(context_settings=commands.OVERRIDES)
-@verbosity_options
+@options.verbosity
 @click.argument("overrides", nargs=-1)
-def prepare(overrides: tuple[str, ...], **verbosity: bool) -> None:
+def prepare(overrides: tuple[str, ...]) -> None:
     """Map every dataset through ray_map_batches once and store it for later runs."""
-    with command(**verbosity):
-        train.prepare(overrides)
+    projects.prepare(overrides)

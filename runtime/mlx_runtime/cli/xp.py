@@ -6,19 +6,8 @@ from pathlib import Path
 
 import click
 
-from mlx_runtime.cli.options import (
-    WORD,
-    address_option,
-    command,
-    confirm,
-    job_statuses,
-    json_option,
-    name_argument,
-    run_argument,
-    say,
-    yes_option,
-)
-from mlx_runtime.cli.verbs import board as tensorboard
+from mlx_runtime.cli import options
+from mlx_runtime.cli.options import confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import comparison, listing, lookup
@@ -35,115 +24,110 @@ def group() -> None:
 
 
 @group.command()
-@name_argument(required=False)
+@options.name(required=False)
 @click.option("--status", type=click.Choice(listing.STATUSES, case_sensitive=False), help="Only runs in this state.")
 @click.option(
     "--sort",
     metavar="METRIC",
-    type=WORD,
+    type=word,
     help="Best first: by the mode of the runs that monitor METRIC, else smallest first.",
 )
 @click.option("--mode", type=MODES, help="Whether the max or the min of METRIC comes first.")
-@json_option
+@options.json
 @click.option("--html", type=PAGE, help="Write a web page to this file instead.")
 def ls(
     name: str | None, status: str | None, sort: str | None, mode: str | None, as_json: bool, html: Path | None
 ) -> None:
     """List all runs, or those of NAME, on this machine and on clusters."""
-    with command():
-        rows = listing.list_rows(name, status=status, sort=sort, mode=mode, ask=job_statuses)
-        if html is not None:
-            from mlx_runtime.runs import report
+    rows = listing.list_rows(name, status=status, sort=sort, mode=mode, ask=job_statuses)
+    if html is not None:
+        from mlx_runtime.runs import report
 
-            report.write(report.render_runs(rows), html)
-            say(html)
-        elif as_json:
-            click.echo(to_json([row.fields() for row in rows]), nl=False)
-        elif rows:
-            print_table([row.cells(sort) for row in rows], sys.stdout)
-        else:
-            say(listing.empty_message(status), err=True)
+        report.write(report.render_runs(rows), html)
+        say(html)
+    elif as_json:
+        click.echo(to_json([row.fields() for row in rows]), nl=False)
+    elif rows:
+        print_table([row.cells(sort) for row in rows], sys.stdout)
+    else:
+        say(listing.empty_message(status), err=True)
 
 
 @group.command()
-@click.argument("words", type=WORD, metavar="[NAME] A B", nargs=-1)
-@json_option
+@click.argument("words", type=word, metavar="[NAME] A B", nargs=-1)
+@options.json
 def diff(words: tuple[str, ...], as_json: bool) -> None:
     """Show the differences between two runs.
 
     A and B are run_003, 3 or latest of NAME, or of the one in the working directory; or name/run_003, a path or URI.
     """
-    with command():
-        if len(words) not in (2, 3):
-            raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
-        a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
-        found = comparison.difference(a, b, job_statuses)
-        if as_json:
-            click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
-        elif any(found.values()):
-            print_table(comparison.table(a, b, found), sys.stdout)
-        else:
-            say(f"{a.title} and {b.title} do not differ", err=True)
+    if len(words) not in (2, 3):
+        raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
+    a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
+    found = comparison.difference(a, b, job_statuses)
+    if as_json:
+        click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
+    elif any(found.values()):
+        print_table(comparison.table(a, b, found), sys.stdout)
+    else:
+        say(f"{a.title} and {b.title} do not differ", err=True)
 
 
 @group.command()
-@name_argument()
-@click.option("--metric", metavar="M", type=WORD, help="Like val/accuracy. Default: what the latest run monitors.")
+@options.name()
+@click.option("--metric", metavar="M", type=word, help="Like val/accuracy. Default: what the latest run monitors.")
 @click.option("--mode", type=MODES, help="Which is best. Default: cfg.mode of the runs that monitor the metric.")
-@json_option
+@options.json
 def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None:
     """Print the run and the checkpoint of NAME in which a metric is best."""
-    with command():
-        found = comparison.best(name, metric, mode)
-        if as_json:
-            click.echo(to_json(found), nl=False)
-        else:
-            for line in comparison.best_lines(found):
-                say(line)
+    found = comparison.best(name, metric, mode)
+    if as_json:
+        click.echo(to_json(found), nl=False)
+    else:
+        for line in comparison.best_lines(found):
+            say(line)
 
 
 @group.command()
-@name_argument()
-@run_argument("latest")
+@options.name()
+@options.run("latest")
 @click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
 def report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME: facts, curves, checkpoints and log."""
     from mlx_runtime.runs import report
 
-    with command():
-        folder = lookup.resolve_run(name, run)
-        page = report.render_run(folder, job_statuses)
-        if output is None:
-            say(report.store(page, folder))
-        else:
-            report.write(page, output)
-            say(output)
+    folder = lookup.resolve_run(name, run)
+    page = report.render_run(folder, job_statuses)
+    if output is None:
+        say(report.store(page, folder))
+    else:
+        report.write(page, output)
+        say(output)
 
 
 @group.command()
-@name_argument()
-@run_argument()
-@yes_option
+@options.name()
+@options.run()
+@options.yes
 @click.option("--force", is_flag=True, help="With -y, also a run whose record cannot be read: it may be training.")
 def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
     from mlx_runtime.runs import removal
 
-    with command():
-        plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
-        if plan.warning and yes and not force:
-            raise UsageError(f"{plan.warning}. To remove it without a question, add --force")
-        if plan.warning:
-            say(f"warning: {plan.warning}", err=True)
-        if not yes:
-            confirm(f"remove {plan.title}?")
-        removal.remove_run(plan, job_statuses)
-        say(f"removed {plan.title}")
+    plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
+    if plan.warning and yes and not force:
+        raise UsageError(f"{plan.warning}. To remove it without a question, add --force")
+    if plan.warning:
+        say(f"warning: {plan.warning}", err=True)
+    if not yes:
+        confirm(f"remove {plan.title}?")
+    removal.remove_run(plan, job_statuses)
+    say(f"removed {plan.title}")
 
 
 @group.command()
-@name_argument()
-@run_argument("latest")
+@options.name()
+@options.run("latest")
 @click.option(
     "-f/ ",
     "--follow/--no-follow",
@@ -154,41 +138,36 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Start with the last N lines.")
 def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int | None) -> None:
     """Print the output of a RUN (run_003, 3 or latest) of NAME, wherever it trains or trained."""
-    with command():
-        echo = functools.partial(click.echo, nl=False)
-        try:
-            code = xp.logs(name, run, echo, follow=follow, rank=rank, tail=tail)
-        except KeyboardInterrupt:
-            click.echo("\nthe run continues; only its log was closed", err=True)
-            code = 130
+    try:
+        code = xp.logs(name, run, functools.partial(click.echo, nl=False), follow=follow, rank=rank, tail=tail)
+    except KeyboardInterrupt:
+        click.echo("\nthe run continues; only its log was closed", err=True)
+        code = 130
     sys.exit(code)
 
 
 @group.command()
-@address_option
+@options.address
 def ray(ray_address: str | None) -> None:
     """Print the URL of a cluster's dashboard, and open it if there is a display."""
-    with command():
-        say(xp.open_dashboard(ray_address))
+    say(xp.open_dashboard(ray_address))
 
 
 @group.command()
-@name_argument()
-@run_argument()
+@options.name()
+@options.run()
 def stop(name: str, run: str | None) -> None:
     """Stop a RUN (run_003, 3 or latest) of NAME after its current step, with a checkpoint."""
-    with command():
-        say(xp.stop(name, _require_run(name, run, "stop")))
+    say(xp.stop(name, _require_run(name, run, "stop")))
 
 
 @group.command()
-@name_argument(required=False)
-@run_argument()
+@options.name(required=False)
+@options.run()
 @click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
-    with command():
-        tensorboard.serve(name, run, port)
+    xp.board(name, run, port)
 
 
 def _require_run(name: str, run: str | None, verb: str) -> str:

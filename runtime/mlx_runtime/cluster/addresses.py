@@ -17,28 +17,19 @@ OTHER_PORTS = {6379: "Ray's own port", 10001: "the port of Ray Client"}
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a cluster's dashboard.
-
-    Attributes:
-        url: like `http://head:8265`.
-        source: where it came from: `--ray-address` or `RAY_ADDRESS`.
-        notice: how the text was interpreted, if it had to be.
-    """
+    """The address of a cluster's dashboard, and where it came from."""
 
     url: str
     source: str
     notice: str = ""
+    """How the text was interpreted, if it had to be."""
 
     @classmethod
     def parse(cls, text: str | None) -> "Address":
         """Parse an address, or the one in `RAY_ADDRESS` if there is none.
 
-        Args:
-            text: `http(s)://host:8265`, `host`, `host:port`, or another address of the same head node:
-                `ray://host:10001`, `host:6379`.
-
-        Raises:
-            UsageError: there is no address, or it cannot be parsed.
+        It may be `http(s)://host:8265`, `host`, `host:port`, or an address of the same head node that does not accept
+        jobs: `ray://host:10001`, `host:6379`.
         """
         source = "--ray-address" if text else "RAY_ADDRESS"
         text = (text or os.environ.get("RAY_ADDRESS") or "").strip()
@@ -58,14 +49,14 @@ class Address:
             raise UsageError(f"{source} contains a user name or password; set the cluster's token in RAY_AUTH_TOKEN")
         host = f"[{host}]" if ":" in host else host
         if scheme in ("http", "https"):
-            path = parts.path.rstrip("/")
-            return cls(f"{scheme}://{host}{f':{port}' if port else ''}{path}", source)
+            return cls(f"{scheme}://{host}{f':{port}' if port else ''}{parts.path.rstrip('/')}", source)
+        problem = "has no port"
         if scheme == "ray" or port in OTHER_PORTS:
-            other = OTHER_PORTS.get(port or 10001, "an address for Ray Client")
-            url = f"http://{host}:{DASHBOARD_PORT}"
-            return cls(url, source, f"{text} is {other}; using the dashboard, {url}")
-        url = f"http://{host}:{port or DASHBOARD_PORT}"
-        return cls(url, source, "" if port else f"{text} has no port; using the dashboard, {url}")
+            problem = f"is {OTHER_PORTS.get(port or 10001, 'an address for Ray Client')}"
+        elif port:
+            return cls(f"http://{host}:{port}", source)
+        url = f"http://{host}:{DASHBOARD_PORT}"
+        return cls(url, source, f"{text} {problem}; using the dashboard, {url}")
 
 
 def remember(address: Address) -> None:
@@ -101,15 +92,11 @@ def find_token() -> tuple[str | None, str | None]:
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    file = Path(path) if path else ray_token_file()
+    file = Path(path) if path else Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):
         if token := file.read_text().strip():
             return token, "RAY_AUTH_TOKEN_PATH" if path else str(file)
     return None, None
-
-
-def ray_token_file() -> Path:
-    return Path.home() / ".ray" / "auth_token"
 
 
 def _clusters_file() -> Path:

@@ -13,57 +13,32 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.cluster import packages
-from mlx_runtime.cluster.addresses import (
-    DASHBOARD_PORT,
-    Address,
-    find_token,
-    is_trusted,
-    ray_token_file,
-    remember,
-    untrusted_notice,
-)
+from mlx_runtime.cluster import addresses
+from mlx_runtime.cluster.addresses import DASHBOARD_PORT, Address
+from mlx_runtime.cluster.jobs import JobSpec, JobState
 from mlx_runtime.errors import ClusterError, printable, short_message
 from mlx_runtime.runs.logs import last_lines
 
 if TYPE_CHECKING:
     import requests
 
-ANSWER_S = 5.0
-"""Timeout of a request."""
-
-TRANSFER_S = 120.0
-"""Timeout of a request that transfers a package or a log."""
-
-LIST_S = 2.0
-"""Timeout of each cluster when runs are listed."""
-
-RECONNECT_S = 60.0
-"""How long to wait for a cluster that stopped answering while its log is followed."""
-
-AGENT_S = 60.0
-"""How long to wait for a cluster that has just started and cannot run jobs yet."""
-
-SILENT_S = 30.0
-"""A log stream that was silent for this long may be dead and is reopened."""
+ANSWER_S = 5.0  # timeout of a request
+TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
+LIST_S = 2.0  # timeout of each cluster when runs are listed
+RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
+AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
+SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
 
 UNAUTHORIZED = (401, 403)
 
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-
 
 class NoAnswerError(ClusterError):
-    """A job that ended without the answer that it should have printed.
-
-    Args:
-        problem: what happened.
-        log: what the job printed.
-    """
+    """A job that ended without the answer that it should have printed, with its log."""
 
     def __init__(self, problem: str, log: str) -> None:
         super().__init__(problem)
@@ -71,80 +46,18 @@ class NoAnswerError(ClusterError):
 
 
 @dataclass(frozen=True)
-class JobSpec:
-    """A command to run on the head node.
-
-    Attributes:
-        command: program and arguments.
-        folder: uploaded as the working directory.
-        environment: variables of the command and of everything it starts.
-        metadata: shown in the dashboard.
-        runtime_env: further parts of Ray's runtime environment.
-    """
-
-    command: Sequence[str]
-    folder: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class JobState:
-    """State of a job.
-
-    Attributes:
-        status: PENDING RUNNING STOPPED SUCCEEDED FAILED.
-        message: Ray's explanation of the status.
-        return_code: exit code of the command, once it has ended.
-    """
-
-    status: str
-    message: str
-    return_code: int | None
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ENDED
-
-    @property
-    def reason(self) -> str:
-        """First line of the message, without the log that may follow it."""
-        return self.message.strip().partition("\n")[0].partition(", last available logs")[0]
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code for a process that stands for the job: 128 + N if signal N killed it."""
-        if self.return_code is not None:
-            return self.return_code if self.return_code >= 0 else 128 - self.return_code
-        return 0 if self.status == "SUCCEEDED" else 1
-
-
-@dataclass(frozen=True)
 class Dashboard:
-    """The dashboard of a cluster that has answered. Its methods raise `ClusterError` if a request fails.
-
-    Attributes:
-        address: address of the dashboard.
-        ray_version: version of Ray on the cluster.
-        headers: sent with each request.
-        token_source: where the token came from, or None if the cluster requires none.
-        latency_s: duration of the first request.
-    """
+    """The dashboard of a cluster that has answered. Its methods raise `ClusterError` if a request fails."""
 
     address: Address
     ray_version: str
-    headers: Mapping[str, str]
-    token_source: str | None
-    latency_s: float
+    headers: Mapping[str, str]  # sent with each request
+    token_source: str | None  # None if the cluster requires no token
+    latency_s: float  # of the first request
 
     @classmethod
     def connect(cls, address: Address) -> "Dashboard":
-        """Ask a cluster for its version, with a token only if it requires one.
-
-        Raises:
-            ClusterError: it does not answer in time, refuses the token, or is not a Ray cluster.
-        """
+        """Ask a cluster for its version, with a token only if it requires one."""
         import requests
 
         where = f"{address.url} (from {address.source})"
@@ -155,12 +68,13 @@ class Dashboard:
                 raise _unauthorized(where, token_source)
             version = str(answer.json()["ray_version"])
         except requests.RequestException as error:
-            hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
+            problem = f"is not a Ray dashboard: {short_message(error)}"
             if isinstance(error, requests.Timeout):
-                raise _unreachable(f"{where} did not answer within {ANSWER_S:g} s", hint) from error
-            if isinstance(error, requests.ConnectionError):
-                raise _unreachable(f"{where} does not answer ({_connection_problem(error)})", hint) from error
-            raise _unreachable(f"{where} is not a Ray dashboard: {short_message(error)}", hint) from error
+                problem = f"did not answer within {ANSWER_S:g} s"
+            elif isinstance(error, requests.ConnectionError):
+                problem = f"does not answer ({_connection_problem(error)})"
+            hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
+            raise _unreachable(f"{where} {problem}", hint) from error
         except (KeyError, TypeError) as error:
             hint = f"Its default port is {DASHBOARD_PORT}"
             raise _unreachable(f"{where} answers, but is not a Ray dashboard", hint) from error
@@ -173,45 +87,25 @@ class Dashboard:
         return next(name for name in names if name not in taken)
 
     def submit(self, job: str, spec: JobSpec) -> None:
-        """Upload the folder of a job and start its command.
-
-        Args:
-            job: id returned by `unused_id`.
-            spec: what to run.
-        """
-        runtime_env = packages.resolve(spec.runtime_env, self._send)
-        own = {"MLX_JOB": job, "MLX_JOB_ADDRESS": self.address.url}
-        runtime_env["env_vars"] = {**runtime_env.get("env_vars", {}), **spec.environment, **own}
-        runtime_env["working_dir"] = self._send(*packages.pack_folder(spec.folder))
-        body = {
-            "entrypoint": shlex.join(spec.command),
-            "submission_id": job,
-            "runtime_env": runtime_env,
-            "metadata": dict(spec.metadata),
-        }
+        """Upload the files of a job and start its command, under an id returned by `unused_id`."""
+        runtime_env = spec.packed(self._send)
+        runtime_env["env_vars"] |= {"MLX_JOB": job, "MLX_JOB_ADDRESS": self.address.url}
+        body = {"entrypoint": shlex.join(spec.command), "submission_id": job, "metadata": dict(spec.metadata)}
+        body["runtime_env"] = runtime_env
         deadline = time.monotonic() + AGENT_S
-        while True:
-            answer = self._request("POST", "jobs/", TRANSFER_S, json=body)
-            if answer.status_code == 200:
-                remember(self.address)
-                return
+        while (answer := self._request("POST", "jobs/", TRANSFER_S, json=body)).status_code != 200:
             # Ray has no other sign of a head node whose agent is still starting.
             if "No available agent" not in answer.text or time.monotonic() > deadline:
-                raise ClusterError(f"{self.address.url} rejected the job: {_last_line(answer.text)}")
+                raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
             time.sleep(1)
+        addresses.remember(self.address)
 
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
-        """Run a short job that prints its answer as one line of JSON.
-
-        Args:
-            name: beginning of the job's id.
-            spec: what to run.
-            marker: prefix of the line with the answer.
-            timeout_s: how long the job may take; it is then stopped.
+        """Run a short job whose id begins with a name, and that prints its answer as one line of JSON after a marker.
 
         Raises:
             NoAnswerError: the job ended without an answer.
-            ClusterError: the job did not end in time.
+            ClusterError: the job did not end in time, and was stopped.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
@@ -225,14 +119,14 @@ class Dashboard:
         for line in log.splitlines():
             if line.startswith(marker):
                 with contextlib.suppress(ClusterError):
-                    self._request("DELETE", f"jobs/{job}", ANSWER_S)
+                    self._request("DELETE", f"jobs/{job}")
                 return json.loads(line.removeprefix(marker))
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise NoAnswerError(f"the job {job} failed: {reason}", log)
 
     def state(self, job: str) -> JobState:
         """Return the state of a job; raises if the cluster does not know it."""
-        answer = self._request("GET", f"jobs/{job}", ANSWER_S)
+        answer = self._request("GET", f"jobs/{job}")
         if answer.status_code != 200:
             raise ClusterError(f"{self.address.url} has no job {job}")
         facts = answer.json()
@@ -240,24 +134,14 @@ class Dashboard:
 
     def log(self, job: str) -> str:
         """Return everything that a job has printed so far."""
-        answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S)
-        if answer.status_code != 200:
-            raise ClusterError(f"{self.address.url} has no log of {job}: {_last_line(answer.text)}")
+        answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S, refusal=f"{self.address.url} has no log of {job}")
         return str(answer.json()["logs"])
 
     def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-        """Pass on what a job prints until it ends, and reconnect when the connection is lost.
+        """Pass on what a job prints until it ends, and return its last state. Lost connections are opened again.
 
-        Args:
-            job: its id.
-            write: receives pieces of text.
-            tail: number of lines to begin with; None for everything printed so far.
-
-        Returns:
-            The state in which it ended.
-
-        Raises:
-            ClusterError: the cluster has not answered for `RECONNECT_S`.
+        `tail` is the number of lines to begin with; None is for everything printed so far. Raises if the cluster has
+        not answered for `RECONNECT_S`.
         """
         seen = 0
         if tail is not None:
@@ -281,82 +165,73 @@ class Dashboard:
 
     def stop(self, job: str) -> None:
         """Send SIGTERM to a job, and SIGKILL after `RAY_JOB_STOP_WAIT_TIME_S` of its environment."""
-        answer = self._request("POST", f"jobs/{job}/stop", ANSWER_S)
-        if answer.status_code != 200:
-            raise ClusterError(f"cannot stop {job}: {_last_line(answer.text)}")
+        self._request("POST", f"jobs/{job}/stop", refusal=f"cannot stop {job}")
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
-        """Pass on what follows the first `skip` characters of a log.
+        """Pass on what follows the first `skip` characters of a log, until the connection ends.
 
-        Returns:
-            True if the log was read to its end, and the number of characters seen.
+        Returns True if the log was read to its end, and the number of characters seen.
         """
         import aiohttp
 
         url, seen = f"{self.address.url}/api/jobs/{job}/logs/tail", 0  # each connection begins with the first character
         with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
             async with aiohttp.ClientSession(headers=self.headers) as session, session.ws_connect(url) as stream:
-                while True:
-                    message = await stream.receive(SILENT_S)
-                    if message.type != aiohttp.WSMsgType.TEXT:
-                        return stream.close_code == aiohttp.WSCloseCode.OK, max(seen, skip)
+                while (message := await stream.receive(SILENT_S)).type == aiohttp.WSMsgType.TEXT:
                     fresh = message.data[max(0, skip - seen) :]
                     seen += len(message.data)
                     if fresh:
                         write(fresh)
+                return stream.close_code == aiohttp.WSCloseCode.OK, max(seen, skip)
         return False, max(seen, skip)
 
     def _send(self, name: str, content: bytes) -> str:
         """Upload a package unless the cluster has it. Returns its URI."""
         path = f"packages/gcs/{name}"
-        if self._request("GET", path, ANSWER_S).status_code != 200:
-            answer = self._request("PUT", path, TRANSFER_S, data=content)
-            if answer.status_code != 200:
-                raise ClusterError(f"{self.address.url} rejected the upload: {_last_line(answer.text)}")
+        if self._request("GET", path).status_code != 200:
+            self._request("PUT", path, TRANSFER_S, refusal=f"{self.address.url} rejected the upload", data=content)
         return f"gcs://{name}"
 
-    def _request(self, method: str, path: str, timeout_s: float, **body: Any) -> "requests.Response":
+    def _request(
+        self, method: str, path: str, timeout_s: float = ANSWER_S, *, refusal: str | None = None, **body: Any
+    ) -> "requests.Response":
+        """Return the answer to a request. With `refusal`, what an error message begins with, it must be a success."""
         import requests
 
         try:
-            return _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
+            answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
         except requests.RequestException as error:
             raise ClusterError(f"{self.address.url} does not answer: {short_message(error)}") from error
+        if refusal is not None and answer.status_code != 200:
+            raise ClusterError(f"{refusal}: {_reason(answer)}")
+        return answer
 
 
 def job_statuses(jobs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Ask clusters for the status of jobs: PENDING RUNNING STOPPED SUCCEEDED FAILED.
+    """Ask clusters for the status of jobs (see `JobState`), by address and id, as records of runs name them.
 
-    Args:
-        jobs: address and id of each job, from the records of runs. Clusters that are not trusted are asked without a
-            token; a line on stderr names those that require one.
-
-    Returns:
-        Status by address and id, without the jobs of clusters that cannot be reached or do not know them.
+    Clusters that are not trusted are asked without a token; a line on stderr names those that require one. The answer
+    lacks the jobs of clusters that cannot be reached or do not know them.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     jobs = set(jobs)
-    addresses = sorted({address for address, _ in jobs})
-    if not addresses:
+    clusters = sorted({address for address, _ in jobs})
+    if not clusters:
         return {}
-    with ThreadPoolExecutor(len(addresses)) as pool:
-        known = dict(zip(addresses, pool.map(_statuses, addresses), strict=True))
+    with ThreadPoolExecutor(len(clusters)) as pool:
+        known = dict(zip(clusters, pool.map(_statuses, clusters), strict=True))
     return {(address, job): known[address][job] for address, job in jobs if job in known[address]}
 
 
 def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = LIST_S) -> dict[str, str]:
-    """Status of every job of a cluster, by id; nothing if it cannot be reached."""
+    """Return the status of every job of a cluster, by id; nothing if it cannot be reached."""
     url_of_jobs = f"{url}/api/jobs/"
     with contextlib.suppress(Exception):
-        if headers is not None:
-            answer = _request("GET", url_of_jobs, timeout_s, headers)
-        elif is_trusted(url):
+        if headers is None and addresses.is_trusted(url):
             answer, _, _ = _authorized_get(url_of_jobs, timeout_s)
         else:
-            answer = _request("GET", url_of_jobs, timeout_s, {})
-            if answer.status_code in UNAUTHORIZED:
-                print(f"note: {untrusted_notice(printable(url))}", file=sys.stderr)
+            answer = _request("GET", url_of_jobs, timeout_s, headers or {})
+            if headers is None and answer.status_code in UNAUTHORIZED:
+                print(f"note: {addresses.untrusted_notice(printable(url))}", file=sys.stderr)
         return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
     return {}
 
@@ -371,13 +246,10 @@ def _request(method: str, url: str, timeout_s: float, headers: Mapping[str, str]
 def _authorized_get(url: str, timeout_s: float) -> tuple["requests.Response", dict[str, str], str | None]:
     """Request a URL, again with the user's token if it is unauthorized.
 
-    Returns:
-        The answer, the headers that were needed, and the source of the token if it was needed.
+    Returns the answer, and the headers and the source of the token that were needed.
     """
     answer = _request("GET", url, timeout_s, {})
-    if answer.status_code not in UNAUTHORIZED:
-        return answer, {}, None
-    token, source = find_token()
+    token, source = addresses.find_token() if answer.status_code in UNAUTHORIZED else (None, None)
     if token is None:
         return answer, {}, None
     headers = {"Authorization": f"Bearer {token}"}
@@ -394,7 +266,7 @@ def _unauthorized(where: str, token_source: str | None) -> ClusterError:
     if token_source is None:
         hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file with it"
         return _unreachable(f"the cluster at {where} requires a token", hint)
-    if token_source == str(ray_token_file()):
+    if not token_source.startswith("RAY_AUTH_TOKEN"):
         token_source += ", which Ray writes for its clusters on this machine"
     problem = f"the cluster at {where} refuses the token from {token_source}"
     return _unreachable(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
@@ -402,14 +274,12 @@ def _unauthorized(where: str, token_source: str | None) -> ClusterError:
 
 def _connection_problem(error: "requests.ConnectionError") -> str:
     """Distinguish an unknown host from a closed port by the error underlying the one from requests."""
-    from urllib3.exceptions import MaxRetryError, NameResolutionError
+    from urllib3.exceptions import NameResolutionError
 
-    cause = error.args[0] if error.args else None
-    unknown = isinstance(cause, MaxRetryError) and isinstance(cause.reason, NameResolutionError)
-    return "unknown host" if unknown else "nothing listens there"
+    cause = getattr(error.args[0], "reason", None) if error.args else None
+    return "unknown host" if isinstance(cause, NameResolutionError) else "nothing listens there"
 
 
-def _last_line(text: str) -> str:
-    """The useful line of an error message, which may end with a traceback of the server."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "no reason given"
+def _reason(answer: "requests.Response") -> str:
+    """Return the useful line of an error message, which may be a traceback of the server."""
+    return last_lines(answer.text.strip(), 1)[:300] or "no reason given"

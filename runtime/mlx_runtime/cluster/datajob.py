@@ -1,24 +1,16 @@
 """A data job: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
 
 import contextlib
+import itertools
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import Config
-from mlx_runtime.errors import (
-    ConfigError,
-    DataJobError,
-    MlxError,
-    RunStopped,
-    StorageError,
-    short_message,
-    user_errors,
-)
+from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, StorageError, short_message, user_errors
 from mlx_runtime.runs import filling, provenance
 from mlx_runtime.runs.filling import Filling, Output
 from mlx_runtime.runs.folder import names_folder
@@ -30,8 +22,7 @@ from mlx_runtime.training.engines.placement import Cluster
 from mlx_runtime.training.options import DataConfig
 from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
 
-MAX_RETRIES = 3
-"""How many times a task is retried when its process or node is lost."""
+MAX_RETRIES = 3  # of a task whose process or node is lost
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -128,12 +119,8 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"folder    {path}")
     tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
-    facts = provenance.provenance(config.overrides) | {
-        "name": cfg.name,
-        "config": config.shown,
-        "start": documents.now(),
-    }
-    facts["job"] = settings.job
+    facts = provenance.provenance(config.overrides)
+    facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
     with contextlib.closing(display), sigterm_stops(StopRequests()), _publishing(path, cfg.overwrite, facts) as target:
         instance = job(**{name: build(node, name) for name, node in config.tree.items()})
         instance.output, instance._display = target.output, display
@@ -148,13 +135,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
 
 
 def refuse_present(config: Config) -> None:
-    """Refuse a data job whose folder exists or is being filled, before anything is started for it.
-
-    Raises:
-        ConfigError: `cfg.path` lies outside the storage.
-        UsageError: the folder is in the way; the message names what is there, and what to do.
-        StorageError: the storage does not answer.
-    """
+    """Refuse a data job whose folder exists or is being filled, before anything is started for it."""
     path = output_path(config.cfg)
     try:
         filling.refuse_present(path, overwrite=config.cfg.overwrite)
@@ -163,11 +144,7 @@ def refuse_present(config: Config) -> None:
 
 
 def output_path(cfg: DataConfig) -> str:
-    """Return the folder or URI that a data job fills.
-
-    Raises:
-        ConfigError: it is not a folder below the storage.
-    """
+    """Return the folder or URI that a data job fills, which must be below the storage."""
     path = Path(cfg.path if cfg.path is not None else f"data/{cfg.name}")
     if path.is_absolute() or not path.parts or not all(map(names_folder, path.parts)):
         raise ConfigError(
@@ -196,30 +173,25 @@ def _calls_on_ray(function: Callable[[Any], Any], items: Sequence[Any], cfg: Dat
     gpus = {"num_gpus": 1} if cfg.use_gpu else {}
     task = ray.remote(_call).options(num_cpus=cfg.cpus_per_worker, max_retries=MAX_RETRIES, **gpus)
     pickled = ray.put(cloudpickle.dumps(function))
-    waiting = deque(enumerate(items))
-    running: dict[Any, tuple[int, Any]] = {}
+    waiting = iter(enumerate(items))
+    running: dict[Any, tuple[int, str]] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < cfg.start_workers:
-                index, item = waiting.popleft()
-                ref = task.remote(str(Path.cwd()), pickled, cloudpickle.dumps(item), _item_title(item))
-                running[ref] = (index, item)
+        while True:
+            for index, item in itertools.islice(waiting, cfg.start_workers - len(running)):
+                title = _item_title(item)
+                running[task.remote(str(Path.cwd()), pickled, cloudpickle.dumps(item), title)] = (index, title)
+            if not running:
+                return
             ready, _ = ray.wait(list(running), timeout=1)  # signals are only handled between calls
             for ref in ready:
-                index, item = running.pop(ref)
-                yield index, _task_result(ref, _item_title(item))
+                index, title = running.pop(ref)
+                yield index, _task_result(ref, title)
     finally:
         for ref in running:
             ray.cancel(ref, force=True)
 
 
 def _task_result(ref: Any, title: str) -> Any:
-    """Return the result of a task.
-
-    Raises:
-        DataJobError: user code raised.
-        MlxError: the task was lost, or its result cannot be pickled.
-    """
     import ray
 
     try:

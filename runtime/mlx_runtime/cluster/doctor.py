@@ -4,12 +4,11 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_runtime.cluster.preflight import Check, config_check, storage_problem
+from mlx_runtime.cluster.preflight import Check, storage_problem, valid_config
 from mlx_runtime.config import projects
 from mlx_runtime.errors import ConfigError, MlxError, UsageError, short_message
 from mlx_runtime.settings import Settings
@@ -18,8 +17,7 @@ from mlx_runtime.storage.files import Storage, is_uri, storage_root
 
 def checks() -> Iterator[Check]:
     """Check this machine, one finding after the other. Runs no code that conf.yaml names."""
-    old = sys.version_info < (3, 10)
-    yield Check("python", platform.python_version(), "Python 3.10 or newer is required" if old else None)
+    yield Check("python", platform.python_version())
     for package in ("torch", "ray", "torchmetrics", "tensorboard"):
         try:
             yield Check(package, importlib.metadata.version(package))
@@ -55,7 +53,7 @@ def _experiment() -> Iterator[Check]:
 
         try:
             config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)
-            yield config_check(config.unseen)
+            yield valid_config(config)
             storage = config.cfg.storage_path if storage is None else storage
         except ConfigError as error:
             yield Check("config", str(error), "See: mlx train show")
@@ -73,8 +71,7 @@ def _storage(path: str) -> Check:
     except UsageError as error:
         return Check("storage", str(error), "See cfg.storage_path and MLX_STORAGE")
     file = f".probe-{uuid.uuid4().hex}"
-    unwritable = storage_problem(root, file)
-    if unwritable is not None:
+    if unwritable := storage_problem(root, file):
         return unwritable
     Storage(root).remove_file(file)
     free = "" if is_uri(root) else f", {shutil.disk_usage(root).free / 1e9:,.0f} GB free"

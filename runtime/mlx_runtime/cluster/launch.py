@@ -1,19 +1,21 @@
 """Submit the `main.py` of a folder to a cluster as a job, after checking that it can run there."""
 
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.cluster import preflight
 from mlx_runtime.cluster.addresses import Address
-from mlx_runtime.cluster.dashboard import Dashboard, JobSpec, JobState
+from mlx_runtime.cluster.dashboard import Dashboard
+from mlx_runtime.cluster.jobs import JobSpec
 from mlx_runtime.cluster.preflight import Check
-from mlx_runtime.config.projects import CONF, commands
-from mlx_runtime.errors import ClusterError, ConfigError, MlxError
+from mlx_runtime.errors import ClusterError
 from mlx_runtime.runs import provenance, records
+from mlx_runtime.runs.filling import being_filled
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.settings import Settings
@@ -24,92 +26,55 @@ from mlx_runtime.storage.uploads import Upload
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.config.composition import Config
     from mlx_runtime.training.request import RunConfig
 
-STARTUP_S = 30.0
-"""How long a launch waits for the job to begin, to report one that fails during startup."""
-
+STARTUP_S = 30.0  # how long a launch waits for the job to begin, to report one that fails during startup
 FAILED_LOG_LINES = 40
-
-STOP_WAIT_S = 30
-"""Time between SIGTERM and SIGKILL of a job that is stopped: enough for a checkpoint."""
-
-LAUNCHER_FACTS = ("command", "overrides", "git")
-"""Parts of a run's provenance that only the launching machine knows."""
+LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance that its job cannot know
+STOP_WAIT_S = 30  # between SIGTERM and SIGKILL of a job that is stopped: enough for a checkpoint
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job that a cluster has accepted."""
+    """A job that a cluster has accepted, what to print about it by title, and whether it is at work yet."""
 
     dashboard: Dashboard
     id: str
-
-    @property
-    def page(self) -> str:
-        """URL of the job's page in the dashboard."""
-        return f"{self.dashboard.address.url}/#/jobs/{self.id}"
+    facts: Mapping[str, str]
+    has_begun: Callable[[], bool]
 
     def follow(self) -> int:
         """Print what the job prints until it ends. Returns its exit code."""
         return self.dashboard.follow(self.id, partial(print, end="", flush=True)).exit_code
 
-    def wait(self, has_begun: Callable[[], bool]) -> JobState:
-        """Wait until the job has begun or ended, at most `STARTUP_S`.
-
-        Raises:
-            ClusterError: the job failed.
-        """
+    def wait(self) -> str:
+        """Wait until the job has begun or ended, at most `STARTUP_S`. Returns its status; raises if it failed."""
         deadline = time.monotonic() + STARTUP_S
-        while not (state := self.dashboard.state(self.id)).ended and time.monotonic() < deadline and not has_begun():
+        begun = False
+        while not (state := self.dashboard.state(self.id)).ended and not begun and time.monotonic() < deadline:
             time.sleep(0.3)
+            begun = self.has_begun()
         if state.ended and state.exit_code:
             log = last_lines(self.dashboard.log(self.id), FAILED_LOG_LINES)
             raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
-        return state
+        return state.status if state.ended or begun else "PENDING"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A folder and a cluster that passed all checks together.
-
-    Attributes:
-        dashboard: dashboard of the cluster.
-        config: config of the run or data job.
-        upload: files of the folder.
-        runtime_env: Ray's runtime environment of the job.
-    """
+    """A folder and a cluster that passed all checks together."""
 
     dashboard: Dashboard
-    config: "Config"
+    config: "RunConfig"
     upload: Upload
     runtime_env: Mapping[str, Any]
 
-    def submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> SubmittedJob:
-        """Upload the folder and start `main.py` with these arguments.
-
-        Raises:
-            ClusterError: the cluster rejects the job.
-        """
-        settings = Settings.read()
-        environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
-        environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
-        environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
-        with self.upload.staged() as folder:
-            command = ["python", "-u", "main.py", *arguments]
-            self.dashboard.submit(job, JobSpec(command, folder, environment, metadata, self.runtime_env))
-        return SubmittedJob(self.dashboard, job)
-
-    def submit_run(self) -> tuple[RunFolder, SubmittedJob]:
+    def submit_run(self) -> SubmittedJob:
         """Create the folder and the record of a run, and submit it.
 
-        Raises:
-            UsageError: another driver trains the run.
-            StorageError: the storage cannot be written.
-            ClusterError: the cluster rejects the job; the record then says FAILED, or what it said before.
+        If the cluster rejects the job, the record says FAILED, or what it said before the run was to be resumed.
         """
-        config = cast("RunConfig", self.config)
+        config = self.config
         if config.run is None:
             run, before, attempt = claim_run(storage_root(config.cfg.storage_path), config.cfg.name), {}, 1
         else:
@@ -122,19 +87,47 @@ class Launch:
         origin = [f"--from={config.origin.location}"] if config.origin else []
         metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name}
         try:
-            return run, self.submit(job, [f"--run={run.location}", *origin, *config.overrides], metadata)
+            page = self._submit(job, [f"--run={run.location}", *origin, *config.overrides], metadata)
         except ClusterError as error:
             if before:
                 record.withdraw()
             else:
                 record.finish("FAILED", error=redacted(str(error)))
             raise
+        elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
+        words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
+        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": job, "dashboard": page}
+        facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
+        return SubmittedJob(self.dashboard, job, facts, lambda: records.recorded(run).get("status") != "PENDING")
+
+    def submit_data_job(self) -> SubmittedJob:
+        """Submit a data job."""
+        from mlx_runtime.cluster.datajob import output_path
+        from mlx_runtime.config.composition import storage_override
+
+        cfg: Any = self.config.cfg
+        path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
+        arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
+        page = self._submit(job, arguments, {"mlx": "data", "name": cfg.name, "folder": path})
+        ray = f"RAY_ADDRESS={self.dashboard.address.url} ray job"
+        facts = {"job": job, "folder": path, "dashboard": page}
+        facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
+        return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
+
+    def _submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
+        """Upload the folder and start `main.py` with these arguments. Returns the page of the job in the dashboard."""
+        settings = Settings.read()
+        environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+        environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
+        environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
+        command = ["python", "-u", "main.py", *arguments]
+        self.dashboard.submit(job, JobSpec(command, self.upload, environment, metadata, self.runtime_env))
+        return f"{self.dashboard.address.url}/#/jobs/{job}"
 
     def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str) -> records.Record:
         """Write the record of a run that waits for its job; the job's driver continues it."""
-        facts = {
-            name: fact for name, fact in provenance.provenance(self.config.overrides).items() if name in LAUNCHER_FACTS
-        }
+        known = provenance.provenance(self.config.overrides)
+        facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
         facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
         facts |= {"status": "PENDING", "start": documents.now()}
         facts |= {"job": {"id": job, "address": self.dashboard.address.url}}
@@ -145,93 +138,47 @@ class Launch:
 
 
 def prepare(
-    folder: Path,
-    address: Address,
-    load: "Callable[[], Config]",
-    *,
-    pip: bool = False,
-    show_all: bool = False,
-    say: Callable[[str], None] = print,
+    folder: Path, address: Address, load: "Callable[[], RunConfig]", *, pip: bool = False, show_all: bool = False
 ) -> Launch:
     """Check that a folder can run on a cluster, and print each result as soon as it is known.
 
-    Args:
-        folder: folder that contains `main.py`.
-        address: address of the cluster.
-        load: returns the checked config.
-        pip: the cluster installs the packages of requirements.txt.
-        show_all: print the checks that passed, too.
-        say: receives lines for the user.
-
-    Raises:
-        ClusterError: a check failed.
+    With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, checks that passed are printed,
+    too. Raises `ClusterError` if a check failed, as soon as that makes the remaining checks impossible.
     """
-    if address.notice:
-        say(f"note      {address.notice}")
-    if not Settings.read().quiet:
-        say(f"checking  {address.url} (from {address.source})")
     failed = 0
 
     def passed(*checks: Check) -> bool:
-        """Print checks. Returns True if all of them passed."""
         nonlocal failed
         for check in checks:
             failed += not check.ok
             if show_all or not check.ok:
-                say(check.line())
+                print(check.line())
         return all(check.ok for check in checks)
 
-    launch = _check(folder, address, load, pip, passed, say)
-    if failed or launch is None:
-        raise ClusterError(f"preflight failed: {failed} check{'s' * (failed != 1)}, see above")
-    return launch
+    def failure() -> ClusterError:
+        return ClusterError(f"preflight failed: {failed} check{'s' * (failed != 1)}, see above")
 
-
-def _check(
-    folder: Path,
-    address: Address,
-    load: "Callable[[], Config]",
-    pip: bool,
-    passed: Callable[..., bool],
-    say: Callable[[str], None],
-) -> Launch | None:
-    """Run the checks. Returns None if a failure makes the remaining checks impossible."""
-    config, config_check = _load(load)  # first: it may write conf.yaml, and a wrong one costs the cluster nothing
+    if address.notice:
+        print(f"note      {address.notice}")
+    if not Settings.read().quiet:
+        print(f"checking  {address.url} (from {address.source})")
+    config, config_check = preflight.check_config(load)  # first: it may bind, and wrong values cost the cluster nothing
     dashboard, checks = preflight.check_cluster(address)
     passed(*checks)
     if dashboard is None:
-        return None
+        raise failure()
     passed(config_check)
     upload = Upload.of(folder)
     fits = passed(preflight.check_upload(upload))
     if config is None:
-        return None
+        raise failure()
     for note in upload.notes:
-        say(f"note      {note}")
+        print(f"note      {note}")
     if not passed(preflight.check_secrets(config)) or not fits:
-        return None
+        raise failure()
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
     root = storage_root(config.cfg.storage_path)
-    with upload.staged() as staged:
-        passed(*preflight.check_nodes(dashboard, config.cfg, root, staged, runtime_env))
+    passed(*preflight.check_nodes(dashboard, config.cfg, root, upload, runtime_env))
+    if failed:
+        raise failure()
     return Launch(dashboard, config, upload, runtime_env)
-
-
-def _load(load: "Callable[[], Config]") -> "tuple[Config | None, Check]":
-    """Load the config.
-
-    Raises:
-        ConfigError: `cfg.engine` is `local`.
-    """
-    try:
-        config = load()
-    except ConfigError as error:
-        return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
-    except MlxError as error:
-        return None, Check("config", str(error), f"See: {commands()} launch --help")
-    if config.cfg.engine == "local":
-        raise ConfigError(
-            "cfg.engine=local trains on this machine, but launch submits to a cluster; use cfg.engine=auto, "
-            f"or train here: {commands()} run"
-        )
-    return config, preflight.config_check(config.unseen)

@@ -5,16 +5,17 @@ import importlib.metadata
 import json
 import platform
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.cluster import probe
 from mlx_runtime.cluster.addresses import Address
-from mlx_runtime.cluster.dashboard import Dashboard, JobSpec
-from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ClusterError, StorageError, short_message
+from mlx_runtime.cluster.dashboard import Dashboard
+from mlx_runtime.cluster.jobs import JobSpec
+from mlx_runtime.config.projects import CONF, commands
+from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, short_message
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
@@ -23,26 +24,16 @@ from mlx_runtime.training.engines.placement import shortage
 if TYPE_CHECKING:
     from mlx_runtime.config.composition import Config
     from mlx_runtime.training.options import DataConfig, TrainConfig
+    from mlx_runtime.training.request import RunConfig
 
-PROBE_S = 60.0
-"""How long the probe job may take."""
-
-NODE_S = 30.0
-"""How long a node may take to answer the probe."""
-
-INSTALL_S = 600.0
-"""Added to each of these if the cluster installs packages first, as with `--pip`."""
+PROBE_S = 60.0  # how long the probe job may take
+NODE_S = 30.0  # how long a node may take to answer the probe
+INSTALL_S = 600.0  # added to each of these if the cluster installs packages first, as with `--pip`
 
 
 @dataclass(frozen=True)
 class Check:
-    """Result of a check.
-
-    Attributes:
-        name: what was checked.
-        text: the finding.
-        hint: how to fix it; None if the check passed.
-    """
+    """What was checked, the finding, and how to fix it, or None if the check passed."""
 
     name: str
     text: str
@@ -67,15 +58,31 @@ def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
     text = f"{address.url} (from {address.source}) answered in {1000 * dashboard.latency_s:.0f} ms{token}"
     here, there = importlib.metadata.version("ray"), dashboard.ray_version
     ray = Check("ray", f"{there} there, {here} here")
-    if there.split(".")[:2] != here.split(".")[:2]:
+    if not _same_minor(there, here):
         hint = f"Use a cluster with Ray {here}, or a version of mlx-runtime for Ray {there}"
         ray = Check("ray", f"the cluster has Ray {there}, this machine {here}", hint)
     return dashboard, [Check("cluster", text), ray]
 
 
-def config_check(unseen: Sequence[str]) -> Check:
+def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
+    """Load the config. Refuses `cfg.engine=local` with an error, because no other check matters then."""
+    try:
+        config = load()
+    except ConfigError as error:
+        return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
+    except MlxError as error:
+        return None, Check("config", str(error), f"See: {commands()} launch --help")
+    if config.cfg.engine == "local":
+        raise ConfigError(
+            "cfg.engine=local trains on this machine, but launch submits to a cluster; use cfg.engine=auto, "
+            f"or train here: {commands()} run"
+        )
+    return config, valid_config(config)
+
+
+def valid_config(config: "Config") -> Check:
     """Report a valid config, and the targets that could not be checked because only a run imports them."""
-    unchecked = f"; not checked, because src does not import it: {', '.join(unseen)}" if unseen else ""
+    unchecked = f"; not checked, because src does not import it: {', '.join(config.unseen)}" if config.unseen else ""
     return Check("config", f"{CONF} fits the code{unchecked}")
 
 
@@ -106,21 +113,9 @@ def check_secrets(config: "Config") -> Check:
 
 
 def check_nodes(
-    dashboard: Dashboard,
-    cfg: "TrainConfig | DataConfig",
-    root: str,
-    folder: Path,
-    runtime_env: Mapping[str, Any],
+    dashboard: Dashboard, cfg: "TrainConfig | DataConfig", root: str, upload: Upload, runtime_env: Mapping[str, Any]
 ) -> list[Check]:
-    """Run a short job that checks Python, torch, the storage and variables on every node, and the cluster's capacity.
-
-    Args:
-        dashboard: dashboard of the cluster.
-        cfg: `cfg` of the run or data job.
-        root: root of the storage.
-        folder: folder to upload.
-        runtime_env: `runtime_env` of the run.
-    """
+    """Run a job that checks Python, torch, the storage and variables on every node, and the cluster's capacity."""
     content = uuid.uuid4().hex
     file = f".probe-{content}"
     unwritable = storage_problem(root, file, content)
@@ -130,8 +125,8 @@ def check_nodes(
     extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
     question: dict[str, Any] = {"root": root, "file": file, "content": content}
     question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s}
-    command = ["python", "-m", probe.__name__]
-    spec = JobSpec(command, folder, {probe.QUESTION: json.dumps(question)}, {"mlx": "check"}, runtime_env)
+    environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]
+    spec = JobSpec(command, upload, environment, {"mlx": "check"}, runtime_env)
     try:
         # Twice, because the head installs packages for itself first.
         found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
@@ -147,7 +142,7 @@ def check_nodes(
 
 
 def storage_problem(root: str, file: str, content: str = "") -> Check | None:
-    """Write a file to the storage. Returns a failed check if that is not possible."""
+    """Write a file to the storage. Return a failed check if that is not possible."""
     try:
         storage = Storage(root)
         if storage.local:
@@ -160,13 +155,7 @@ def storage_problem(root: str, file: str, content: str = "") -> Check | None:
 
 
 def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
-    """Evaluate the answers of nodes.
-
-    Args:
-        nodes: nodes returned by `probe`.
-        root: root of the storage.
-        written: number of nodes whose files this machine sees.
-    """
+    """Evaluate the answers of nodes to the probe. This machine sees the files that `written` of them wrote."""
     answers = [node for node in nodes if "error" not in node]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if failed := [f"{node['ip']} {node['error']}" for node in nodes if "error" in node]:
@@ -174,15 +163,15 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
     if not answers:
         return
     here, versions = platform.python_version(), sorted({node["python"] for node in answers})
-    python = Check("python", f"{', '.join(versions)} on {count}, {here} here")
-    if any(version.split(".")[:2] != here.split(".")[:2] for version in versions):
+    there = ", ".join(versions)
+    if all(_same_minor(version, here) for version in versions):
+        yield Check("python", f"{there} on {count}, {here} here")
+    else:
         hint = "Use the cluster's version of Python here, or an image with this one there"
-        python = Check("python", f"the cluster has {', '.join(versions)}, this machine {here}", hint)
-    yield python
-    without_torch = "; ".join(f"{node['ip']}: {node['torch']}" for node in answers if node["torch"])
-    if without_torch:
+        yield Check("python", f"the cluster has {there}, this machine {here}", hint)
+    if lacking := "; ".join(f"{node['ip']}: {node['torch']}" for node in answers if node["torch"]):
         hint = "Use an image with torch, or install it with --pip"
-        yield Check("torch", f"cannot be imported on {without_torch}", hint)
+        yield Check("torch", f"cannot be imported on {lacking}", hint)
     else:
         yield Check("torch", f"on {count}")
     blind = "; ".join(f"{node['ip']}: {node['storage']}" for node in answers if node["storage"])
@@ -198,11 +187,15 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
         yield Check("secrets", f"{', '.join(unset)} is not set on every node", hint)
 
 
+def _same_minor(one: str, another: str) -> bool:
+    """Return True if two versions agree up to their second number."""
+    return one.split(".")[:2] == another.split(".")[:2]
+
+
 def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
     """Check that the workers fit into the whole cluster, whatever others use at present."""
     cpus, gpus, workers = found["cpus"], found["gpus"], cfg.min_workers or cfg.start_workers
-    lacking = shortage(cfg, cpus, gpus, cluster=True)
-    if lacking:
+    if lacking := shortage(cfg, cpus, gpus, cluster=True):
         return Check("capacity", *lacking)
     text = f"the cluster has {cpus:g} CPUs and {gpus:g} GPUs, for {workers} workers of {cfg.cpus_per_worker} CPU"
     return Check("capacity", text)

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MARKER = "mlx-probe "
-"""Prefix of the printed line."""
+MARKER = "mlx-probe "  # prefix of the printed line
 
 QUESTION = "MLX_PROBE"
 """Environment variable with the question as JSON: `root` of the storage, a `file` there and its `content`, names of
@@ -20,11 +19,7 @@ QUESTION = "MLX_PROBE"
 
 
 def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
-    """Ask every node of the cluster.
-
-    Returns:
-        `cpus`, `gpus`, and `nodes`: the answer of each (see `_probe_node`), or its `ip` and an `error`.
-    """
+    """Return `cpus`, `gpus`, and `nodes`: the answer of each (see `_probe_node`), or its `ip` and an `error`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -37,13 +32,11 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=question["seconds"])
     nodes = []
     for ref, ip in refs.items():
-        if ref not in done:
-            nodes.append({"ip": ip, "error": f"did not answer within {question['seconds']:.0f} s"})
-            continue
         try:
-            nodes.append({"ip": ip, **ray.get(ref)})
+            answer = ray.get(ref) if ref in done else {"error": f"did not answer within {question['seconds']:.0f} s"}
         except Exception as error:
-            nodes.append({"ip": ip, "error": _last_line(error)})
+            answer = {"error": _last_line(error)}
+        nodes.append({"ip": ip, **answer})
     total = ray.cluster_resources()
     return {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0), "nodes": nodes}
 

@@ -25,7 +25,8 @@ from conftest import KEYS, Mlx, edit
 
 from mlx_runtime.cli.verbs import data
 from mlx_runtime.cluster.addresses import Address
-from mlx_runtime.cluster.dashboard import Dashboard, JobSpec
+from mlx_runtime.cluster.dashboard import Dashboard
+from mlx_runtime.cluster.jobs import JobSpec
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import read_log
 from mlx_runtime.storage.files import Storage
@@ -184,9 +185,8 @@ class TestOneRun:
     ) -> None:
         monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
         dashboard = Dashboard.connect(Address(ray_cluster.url, "here"))
-        with Upload.of(user.folder).staged() as staged:
-            command = ["python", "-c", "import mlx_runtime; print(mlx_runtime.__file__)"]
-            dashboard.submit("where", JobSpec(command, staged))
+        command = ["python", "-c", "import mlx_runtime; print(mlx_runtime.__file__)"]
+        dashboard.submit("where", JobSpec(command, Upload.of(user.folder)))
         until(lambda: dashboard.state("where").ended)
         assert "/runtime_resources/" in dashboard.log("where")
 

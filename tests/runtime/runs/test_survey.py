@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
     """A user without permissions: root drops its privileges temporarily."""
     from click.testing import CliRunner
 
-    from mlx_runtime.cli.data import show
+    from mlx_runtime.cli import mlx
 
     nobody, before = 65534, os.geteuid()
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are private
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
         try:
             if before == 0:
                 os.seteuid(nobody)
-            done = CliRunner().invoke(show, [])
+            done = CliRunner().invoke(mlx, ["data", "show"])
         finally:
             os.seteuid(before)
     assert done.exit_code == 1

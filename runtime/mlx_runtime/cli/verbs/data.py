@@ -18,26 +18,14 @@ if TYPE_CHECKING:
     from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey
 
-ANSWER = "mlx-show "
-"""Prefix of the line with the answer in the log of a job."""
-
-SHOW_S = 600.0
-"""How long a cluster may take to measure its storage."""
+ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
+SHOW_S = 600.0  # how long a cluster may take to measure its storage
 
 
 def show(path: str | None, depth: int, limit: int, ray_address: str | None = None) -> "Survey":
-    """Measure the storage or a part of it, on a cluster if only that can see it.
+    """Measure the storage or a path below its root, on a cluster if this machine cannot see it.
 
-    Args:
-        path: path below the root of the storage; None for all of it.
-        depth: levels to list.
-        limit: entries to list per folder; 0 for all.
-        ray_address: address of a cluster that can reach the storage if this machine cannot; by default `RAY_ADDRESS`.
-
-    Raises:
-        UsageError: the storage is not known, or has no such path.
-        StorageError: the storage does not answer.
-        ClusterError: the cluster does not answer.
+    `depth` is the number of levels, `limit` the number of entries per folder to list; 0 for all.
     """
     from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey, survey
@@ -54,20 +42,16 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
 
 def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None) -> Any:
-    """Return the output of `mlx data show --json`, run as a job on the cluster.
-
-    Raises:
-        UsageError: the job reports one.
-        ClusterError: the cluster does not answer, or not in time.
-    """
+    """Return the output of `mlx data show --json`, run as a job on the cluster."""
     from mlx_runtime.cluster.addresses import Address
-    from mlx_runtime.cluster.dashboard import Dashboard, JobSpec, NoAnswerError
+    from mlx_runtime.cluster.dashboard import Dashboard, NoAnswerError
+    from mlx_runtime.cluster.jobs import JobSpec
     from mlx_runtime.storage.uploads import Upload
 
     dashboard = Dashboard.connect(Address.parse(ray_address))
     command = ["python", "-u", "-m", "mlx_runtime", "data", "show", "--json", *options]
-    with tempfile.TemporaryDirectory() as empty, Upload.of(Path(empty)).staged() as folder:
-        spec = JobSpec(command, folder, {JOB_FLAG: "1", "MLX_STORAGE": root}, {"mlx": "show"})
+    with tempfile.TemporaryDirectory() as empty:
+        spec = JobSpec(command, Upload.of(Path(empty)), {JOB_FLAG: "1", "MLX_STORAGE": root}, {"mlx": "show"})
         try:
             return dashboard.ask("mlx-show", spec, marker=ANSWER, timeout_s=SHOW_S)
         except NoAnswerError as error:
@@ -79,15 +63,7 @@ def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None)
 
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
-    """Measure a file or folder in the storage, and refuse it if it must not be removed.
-
-    Args:
-        path: path below the root of the storage.
-
-    Raises:
-        UsageError: it does not exist, lies outside the storage, is a run, or is in use.
-        StorageError: the storage does not answer.
-    """
+    """Measure a file or folder below the root of the storage, and refuse it if it is a run or in use."""
     from mlx_runtime.runs import removal
     from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import survey
@@ -99,12 +75,7 @@ def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
 
 
 def remove(target: "StoragePath", found: "Survey") -> None:
-    """Remove what `plan_removal` returned, unless it changed while the user was being asked.
-
-    Raises:
-        UsageError: it has changed or is in use; nothing was removed.
-        StorageError: not all of it could be removed.
-    """
+    """Remove what `plan_removal` returned, unless it changed while the user was being asked."""
     from mlx_runtime.runs import removal
 
     again, present = plan_removal(target.title)
@@ -117,11 +88,7 @@ def remove(target: "StoragePath", found: "Survey") -> None:
 
 
 def prepared_store() -> "Store":
-    """Return the prepared datasets of the experiment in the working directory, or of `MLX_STORAGE`.
-
-    Raises:
-        UsageError: neither is known.
-    """
+    """Return the prepared datasets of the experiment in the working directory, or of `MLX_STORAGE`."""
     path = lookup.conf_value("cfg.prepared_path")
     storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
     if storage is None and path is None:

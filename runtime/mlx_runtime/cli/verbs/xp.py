@@ -1,44 +1,34 @@
-"""The verbs of `mlx xp` that reach the driver of a run or its cluster."""
+"""The verbs of `mlx xp` that reach the driver of a run, its cluster, or TensorBoard."""
 
+import contextlib
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, printable, suggest
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, ask_to_stop
+from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
-from mlx_runtime.runs.lookup import resolve_run
+from mlx_runtime.runs.lookup import resolve_run, storage_root
+from mlx_runtime.storage.files import Storage, is_uri, joined
 
 if TYPE_CHECKING:
     from mlx_runtime.cluster.dashboard import Dashboard
 
-FOLLOW_S = 1.0
-"""Interval at which the stored log of a live run is read; five times as long on an object store."""
-
-EXIT_CODES = {"SUCCEEDED": 0, "STOPPED": 143}
-"""Exit codes of runs whose process can no longer be asked; 1 for any other status."""
-
-STOP_S = 60
-"""How long `stop` waits for the run to finish a step and save a checkpoint."""
+FOLLOW_S = 1.0  # interval at which the stored log of a live run is read; five times as long on an object store
+EXIT_CODES = {"SUCCEEDED": 0, "STOPPED": 143}  # of runs whose process can no longer be asked; otherwise 1
+MIRROR_S = 10.0  # interval at which local copies of an object store are refreshed
+STOP_S = 60  # how long `stop` waits for the run to finish a step and save a checkpoint
 
 
 def stop(name: str, run: str) -> str:
-    """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it.
-
-    Args:
-        name: an experiment in the storage, or the path of a run's folder.
-        run: `run_003`, `3` or `latest`.
-
-    Returns:
-        What happened.
-
-    Raises:
-        UsageError: there is no such run, or it is not running.
-        MlxError: it has not ended in time.
-    """
+    """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Returns what happened."""
     folder = resolve_run(name, run)
     title = f"{folder.experiment} {folder.name}"
     record = records.recorded(folder)
@@ -75,37 +65,23 @@ def logs(
     rank: int | None = None,
     tail: int | None = None,
 ) -> int:
-    """Pass on the output of a run: from its cluster while that is up, else from its folder.
+    """Pass on the output of a run, from its cluster while that is up, else from its folder, and return an exit code.
 
-    Args:
-        name: an experiment in the storage, or the path of a run's folder.
-        run: `run_003`, `3` or `latest`.
-        write: receives pieces of text.
-        follow: wait until the run ends; None waits only if it is alive.
-        rank: rank of a worker; None for the driver, which prints the output of all.
-        tail: number of lines to start with; None for all.
-
-    Returns:
-        The exit code: that of the run if it was followed, else 0.
-
-    Raises:
-        UsageError: there is no such run, or no log of that rank.
+    With `follow`, wait until the run ends, and return its code; None waits only if it is alive. `rank` is that of a
+    worker; None is for the driver, which prints the output of all. `tail` is the number of lines to start with.
     """
     folder = resolve_run(name, run)
     record = records.recorded(folder)
     if follow is None:
         follow = records.status_of(record, _job_status(record)) in records.LIVING
     dashboard = _dashboard(record) if rank is None else None
-    if dashboard is not None:
-        job = record["job"]["id"]
-        try:
-            if follow:
-                return dashboard.follow(job, write, tail).exit_code
-            text = dashboard.log(job)
+    with contextlib.suppress(ClusterError):  # it may go down; the output is stored
+        if dashboard is not None and follow:
+            return dashboard.follow(record["job"]["id"], write, tail).exit_code
+        if dashboard is not None:
+            text = dashboard.log(record["job"]["id"])
             write(text if tail is None else last_lines(text, tail))
             return 0
-        except ClusterError:  # it has gone down since; the output is stored
-            pass
     return _stored_logs(folder, write, follow=follow, rank=rank, tail=tail)
 
 
@@ -133,7 +109,7 @@ def _stored_logs(
 
 
 def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
-    """Connect to the cluster of a run's job. Return None unless it is trusted, answers and knows the job."""
+    """Connect to the cluster of a run's job. Returns None unless it is trusted, answers and knows the job."""
     job = record.get("job")
     if not job:
         return None
@@ -155,21 +131,12 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
 def _job_status(record: Mapping[str, Any]) -> str | None:
     """Return the status of a run's job on its cluster; None if it cannot be asked."""
     job = record.get("job")
-    if not job:
-        return None
-    from mlx_runtime.cluster.dashboard import job_statuses
-
-    key = (job["address"], job["id"])
-    return job_statuses([key]).get(key)
+    key = (job["address"], job["id"]) if job else None
+    return job_statuses({key}).get(key) if key else None
 
 
 def open_dashboard(ray_address: str | None) -> str:
-    """Return the URL of a cluster's dashboard, and open it in a browser if there is a display.
-
-    Raises:
-        UsageError: there is no address.
-        ClusterError: the cluster does not answer.
-    """
+    """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
     import webbrowser
 
     from mlx_runtime.cluster.addresses import Address
@@ -179,3 +146,61 @@ def open_dashboard(ray_address: str | None) -> str:
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
         webbrowser.open(url)
     return url
+
+
+def board(name: str | None, run: str | None, port: int) -> None:
+    """Replace this process with TensorBoard on a port of 127.0.0.1. Does not return.
+
+    It displays a run, an experiment, or the whole storage. Unlike elsewhere, a path need not be that of a run.
+    """
+    if name is not None and "/" in name:
+        path = name if is_uri(name) else str(Path(name).resolve())
+    else:
+        path = storage_root()
+        if name is not None:
+            found = find_run(path, name, run or "latest")
+            path = found.location if run else joined(path, name)
+    if is_uri(path):
+        _serve_mirror(path, port)
+    if not Path(path).is_dir():
+        raise _nothing_in(path)
+    os.execv(sys.executable, _command(path, port))
+
+
+def _nothing_in(path: str) -> UsageError:
+    return UsageError(f"there are no runs in {path} yet; start one with: mlx train run")
+
+
+def _serve_mirror(uri: str, port: int) -> None:
+    """Serve local copies of event files on an object store, and refresh them. Does not return."""
+    with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
+        if not _mirror(uri, Path(temporary)):
+            raise _nothing_in(uri)
+        server = subprocess.Popen(_command(temporary, port))
+        try:
+            while server.poll() is None:
+                with contextlib.suppress(OSError, MlxError):
+                    _mirror(uri, Path(temporary))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    server.wait(MIRROR_S)
+        finally:
+            server.terminate()
+            server.wait()
+    sys.exit(server.returncode)
+
+
+def _mirror(uri: str, folder: Path) -> int:
+    """Copy event files that are new or have grown. Returns how many there are in total."""
+    storage = Storage(uri)
+    found = [info for info in storage.below() if ".tfevents." in info.base_name]
+    for info in found:
+        parts = info.path.removeprefix(f"{storage.path}/").split("/")
+        file = folder.joinpath(*parts)
+        if not file.exists() or file.stat().st_size != info.size:
+            storage.download(file, *parts)
+    return len(found)
+
+
+def _command(folder: str, port: int) -> list[str]:
+    options = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port)]
+    return [sys.executable, "-m", "tensorboard.main", *options]

@@ -1,0 +1,166 @@
+"""The verbs of `mlx train` and `mlx data` for project folders: create, bind, show, prepare and run one."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_runtime import __version__
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
+from mlx_runtime.errors import BindError, MlxError, UsageError
+from mlx_runtime.settings import Settings, prepare_fork
+from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.training.engines.processes import unsafe_to_fork
+
+if TYPE_CHECKING:
+    from mlx_runtime.config.binding import Binding
+
+PACKAGED = Path(__file__).parents[2] / "template"
+CHECKOUT = Path(__file__).parents[4]
+
+
+def new(kind: Kind, name: str, output: Path) -> Path:
+    """Generate a project from the template in this package, without a network. Returns its folder."""
+    from cookiecutter.exceptions import CookiecutterException
+    from cookiecutter.main import cookiecutter
+
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        raise UsageError(
+            f"{name!r} is not a valid {kind.title} name; use letters, digits, - and _, starting with a letter"
+        )
+    folder = output / name
+    if folder.exists():
+        raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
+    packaged = PACKAGED.is_dir()
+    source = str((PACKAGED if packaged else CHECKOUT) / kind.template)
+    answers = {kind.question: name} | ({"_runtime": f"mlx-runtime=={__version__}"} if packaged else {})
+    try:
+        return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
+    except (CookiecutterException, OSError) as error:
+        raise MlxError(f"cannot create {folder}: {error}") from error
+
+
+def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
+    """Write or update `src/conf.yaml` in the working directory, and its schema, and return what to print about it.
+
+    With `check` or `diff`, write nothing: refuse a file that is not up to date, or return what would change.
+    """
+    folder = kind.folder()
+    existed = (folder / CONF).exists()
+    bound = _bound_on_meta(kind, folder) or _bound(kind, folder)
+    if diff:
+        return bound.diff().splitlines()
+    if check:
+        if bound.stale:
+            raise BindError("\n  ".join([f"{CONF} is not up to date; run: {kind.command} bind", *bound.lines()]))
+        return [f"{CONF} is up to date"]
+    bound.write()
+    title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
+    return [f"{title} {CONF}", *bound.lines()]
+
+
+def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
+    """Import the project and bind it, with its default tensors on a device."""
+    import torch
+
+    from mlx_runtime.config import binding
+
+    with torch.device(device) if device else contextlib.nullcontext():
+        return binding.bind(main_class(kind, folder), CONF)
+
+
+def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
+    """Bind in a forked process with default networks on the meta device, where any size takes no time and no memory.
+
+    Some constructors need real numbers and fail there. The fork keeps their half-finished import out of this process.
+    None means that something failed, or that forking is not safe. Binding in this process then shows what is wrong.
+    """
+    prepare_fork()
+    import mlx_runtime.config.binding  # noqa: F401 - imports torch once for both processes
+
+    if unsafe_to_fork():
+        return None
+    with contextlib.suppress(Exception), ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(_bound, kind, folder, "meta").result()
+    return None
+
+
+def bind_first(kind: Kind, folder: Path) -> None:
+    """Bind if there is no conf.yaml yet, in a process of its own: it may import what a run must not."""
+    if (folder / CONF).exists():
+        return
+    print(f"no {CONF} yet: binding first", flush=True)
+    command = [sys.executable, "-m", "mlx_runtime", *kind.command.split()[1:], "bind"]
+    code = subprocess.run(command, start_new_session=True).returncode  # Ctrl-C reaches this process, which reports it
+    if code < 0:
+        raise MlxError(f"binding was killed by signal {-code}")
+    if code:
+        sys.exit(code)  # the reason is printed already
+
+
+def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
+    """Return the config that a run would have, checked as a run checks it, with the origin of each changed value.
+
+    A key before the overrides selects a part of the config. The result is YAML with comments, or
+    `{"config": ..., "changed": {key: {"value", "from", "default"}}}`.
+    """
+    folder = AN_EXPERIMENT.folder()
+    from mlx_runtime.config import composition, origins
+    from mlx_runtime.config.nodes import Description
+
+    keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
+    overrides = arguments[len(keys) :]
+    experiment = main_class(AN_EXPERIMENT, folder)
+    composition.load(experiment, overrides, CONF, look=True)
+    defaults = Description(experiment).tree
+    return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+
+
+def prepare(overrides: Sequence[str]) -> None:
+    """Prepare the datasets of the experiment in the working directory."""
+    folder = AN_EXPERIMENT.folder()
+    refuse_options(AN_EXPERIMENT, overrides, "prepare")
+    bind_first(AN_EXPERIMENT, folder)
+    experiment = main_class(AN_EXPERIMENT, folder)
+    from mlx_runtime.training import terminal
+    from mlx_runtime.training.request import load_config
+
+    terminal.prepare(load_config(experiment, [*overrides, "cfg.prepared=make"]))
+
+
+def run(kind: Kind, overrides: Sequence[str]) -> None:
+    """Run the `main.py` of the working directory with these overrides."""
+    folder = kind.folder()
+    refuse_options(kind, overrides, "run")
+    prepare_fork()
+    if kind == AN_EXPERIMENT and not Settings.read().quiet:
+        print(f"loading   {kind.file}", flush=True)
+    bind_first(kind, folder)
+    main_class(kind, folder)  # explains errors of the import better than main.py would
+    if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
+        from mlx_runtime.training.engines import local
+
+        local.warm_up()
+    main = folder / "main.py"
+    if not main.is_file():
+        raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
+    sys.path.insert(0, str(folder))
+    sys.argv = [str(main), *overrides]
+    runpy.run_path(str(main), run_name="__main__")
+
+
+def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
+    """Refuse words that look like options but are none of the verb's."""
+    known: tuple[str, ...] = ("--resume", "--from=") if kind == AN_EXPERIMENT else ()
+    if kind == AN_EXPERIMENT and verb == "run":
+        known += ("--fast-dev-run", "--eval=")
+    options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
+    if options:
+        raise UsageError(f"there is no option {options[0]}; see: {kind.command} {verb} --help")

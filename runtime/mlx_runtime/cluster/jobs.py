@@ -1,0 +1,102 @@
+"""Jobs of a cluster: what to run, the packages that carry its code, and how it ended."""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import ConfigError, UsageError, short_message
+from mlx_runtime.storage.documents import from_yaml
+from mlx_runtime.storage.uploads import Upload
+
+Send = Callable[[str, bytes], str]
+"""Uploads a package under a name and returns its URI."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A command to run on the head node, in a working directory with the uploaded files."""
+
+    command: Sequence[str]
+    upload: Upload
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the command and of everything it starts
+    metadata: Mapping[str, str] = field(default_factory=dict)  # shown in the dashboard
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)  # further parts of Ray's runtime environment
+
+    def packed(self, send: Send) -> dict[str, Any]:
+        """Return Ray's runtime environment. Files that it names on this machine are read, and modules are sent."""
+        packed = dict(self.runtime_env)
+        for installer in ("pip", "uv"):
+            if isinstance(file := packed.get(installer), str):
+                packed[installer] = _requirements(Path(file))
+        conda = packed.get("conda")
+        if isinstance(conda, str) and conda.endswith((".yml", ".yaml")):  # otherwise the name of an environment
+            try:
+                packed["conda"] = from_yaml(Path(conda).read_bytes())
+            except (OSError, ValueError) as error:
+                problem = f"cannot read {conda}, which cfg.runtime_env.conda names: {short_message(error)}"
+                raise ConfigError(problem) from error
+        if modules := packed.get("py_modules"):
+            packed["py_modules"] = [item if "://" in item else _send_module(Path(item), send) for item in modules]
+        packed["env_vars"] = {**packed.get("env_vars", {}), **self.environment}
+        with self.upload.staged() as folder:
+            packed["working_dir"] = send(*_zipped(folder, folder.rglob("*")))
+        return packed
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State of a job: PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED, with Ray's explanation."""
+
+    status: str
+    message: str
+    return_code: int | None  # of the command, once it has ended
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("SUCCEEDED", "FAILED", "STOPPED")
+
+    @property
+    def reason(self) -> str:
+        """First line of the message, without the log that may follow it."""
+        return self.message.strip().partition("\n")[0].partition(", last available logs")[0]
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for a process that stands for the job: 128 + N if signal N killed it."""
+        if self.return_code is not None:
+            return self.return_code if self.return_code >= 0 else 128 - self.return_code
+        return 0 if self.status == "SUCCEEDED" else 1
+
+
+def _requirements(file: Path) -> list[str]:
+    """Return the lines of a requirements file without comments."""
+    if not file.is_file():
+        raise UsageError(f"{file} does not exist; it should list the packages that the cluster installs")
+    lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+def _send_module(module: Path, send: Send) -> str:
+    if module.suffix == ".whl":
+        return send(module.name, module.read_bytes())
+    if module.is_dir():
+        root = module.resolve()
+        return send(*_zipped(root.parent, (root / path for path, _ in Upload.of(root).files)))
+    if module.is_file():
+        return send(*_zipped(module.parent, [module]))
+    raise ConfigError(f"cfg.runtime_env.py_modules names {module}, which does not exist")
+
+
+def _zipped(folder: Path, paths: Iterable[Path]) -> tuple[str, bytes]:
+    """Zip files below a folder. The name holds a hash of the content, so that a cluster gets the same code once."""
+    digest, buffer = hashlib.sha256(), io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:
+        for file in sorted(path for path in paths if path.is_file()):
+            name, content = str(file.relative_to(folder)), file.read_bytes()
+            digest.update(f"{len(name)} {name} {file.stat().st_mode} {len(content)} ".encode() + content)
+            package.write(file, name)
+    return f"_ray_pkg_{digest.hexdigest()[:32]}.zip", buffer.getvalue()
