@@ -5,11 +5,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_runtime.config.declarations import Declaration, declared, is_dataset, made_on_read
+from mlx_runtime.config.expressions import statements
 from mlx_runtime.config.signatures import fitted, parameters
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
@@ -132,8 +132,8 @@ def _literal_mapping(cls: type) -> dict[str, str] | None:
     mapping = getattr(cls, "map_params_to_optimizers", None)
     if isinstance(mapping, dict):
         return mapping
-    with contextlib.suppress(OSError, TypeError, SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+    with contextlib.suppress(TypeError, ValueError):  # not a literal
+        for node in ast.walk(ast.Module(statements(cls), [])):
             targets = node.targets if isinstance(node, ast.Assign) else []
             if any(isinstance(item, ast.Attribute) and item.attr == "map_params_to_optimizers" for item in targets):
                 return ast.literal_eval(node.value)  # type: ignore[attr-defined,no-any-return]

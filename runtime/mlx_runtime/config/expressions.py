@@ -136,7 +136,7 @@ _Source = tuple[ast.expr, dict[str, Any]]
 
 def _argument(function: Callable[..., Any], name: str) -> _Source | None:
     function = inspect.unwrap(function)
-    definition = next(iter(_statements(function)), None)
+    definition = next(iter(statements(function)), None)
     if not isinstance(definition, ast.FunctionDef):
         return None
     arguments = definition.args
@@ -150,7 +150,7 @@ def _argument(function: Callable[..., Any], name: str) -> _Source | None:
 
 def _field(cls: type, name: str) -> _Source | None:
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
-    definition = next(iter(_statements(owner)), None)
+    definition = next(iter(statements(owner)), None)
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
     expression = fields[0].value if fields else None
@@ -168,14 +168,14 @@ def _field(cls: type, name: str) -> _Source | None:
 def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
     """Return what a module assigns to a top-level name, or None unless it does so exactly once."""
     values = []
-    for statement in _statements(module):
+    for statement in statements(module):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
 
 
-def _statements(thing: Any) -> list[ast.stmt]:
+def statements(thing: Any) -> list[ast.stmt]:
     """Parse the source of a module, class or function; empty if it is not available."""
     try:
         source = inspect.getsource(thing)

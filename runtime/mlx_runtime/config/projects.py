@@ -15,9 +15,6 @@ CONF = Path("src/conf.yaml")
 EXPERIMENT = Path("src/experiment.py")
 """The file that makes a folder an experiment."""
 
-JOB = Path("src/job.py")
-"""The file that makes a folder a data job."""
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -51,7 +48,7 @@ class Kind:
 
 
 AN_EXPERIMENT = Kind("experiment", "an", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".")
-DATA_JOB = Kind("data job", "a", "mlx data", JOB, "Job", "DataJob", "data_job")
+DATA_JOB = Kind("data job", "a", "mlx data", Path("src/job.py"), "Job", "DataJob", "data_job")
 
 
 def main_class(kind: Kind, folder: Path) -> type:
@@ -78,5 +75,5 @@ def main_class(kind: Kind, folder: Path) -> type:
 
 def commands(conf: Path = CONF) -> str:
     """Return the group of commands that a conf.yaml is for: `mlx data` in a data job, else `mlx train`."""
-    is_job = conf.with_name(JOB.name).is_file() and not conf.with_name(EXPERIMENT.name).is_file()
+    is_job = (conf.parent / DATA_JOB.file.name).is_file() and not (conf.parent / EXPERIMENT.name).is_file()
     return DATA_JOB.command if is_job else AN_EXPERIMENT.command
