@@ -37,21 +37,15 @@ Schema = dict[str, tuple[str, tuple[int, ...]]]
 class Candidate:
     """A dataset that may be prepared.
 
-    Attributes:
-        name: Name in `Datasets`.
-        node: Its node in conf.yaml.
-        shown: The node without secrets.
-        seed: `cfg.seed`.
-        project: Folder of the experiment, whose code is followed.
-        arguments: Arguments of its constructor without secrets, for the manifest.
-        prefix: Start of the names of its prepared datasets: class, and a digest of the code and the arguments.
+    The names of its prepared datasets start with `prefix`: its class, and a digest of its code and arguments. The
+    manifest shows `arguments`, those of its constructor without secrets.
     """
 
-    name: str
-    node: Mapping[str, Any]
-    shown: Mapping[str, Any]
+    name: str  # in `Datasets`
+    node: Mapping[str, Any]  # in conf.yaml
+    shown: Mapping[str, Any]  # the node without secrets
     seed: int
-    project: Path
+    project: Path  # folder of the experiment, whose code is followed
 
     def __post_init__(self) -> None:
         self.cls: type = object_at(self.node["_target_"])

@@ -58,24 +58,14 @@ def reading_processes(loader: str) -> int:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Settings of all loaders of a run.
+    """Settings of all loaders of a run."""
 
-    Attributes:
-        seed: Seed that decides the order together with the epoch.
-        processes: Number of processes beside the worker that read samples; 0 reads in the worker.
-        accumulate: Steps per update of a training dataset.
-        wanted_workers: Number of workers whose global batch a group of a different size keeps; None keeps the batch of
-            each worker.
-        limit: Maximum number of batches in a pass of `wanted_workers`; None means all.
-        repeats: True to read the same rows in the same order in each pass.
-    """
-
-    seed: int = 0
-    processes: int = 0
-    accumulate: int = 1
-    wanted_workers: int | None = None
-    limit: int | None = None
-    repeats: bool = False
+    seed: int = 0  # decides the order, together with the epoch
+    processes: int = 0  # beside the worker, that read samples; 0 reads in the worker
+    accumulate: int = 1  # steps per update of a training dataset
+    wanted_workers: int | None = None  # their global batch is kept by fewer or more; None keeps each worker's batch
+    limit: int | None = None  # batches in a pass of `wanted_workers`; None means all
+    repeats: bool = False  # the same rows in the same order in each pass
 
 
 @dataclass(frozen=True)

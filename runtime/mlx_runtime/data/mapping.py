@@ -124,21 +124,13 @@ def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batc
 
 @dataclass(frozen=True)
 class _Work:
-    """What mapping processes need to know.
-
-    Attributes:
-        candidate: The dataset.
-        schema: Schema that all rows must have.
-        rows: Total number of rows.
-        per_call: Rows that are mapped at once.
-        samples: Some rows as they were read before, by number; each as a batch of one.
-    """
+    """What mapping processes need to know."""
 
     candidate: Candidate
-    schema: Schema
-    rows: int
-    per_call: int
-    samples: dict[int, Batch]
+    schema: Schema  # that all rows must have
+    rows: int  # in total
+    per_call: int  # rows that are mapped at once
+    samples: dict[int, Batch]  # some rows as they were read before, by number, each as a batch of one
 
     def mapped(self, reader: BatchReader, start: int) -> Batch:
         """Map `per_call` rows. Raises DatasetError if they differ from the others, or from what was read before."""

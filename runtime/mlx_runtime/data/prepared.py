@@ -28,24 +28,15 @@ READ_MARK = "used-"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a prepared dataset.
+    """Description of a prepared dataset."""
 
-    Attributes:
-        name: Folder of the dataset: its class and a key.
-        size_bytes: Size of the files of all columns together.
-        columns: File, torch dtype and shape of one row, by column.
-        dataset: Class path.
-        arguments: Arguments of its constructor.
-        created: When it was written, in UTC.
-    """
-
-    name: str
+    name: str  # of its folder: its class and a key
     rows: int
-    size_bytes: int
-    columns: dict[str, tuple[str, str, tuple[int, ...]]]
-    dataset: str
-    arguments: dict[str, Any]
-    created: str
+    size_bytes: int  # of the files of all columns together
+    columns: dict[str, tuple[str, str, tuple[int, ...]]]  # file, torch dtype and shape of one row, by column
+    dataset: str  # path of its class
+    arguments: dict[str, Any]  # of its constructor
+    created: str  # when, in UTC
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
@@ -59,38 +50,23 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder in a store of prepared datasets.
+    """A folder in a store of prepared datasets."""
 
-    Attributes:
-        manifest: None if the dataset is incomplete or damaged.
-        name: Name of the folder.
-        size_bytes: Size of all its files.
-        age_s: Seconds since it was last used or written.
-        busy: True if a process reads or writes it, or if that is unknown.
-    """
-
-    manifest: Manifest | None
+    manifest: Manifest | None  # None if the dataset is incomplete or damaged
     name: str
-    size_bytes: int
-    age_s: float
-    busy: bool
+    size_bytes: int  # of all its files
+    age_s: float  # since it was last used or written
+    busy: bool  # a process reads or writes it, or that is unknown
 
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """A prepared dataset to read instead of a dataset, with the attributes that a loader asks the dataset for.
+    """A prepared dataset to read instead of a dataset, with the attributes that a loader asks the dataset for."""
 
-    Attributes:
-        root: Root of its store.
-        manifest: Its description.
-        attributes: `batch_size`, `shuffle`, `drop_last` and `training` of the dataset, where it has them.
-        cache_bytes: Space for copies on a machine, if the root is on an object store.
-    """
-
-    root: str
+    root: str  # of its store
     manifest: Manifest
-    attributes: Mapping[str, Any]
-    cache_bytes: float = float("inf")
+    attributes: Mapping[str, Any]  # `batch_size`, `shuffle`, `drop_last` and `training`, where the dataset has them
+    cache_bytes: float = float("inf")  # space for copies on a machine, if the root is on an object store
 
 
 class Store:

@@ -15,17 +15,13 @@ from mlx_runtime.errors import DatasetError, short_message
 
 
 class Reader(Protocol):
-    """Reads the rows of one dataset for one worker.
+    """Reads the rows of one dataset for one worker."""
 
-    Attributes:
-        window_rows: Consecutive rows that a worker reads, within which a stream is shuffled; 1 for random access.
-        advice: How to read faster; None if there is no better way.
-    """
-
-    window_rows: int
+    window_rows: int  # consecutive rows that a worker reads, within which a stream is shuffled; 1 for random access
 
     @property
-    def advice(self) -> str | None: ...
+    def advice(self) -> str | None:
+        """How to read faster; None if there is no better way."""
 
     def rows(self) -> int:
         """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
@@ -36,15 +32,10 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class ReadingProcesses:
-    """Processes beside a worker that read its samples.
+    """Processes beside a worker that read its samples."""
 
-    Attributes:
-        count: Number of processes; 0 reads in the worker itself.
-        pin_memory: True to put batches into pinned memory, from which copying to a GPU does not block.
-    """
-
-    count: int = 0
-    pin_memory: bool = False
+    count: int = 0  # 0 reads in the worker itself
+    pin_memory: bool = False  # from which copying to a GPU does not block
 
     def loader(self, dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
         """Return a DataLoader for a dataset whose items are batches."""

@@ -60,25 +60,15 @@ def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Assigns what is left of a pass to the workers.
+    """Assigns what is left of a pass to the workers."""
 
-    Attributes:
-        rows: Number of rows in the order of the whole pass.
-        world_size: Number of workers.
-        batch_size: Rows per worker and step.
-        drop_last: True to leave out the rows at the end that do not fill a batch of every worker.
-        chunk: Consecutive batches in one share; more than one keeps neighbors in a stream together.
-        read: Positions that were read before, disjoint and ascending; by any number of workers.
-        limit: Maximum number of rows in the whole pass, including those read before; None means all.
-    """
-
-    rows: int
+    rows: int  # in the order of the whole pass
     world_size: int
-    batch_size: int
-    drop_last: bool = False
-    chunk: int = 1
-    read: tuple[Range, ...] = ()
-    limit: int | None = None
+    batch_size: int  # rows per worker and step
+    drop_last: bool = False  # leave out the rows at the end that do not fill a batch of every worker
+    chunk: int = 1  # consecutive batches in one share; more than one keeps neighbors in a stream together
+    read: tuple[Range, ...] = ()  # positions read before by any number of workers, disjoint and ascending
+    limit: int | None = None  # rows in the whole pass, including those read before; None means all
 
     @cached_property
     def unread(self) -> tuple[Range, ...]:
@@ -124,7 +114,7 @@ class ShardPlan:
         return start, start + share + (rank < surplus)
 
     def assignments(self) -> Iterator[tuple[int | None, int]]:
-        """Yield who reads the order from its first position to the last that is read: (rank, number of rows).
+        """Yield who reads the order, from its first position to the last that is read, as (rank, number of rows).
 
         The rank is None for positions that were read before.
         """
@@ -214,27 +204,16 @@ class ShardPlan:
 
 @dataclass
 class WorkerPass:
-    """The part of a pass that one worker reads, and how far it is.
-
-    Attributes:
-        plan: Plan that assigns the rows.
-        rank: Data-parallel rank of this worker.
-        skip: Steps of the plan that were taken before an interruption.
-        epoch: Number of the pass.
-        seed: Seed of the run; decides the order together with the epoch.
-        shuffle: True to read the rows in a random order.
-        given: Batches that the loop has been given, without those before the interruption.
-        left: True once the loop has left the pass before its end.
-    """
+    """The part of a pass that one worker reads, and how far it is."""
 
     plan: ShardPlan
-    rank: int
-    skip: int
+    rank: int  # among the workers that read different rows
+    skip: int  # steps of the plan that were taken before an interruption
     epoch: int
-    seed: int
+    seed: int  # of the run; decides the order together with the epoch
     shuffle: bool
-    given: int = 0
-    left: bool = False
+    given: int = 0  # batches that the loop has been given, without those before the interruption
+    left: bool = False  # the loop has left the pass before its end
 
     @property
     def taken(self) -> int:

@@ -30,20 +30,16 @@ class Publication:
     """One attempt to publish a folder, as a context manager that removes what it wrote unless `commit` was called.
 
     Args:
-        storage: Storage that holds the folder.
-        name: Name of the folder, directly below the root of the storage.
+        storage: Storage that holds the folder directly below its root.
+        name: Name of the folder.
         marker: Name of the file without which the folder does not count.
         in_place: Write files where they belong even if the storage could rename, for folders that several writers and
             readers share. Object stores always do.
-
-    Attributes:
-        id: Differs from that of any other attempt.
-        folder: Name of the folder to write to.
     """
 
     def __init__(self, storage: Storage, name: str, marker: str, *, in_place: bool = False) -> None:
         self._storage, self._name, self._marker = storage, name, marker
-        self.id = uuid.uuid4().hex[:8]
+        self.id = uuid.uuid4().hex[:8]  # differs from that of any other attempt
         self._staged = storage.local and not in_place
         self.folder = f".{name}.part-{self.id}" if self._staged else name
         self._files: list[str] = []
@@ -144,13 +140,8 @@ def recover(
 ) -> None:
     """Clean up after attempts that were killed: put back what they were replacing, and remove what they had written.
 
-    Args:
-        storage: Storage that holds the folders.
-        name: Target; all by default.
-        abandoned: Return True for a leftover whose attempt is over, by its name.
-
-    Raises:
-        OSError: The storage does not answer, or refuses to put something back.
+    This is done for one target, by default for all, and what was written is only removed if its name is `abandoned`,
+    because the attempt is over.
     """
     for leftover, target, kind in leftovers(storage, name):
         if kind == "old" and not _exists(storage, target):

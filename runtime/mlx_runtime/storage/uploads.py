@@ -32,17 +32,11 @@ RUNTIME = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Upload:
-    """The files of a folder that a job needs.
-
-    Attributes:
-        folder: Folder that holds them.
-        files: Path relative to the folder and size in bytes of each file.
-        left_out: Paths that are not uploaded although no ignore file names them, by reason.
-    """
+    """The files of a folder that a job needs."""
 
     folder: Path
-    files: tuple[tuple[Path, int], ...]
-    left_out: dict[str, tuple[Path, ...]]
+    files: tuple[tuple[Path, int], ...]  # path relative to the folder, and size in bytes
+    left_out: dict[str, tuple[Path, ...]]  # paths that no ignore file names but that are not uploaded, by reason
 
     @classmethod
     def of(cls, folder: Path) -> "Upload":
