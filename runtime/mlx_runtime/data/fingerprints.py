@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
 from mlx_runtime.data.prepared import Manifest
-from mlx_runtime.data.streams import dataset_nodes, make_dataset, stream_of
+from mlx_runtime.data.streams import make_dataset, stream_of
 from mlx_runtime.errors import DatasetError
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
@@ -118,12 +118,6 @@ class Candidate:
         switch = f"prepare = False in {self.cls.__name__}"
         cure = f"{hint}, or set {switch}" if hint else f"Set {switch}, so that its samples are read every time"
         return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
-
-
-def candidates(tree: Mapping[str, Any], shown: Mapping[str, Any], *, seed: int, project: Path) -> list[Candidate]:
-    """Return the datasets of a config; `shown` has their nodes without secrets by name."""
-    nodes = dataset_nodes(tree).items()
-    return [Candidate(name, node, shown.get(name, node), seed, project) for name, node in nodes]
 
 
 def some_rows(rows: int, count: int = 8) -> list[int]:

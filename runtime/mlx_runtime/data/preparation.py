@@ -1,12 +1,10 @@
 """Find the prepared datasets that fit a config, and write those that are missing."""
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_runtime.data.fingerprints import LOADER_ARGUMENTS, candidates
+from mlx_runtime.data.fingerprints import LOADER_ARGUMENTS, Candidate
 from mlx_runtime.data.mapping import Cluster, Progress, write_rows, write_stream
 from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.data.streams import dataset_error
@@ -14,33 +12,21 @@ from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 
 
 def find(
-    tree: Mapping[str, Any],
+    candidates: Sequence[Candidate],
     root: str,
-    *,
-    seed: int,
-    project: Path,
     tell: Callable[[str], None],
-    shown: Mapping[str, Any] = MappingProxyType({}),
     ray_needed: Callable[[], object] = lambda: None,
 ) -> dict[str, PreparedSet]:
-    """Return the prepared datasets that fit the datasets of a config, by name in `Datasets`.
+    """Return the prepared datasets in a store that fit the datasets of a config, by name in `Datasets`.
 
-    A dataset is made here, on the driver, only if there is a prepared one with the same code and arguments.
-
-    Args:
-        tree: The config.
-        root: Root of the store.
-        seed: `cfg.seed`.
-        project: Folder of the experiment.
-        tell: Called with a line for the user.
-        shown: Nodes of datasets without secrets by name, for the manifests.
-        ray_needed: Called before a stream of Ray Data is made. Must start Ray, unless it runs: otherwise Ray would
-            start itself, or join another Ray of this machine.
+    A dataset is made here, on the driver, only if there is a prepared one with the same code and arguments. Before a
+    stream of Ray Data is made, `ray_needed` must start Ray, unless it runs: otherwise Ray would start itself, or join
+    another Ray of this machine. `tell` gets lines for the user.
     """
     store = Store(root)
     names = store.names()
     prepared = {}
-    for candidate in candidates(tree, shown, seed=seed, project=project):
+    for candidate in candidates:
         manifests = [store.find(name) for name in names if name.startswith(f"{candidate.cls.__name__}-")]
         of_arguments = [item for item in manifests if item and candidate.describes(item)]
         if candidate.refusal or not of_arguments:
@@ -66,17 +52,9 @@ def find(
 
 
 def make(
-    tree: Mapping[str, Any],
-    root: str,
-    *,
-    seed: int,
-    project: Path,
-    tell: Callable[[str], None],
-    progress: Progress,
-    cluster: Cluster,
-    shown: Mapping[str, Any] = MappingProxyType({}),
+    candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: Progress, cluster: Cluster
 ) -> dict[str, PreparedSet]:
-    """Prepare every dataset that is not prepared yet; arguments as for `find`.
+    """Prepare every dataset of a config that is not prepared yet.
 
     Raises:
         DatasetError: A dataset cannot be prepared; the message says how to fix it.
@@ -84,7 +62,7 @@ def make(
     """
     store = Store(root)
     prepared = {}
-    for candidate in candidates(tree, shown, seed=seed, project=project):
+    for candidate in candidates:
         if candidate.refusal:
             tell(f"datasets.{candidate.name} is not prepared: {candidate.refusal}")
             continue

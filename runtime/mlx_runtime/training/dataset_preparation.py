@@ -2,14 +2,14 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.declarations import Declaration
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.data import loaders, preparation
+from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.prepared import PreparedSet, Store, prepared_root
 from mlx_runtime.data.streams import dataset_nodes, stream_names
 from mlx_runtime.errors import ConfigError
@@ -60,16 +60,8 @@ def _find(
     config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object] = lambda: None
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
-    tree, _ = _preparable(config.tree)
-    return preparation.find(
-        tree,
-        store_of(config),
-        shown=config.shown.get("datasets", {}),
-        seed=config.cfg.seed,
-        project=project,
-        tell=notify,
-        ray_needed=ray_needed,
-    )
+    candidates, _ = _preparable(config, project)
+    return preparation.find(candidates, store_of(config), notify, ray_needed)
 
 
 def store_of(config: RunConfig) -> str:
@@ -87,15 +79,12 @@ def mark_used(item: PreparedSet) -> Iterator[bool]:
 
 def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
     cfg, root = config.cfg, store_of(config)
-    tree, left_out = _preparable(config.tree)
+    candidates, left_out = _preparable(config, project)
     for name in left_out:
         emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))
     sets = preparation.make(
-        tree,
+        candidates,
         root,
-        shown=config.shown.get("datasets", {}),
-        seed=cfg.seed,
-        project=project,
         tell=lambda text: emit(Notice(text)),
         progress=lambda name, done, rows: emit(PreparationProgress(name, done, rows)),
         cluster=lambda: start_ray(cfg),
@@ -108,17 +97,18 @@ def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> di
     return sets
 
 
-def _preparable(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the config with only those datasets that can be prepared, and the names of the others.
+def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list[str]]:
+    """Return the datasets of a config that can be prepared, and the names of the others.
 
     The constructor of `Datasets` may replace the datasets of conf.yaml with others.
     """
-    nodes = dataset_nodes(tree)
+    nodes, shown = dataset_nodes(config.tree), config.shown.get("datasets", {})
     try:
-        group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}
+        group = vars(declare_group(config.tree["datasets"], "datasets")) if nodes else {}
     except (ConfigError, TypeError):
         group = {}  # its constructor reads them
     held = {name: group.get(name) for name in nodes}
     classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
     kept = {name: node for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]}
-    return {**tree, "datasets": kept}, [name for name in nodes if name not in kept]
+    candidates = [Candidate(name, node, shown.get(name, node), config.cfg.seed, project) for name, node in kept.items()]
+    return candidates, [name for name in nodes if name not in kept]

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from mlx_runtime.data import preparation
 from mlx_runtime.data.columns import load_columns
+from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.prepared import Store
 from mlx_runtime.errors import DatasetError
 
@@ -70,19 +71,16 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleN
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
 
-    def options() -> dict:
-        return {"seed": 0, "project": tmp_path, "tell": told.append}
-
-    def tree(**arguments: object) -> dict:
-        return {"datasets": {"train": {"_target_": "rows.Rows", "path": str(data), **arguments}}}
+    def candidates(**arguments: object) -> list[Candidate]:
+        node = {"_target_": "rows.Rows", "path": str(data), **arguments}
+        return [Candidate("train", node, node, 0, tmp_path)]
 
     def prepare(**arguments: object) -> list[int]:
         ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext}
-        made = preparation.make(tree(**arguments), str(tmp_path / "sets"), **options(), **ways)
-        return values(made)
+        return values(preparation.make(candidates(**arguments), str(tmp_path / "sets"), told.append, **ways))
 
     def find(**arguments: object) -> list[int] | None:
-        found = preparation.find(tree(**arguments), str(tmp_path / "sets"), **options())
+        found = preparation.find(candidates(**arguments), str(tmp_path / "sets"), told.append)
         return values(found) if found else None
 
     def values(sets: dict) -> list[int]:
@@ -260,8 +258,7 @@ def make(tmp_path: Path) -> Make:
     def make(cls: type) -> dict:
         node = {"_target_": f"{__name__}.{cls.__name__}"}
         ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext, "tell": print}
-        place = {"seed": 0, "project": Path(__file__).parent}
-        return preparation.make({"datasets": {"train": node}}, str(tmp_path), **place, **ways)
+        return preparation.make([Candidate("train", node, node, 0, Path(__file__).parent)], str(tmp_path), **ways)
 
     return make
 
