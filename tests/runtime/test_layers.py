@@ -48,7 +48,6 @@ HOMES = {
     "pyarrow": {"data.mapping", "storage.files"},
     "ray": {
         "cluster",
-        "data.assigner",
         "data.mapping",
         "data.ray_blocks",
         "data.stream_reader",

@@ -21,9 +21,8 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.data.columns import PreparedReader
-from mlx_runtime.data.iterable import IterableReader
 from mlx_runtime.data.prepared import PreparedSet
-from mlx_runtime.data.readers import MapReader, Reader, ReadingProcesses
+from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass, micro_batches, mix_seeds
 from mlx_runtime.data.stream_reader import StreamReader
 from mlx_runtime.distributed.topology import Topology

@@ -1,16 +1,17 @@
-"""What a loader reads from, and map-style datasets, read in the worker that trains or in processes beside it."""
+"""What a loader reads from, and torch datasets, read in the worker that trains or in processes beside it."""
 
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from mlx_runtime.data.batches import Batch, BatchReader, move_tensors, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, move_tensors, note, rows_of
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
-from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.distributed.randomness import random_state, seed_everything, seeded, set_random_state
 from mlx_runtime.errors import DatasetError, short_message
 
 
@@ -57,6 +58,33 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """What a reading process returns instead of a batch if reading raised an exception.
+
+    The exception itself may not survive pickling, and a DataLoader would put its traceback into the message.
+    """
+
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception, name: str) -> "_Failure":
+        if isinstance(error, DatasetError):
+            return cls(str(error))
+        notes = "".join(f" ({text})" for text in getattr(error, "__notes__", []))
+        frames = [item for item in traceback.extract_tb(error.__traceback__) if "site-packages" not in item.filename]
+        where = f'\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}'
+        return cls(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
+
+
+def _received(loader: DataLoader[Any]) -> Iterator[Batch]:
+    """Yield the batches of reading processes. Raises DatasetError if reading failed."""
+    for batch in loader:
+        if isinstance(batch, _Failure):
+            raise DatasetError(batch.message)
+        yield batch
+
+
 class MapReader:
     """Reads the rows of a map-style dataset."""
 
@@ -85,7 +113,7 @@ class MapReader:
         if self._loader is None:  # without a DataLoader, whose overhead is a fifth for small batches
             return (self._processes.pinned(self._batches.read(rows)) for rows in part.batch_rows())
         self._sampler.part = part
-        return received(self._loader)
+        return _received(self._loader)
 
 
 class _Sampler:
@@ -104,37 +132,106 @@ class _MapBatches(Dataset[Any]):
     def __init__(self, batches: BatchReader) -> None:
         self._batches = batches
 
-    def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | ReadFailure":
+    def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | _Failure":
         seed, rows = item
         seed_everything(mix_seeds(seed, rows[0]))  # random samples are the same whichever process reads them
         try:
             return self._batches.read(rows)
         except Exception as error:
-            return ReadFailure.of(error, self._batches.name)
+            return _Failure.of(error, self._batches.name)
 
 
-@dataclass(frozen=True)
-class ReadFailure:
-    """What a reading process returns instead of a batch if reading raised an exception.
+class IterableReader:
+    """Reads an `IterableDataset`. Every worker iterates over all of it, and stacks its own samples.
 
-    The exception itself may not survive pickling, and a DataLoader would put its traceback into the message.
+    Any number of reading processes but 0 means one.
     """
 
-    message: str
+    window_rows = 1
 
-    @classmethod
-    def of(cls, error: Exception, name: str) -> "ReadFailure":
-        if isinstance(error, DatasetError):
-            return cls(str(error))
-        notes = "".join(f" ({text})" for text in getattr(error, "__notes__", []))
-        frames = [item for item in traceback.extract_tb(error.__traceback__) if "site-packages" not in item.filename]
-        where = f'\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in {frames[-1].name}'
-        return cls(f"datasets.{name} cannot be read: {type(error).__name__}: {short_message(error)}{notes}{where}")
+    def __init__(self, dataset: Any, name: str, processes: ReadingProcesses) -> None:
+        self._dataset, self._name, self._processes = dataset, name, processes
+
+    @property
+    def advice(self) -> str | None:
+        return None if self._processes.count else "read it beside the worker with cfg.loader=workers=1"
+
+    def rows(self) -> int:
+        return rows_of(self._dataset, self._name)
+
+    def batches(self, part: WorkerPass) -> Iterator[Batch]:
+        batches = _IterableBatches(self._dataset, self._name, part)
+        if self._processes.count:
+            return _received(self._processes.loader(batches, num_workers=1))
+        return map(self._processes.pinned, batches.read())
 
 
-def received(loader: DataLoader[Any]) -> Iterator[Batch]:
-    """Yield the batches of reading processes. Raises DatasetError if reading failed."""
-    for batch in loader:
-        if isinstance(batch, ReadFailure):
-            raise DatasetError(batch.message)
-        yield batch
+class _IterableBatches(IterableDataset[Any]):
+    """The batches that one worker reads of an `IterableDataset`, as a dataset for a reading process."""
+
+    def __init__(self, dataset: Any, name: str, part: WorkerPass) -> None:
+        self.dataset, self.name, self.part = dataset, name, part
+
+    def __iter__(self) -> "Iterator[Batch | _Failure]":
+        seed_everything(self.part.epoch_seed)
+        try:
+            yield from self.read()
+        except Exception as error:
+            yield _Failure.of(error, self.name)
+
+    def read(self) -> Iterator[Batch]:
+        reader, samples = BatchReader(self.dataset, self.name), self._own_samples()
+        for number, size in enumerate(self.part.plan.sizes(self.part.rank)):
+            batch = list(islice(samples, size))
+            if number >= self.part.skip:
+                yield reader.stack(batch)
+
+    def _own_samples(self) -> Iterator[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.part.epoch)
+        randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
+        with randomness:
+            samples = iter(self.dataset)
+        position = before = 0
+        for rank, count in self.part.plan.assignments():
+            if rank != self.part.rank:
+                before += count
+                continue
+            with randomness:
+                own = self._next(samples, position, before, count)
+            position, before = position + before + count, 0
+            yield from own
+
+    def _next(self, samples: Iterator[Any], position: int, before: int, count: int) -> list[Any]:
+        """Skip `before` samples of other workers, and return the next `count`."""
+        try:
+            skipped = sum(1 for _ in islice(samples, before))
+            own = list(islice(samples, count))
+        except Exception as error:
+            note(error, f"while reading samples {position} to {position + before + count - 1} of datasets.{self.name}")
+            raise
+        if len(own) < count:
+            raise DatasetError(
+                f"datasets.{self.name}: {type(self.dataset).__name__} ended after {position + skipped + len(own)} "
+                f"samples, but its __len__ is {self.part.plan.rows}"
+            )
+        return own
+
+
+class _Randomness:
+    """A random state of its own: the block of a `with` neither sees nor changes the random numbers of training."""
+
+    def __init__(self, seed: int) -> None:
+        self._alone = get_worker_info() is not None  # a reading process has no other random numbers
+        with seeded(seed):
+            self._own = random_state()
+
+    def __enter__(self) -> None:
+        if not self._alone:
+            self._outside = random_state()
+            set_random_state(self._own)
+
+    def __exit__(self, *error: object) -> None:
+        if not self._alone:
+            self._own = random_state()
+            set_random_state(self._outside)

@@ -62,13 +62,10 @@ class Storage:
             if is_uri(root):
                 import pyarrow.fs
 
-                try:
-                    self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
-                except pyarrow.ArrowException as error:
-                    raise ValueError(short_message(error)) from error
+                self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
             else:
                 path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
-        except (RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # pyarrow raises many kinds
             raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
         self.path = path.rstrip("/")
         if not self.path:

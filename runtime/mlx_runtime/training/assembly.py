@@ -9,9 +9,8 @@ import torch
 
 from mlx_runtime.config.building import build, build_cfg, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
-from mlx_runtime.data.assigner import BlockAssigner, start_assigner
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
-from mlx_runtime.data.stream_reader import StreamReader
+from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything, seeded

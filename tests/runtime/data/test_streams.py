@@ -10,10 +10,9 @@ import ray
 import ray.data
 import torch
 
-from mlx_runtime.data.assigner import BlockAssigner
 from mlx_runtime.data.loaders import DatasetShard, Loader
 from mlx_runtime.data.sampling import ShardPlan
-from mlx_runtime.data.stream_reader import StreamReader
+from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.training.engines import placement
