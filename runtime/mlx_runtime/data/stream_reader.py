@@ -19,15 +19,7 @@ import torch
 
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
-from mlx_runtime.data.streams import (
-    Part,
-    blocks_of,
-    columns_of,
-    dataset_error,
-    make_dataset,
-    rows_of_stream,
-    stream_of,
-)
+from mlx_runtime.data.streams import Part, blocks_of, columns_of, dataset_error, make_dataset, rows_of_stream, stream_of
 from mlx_runtime.errors import DatasetError, MlxError
 
 WINDOW_ROWS = 1024
