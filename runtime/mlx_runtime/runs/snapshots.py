@@ -6,10 +6,12 @@ means that package's own, so that one process can open models of several experim
 
 import builtins
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import sys
 import tempfile
 import types
@@ -59,15 +61,13 @@ def unpacked(folder: RunFolder) -> Path:
     digest = hashlib.sha256(content).hexdigest()[:16]
     if digest not in _unpacked:
         temporary = tempfile.TemporaryDirectory(prefix="mlx-code-")
-        archive = Path(temporary.name, "code.zip")
-        archive.write_bytes(content)
         try:
-            with zipfile.ZipFile(archive) as opened:
-                opened.extractall(Path(temporary.name, "code"))
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                archive.extractall(temporary.name)
         except (zipfile.BadZipFile, OSError) as error:
             raise StorageError(f"{folder.location}/{CODE} is damaged: {short_message(error)}") from error
         _unpacked[digest] = temporary  # removed when this process exits
-    return Path(_unpacked[digest].name, "code")
+    return Path(_unpacked[digest].name)
 
 
 _unpacked: "dict[str, tempfile.TemporaryDirectory[str]]" = {}
@@ -115,21 +115,17 @@ class _Finder:
 class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         prefix = module.__name__.partition(".")[0]
-        vars(module)["__builtins__"] = vars(builtins) | {"__import__": _importing(prefix)}
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": functools.partial(_import, prefix)}
         super().exec_module(module)
 
 
-def _importing(prefix: str) -> Any:
-    """Return the `__import__` of modules in a private package."""
-
-    def imported(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
-    ) -> Any:
-        top = name.partition(".")[0]
-        spec = importlib.util.find_spec(f"{prefix}.{top}") if top and not level else None
-        if spec is None or (spec.origin is None and top != "src"):  # a folder without __init__.py may be anything
-            return builtins.__import__(name, globals, locals, fromlist or (), level)
-        found = builtins.__import__(f"{prefix}.{name}", globals, locals, fromlist or (), 0)
-        return found if fromlist else sys.modules[f"{prefix}.{top}"]
-
-    return imported
+def _import(
+    prefix: str, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] | None = (), level: int = 0
+) -> Any:
+    """`__import__` of the modules in a private package."""
+    top = name.partition(".")[0]
+    spec = importlib.util.find_spec(f"{prefix}.{top}") if top and not level else None
+    if spec is None or (spec.origin is None and top != "src"):  # a folder without __init__.py may be anything
+        return builtins.__import__(name, globals, locals, fromlist or (), level)
+    found = builtins.__import__(f"{prefix}.{name}", globals, locals, fromlist or (), 0)
+    return found if fromlist else sys.modules[f"{prefix}.{top}"]

@@ -162,21 +162,18 @@ def _measure_top(storage: Storage, path: StoragePath) -> Entry:
 def _build_tree(folders: Iterable[tuple[Parts, list[Entry] | None]], found: Survey, depth: int, limit: int) -> None:
     """Add the files of folders to the entries above them. Their folders may come in any order and in several pieces.
 
-    A folder deeper than `depth` has no entry of its own and only adds to those above it. A folder without files is one
-    that cannot be read.
+    A folder deeper than `depth` has no entry of its own and only adds to those above it. None stands for the files of a
+    folder that cannot be read.
     """
-    entries: dict[Parts, Entry] = {(): found.top}
-
-    def entry_of(parts: Parts) -> Entry:
-        if parts not in entries:
-            entries[parts] = Entry(parts[-1], children=[] if len(parts) < depth else None)
-            siblings = entry_of(parts[:-1]).children
-            assert siblings is not None, "its depth was asked for"
-            siblings.append(entries[parts])
-        return entries[parts]
-
+    entries: dict[Parts, Entry] = {}
     for parts, files in folders:
-        above = [entry_of(parts[:count]) for count in range(min(len(parts), depth) + 1)]
+        above = [found.top]
+        for path in (parts[:count] for count in range(1, min(len(parts), depth) + 1)):
+            if path not in entries:
+                entries[path] = Entry(path[-1], children=[] if len(path) < depth else None)
+                assert above[-1].children is not None, "its depth was asked for"
+                above[-1].children.append(entries[path])
+            above.append(entries[path])
         listed = above[-1]
         if files is None:
             found.unreadable.append("/".join(parts) or ".")
