@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, reading
 from mlx_runtime.runs.listing import AskJobs, Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.files import joined
@@ -102,10 +102,8 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
     [row] = summarize([folder], ask)
     if row.problem:
         raise StorageError(row.problem)
-    try:
+    with reading(folder, folder.conf.name):
         config = redacted_tree(parsed(folder.read(folder.conf.name), environment=False))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {folder.location}/{folder.conf.name}: {short_message(error)}") from error
     record = row.record
     git = record.get("git") or {}
     facts = {

@@ -25,7 +25,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +142,15 @@ class RunFolder:
                     f"Start a new run with its config and weights: mlx train run --from {self.title} "
                     "cfg.restore_checkpoint_path=CHECKPOINT"
                 ) from error
+
+
+@contextlib.contextmanager
+def reading(run: RunFolder, name: str) -> Iterator[None]:
+    """Raise errors of the block as a StorageError about a file of the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise StorageError(f"cannot read {run.location}/{name}: {short_message(error)}") from error
 
 
 def ask_to_stop(run: RunFolder) -> None:

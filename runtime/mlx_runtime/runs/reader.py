@@ -2,17 +2,16 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime.config.building import build
 from mlx_runtime.config.interpolation import parsed, unset_variables
 from mlx_runtime.config.projects import EXPERIMENT
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
 from mlx_runtime.runs.checkpoints import Checkpoints, State
-from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
+from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import Storage, is_uri
 
@@ -64,7 +63,7 @@ class Run:
         Raises:
             StorageError: it cannot be read.
         """
-        with self._reading("conf.yaml"):
+        with reading(self._folder, "conf.yaml"):
             return parsed(self._folder.read("conf.yaml"))
 
     def metrics(self) -> "pandas.DataFrame":
@@ -76,7 +75,7 @@ class Run:
         """
         import pandas
 
-        with self._reading("metrics.jsonl"):
+        with reading(self._folder, "metrics.jsonl"):
             *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last one
             return pandas.DataFrame([from_json(line, {}) for line in lines])
 
@@ -86,7 +85,7 @@ class Run:
         Raises:
             StorageError: they cannot be read.
         """
-        with self._reading(EVALUATIONS):
+        with reading(self._folder, EVALUATIONS):
             names = Storage(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
@@ -155,10 +154,3 @@ class Run:
         with contextlib.suppress(StorageError):
             return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
         return f"<Run {self._folder.title}>"
-
-    @contextlib.contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            raise StorageError(f"cannot read {self._folder.location}/{name}: {short_message(error)}") from error

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError, UsageError, short_message
-from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name, reading
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
     COUNT,
@@ -190,10 +190,8 @@ class Record:
 
 def recorded(folder: RunFolder) -> dict[str, Any]:
     """Return the stored record of a run; raise StorageError if it cannot be read."""
-    try:
+    with reading(folder, folder.record.name):
         return parsed(folder.read(folder.record.name))
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {folder.location}/run.json: {short_message(error)}") from error
 
 
 def parsed(content: bytes) -> dict[str, Any]:
