@@ -32,7 +32,6 @@ class Display:
     """Draws events on a terminal or in a pipe.
 
     Args:
-        stream: stream to draw on.
         copy: receives what a pipe would, whatever `stream` is.
         epochs: total number, to estimate the remaining time.
         quiet: draw only what is printed with `always=True`, warnings, and workers' output; `copy` is complete.

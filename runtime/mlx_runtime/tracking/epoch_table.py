@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_runtime.events import EpochEnded
 
@@ -22,47 +22,44 @@ WAITING_S = 1.0
 RATE, TIME = "samples/s", "time"
 
 
+class Column(NamedTuple):
+    """A column of the table; `stage` is the name of the stage that begins with it, or empty."""
+
+    title: tuple[str, ...]  # in lines
+    width: int
+    gap: int = 1  # spaces before it
+    stage: str = ""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Columns of the table.
+    """Columns of the table: the epoch, the metrics, maybe samples per second, and the time."""
 
-    Attributes:
-        names: metrics shown, in order.
-        left_out: metrics for which there is no room.
-        columns: width and title lines of each column, including the first and the last ones.
-        groups: offset in characters and name of each stage.
-        rate: True if there is a column for samples per second.
-    """
-
-    names: tuple[str, ...]
-    left_out: tuple[str, ...]
-    columns: tuple[tuple[int, tuple[str, ...]], ...]
-    groups: tuple[tuple[int, str], ...]
-    rate: bool
+    names: tuple[str, ...]  # metrics shown, in order
+    left_out: tuple[str, ...]  # metrics for which there is no room
+    columns: tuple[Column, ...]
+    rate: bool  # there is a column for samples per second
 
     @property
     def header(self) -> list[str]:
-        """Lines above the rows."""
-        stages = ""
-        for start, name in self.groups:
-            stages = f"{stages:<{start}}{name}"
-        height = max(len(title) for _, title in self.columns)
-        titles = [[""] * (height - len(title)) + list(title) for _, title in self.columns]
-        lines = [self.row([title[line] for title in titles]) for line in range(height)]
-        return [stages, *lines] if stages.strip() else lines
+        stages, end = "", 0
+        for column in self.columns:
+            if column.stage:
+                stages = f"{stages:<{end + column.gap}}{column.stage}"
+            end += column.gap + column.width
+        height = max(len(column.title) for column in self.columns)
+        titles = [[""] * (height - len(column.title)) + list(column.title) for column in self.columns]
+        lines = [self.row(cells) for cells in zip(*titles, strict=True)]
+        return [stages, *lines] if stages else lines
 
     def row(self, cells: Sequence[str]) -> str:
-        """Return a line of the table, with a gap before each stage."""
-        text, starts = "", {start for start, _ in self.groups}
-        for cell, (width, _) in zip(cells, self.columns, strict=True):
-            gap = bool(text) + (len(text) + 2 in starts)
-            text += f"{'':<{gap}}{cell:>{width}}"
-        return text.rstrip()
+        parts = zip(cells, self.columns, strict=True)
+        return "".join(f"{' ' * column.gap}{cell:>{column.width}}" for cell, column in parts).rstrip()
 
     @property
     def width(self) -> int:
         """Length of the longest line, in characters."""
-        return max(map(len, [self.row(["x" * width for width, _ in self.columns]), *self.header]))
+        return max(map(len, [self.row(["x" * column.width for column in self.columns]), *self.header]))
 
 
 class EpochTable:
@@ -96,10 +93,9 @@ class EpochTable:
 
 
 def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> Iterator[str]:
-    widths = [size for size, _ in columns.columns[1:]]
     cells = [
-        format_number(event.values[name], size) if name in event.values else ""
-        for name, size in zip(columns.names, widths, strict=False)
+        format_number(event.values[name], column.width) if name in event.values else ""
+        for name, column in zip(columns.names, columns.columns[1:], strict=False)
     ]
     rate = [f"{event.samples_per_s:,.0f}" if event.samples_per_s is not None else ""] if columns.rate else []
     row = columns.row([label, *cells, *rate, duration(event.seconds)])
@@ -107,7 +103,7 @@ def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> 
     note = f"{waited:.0f} % waiting for data" if waited >= WAITING_PCT and event.seconds >= WAITING_S else ""
     if note and width is not None and len(row) + 2 + len(note) > width:
         yield row
-        yield f"{'':<{columns.columns[0][0]}} {note}"
+        yield f"{'':<{columns.columns[0].width}} {note}"
     else:
         yield f"{row}  {note}".rstrip()
 
@@ -115,11 +111,7 @@ def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> 
 def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -> Layout:
     """Fit the metrics of an epoch into the terminal: break titles first, then drop the rate, then metrics.
 
-    Args:
-        names: like `train/loss`; those of a stage are grouped.
-        width: width of the terminal in characters, or None for no limit.
-        first: width of the first column.
-        rate: show a column for samples per second.
+    The metrics of a stage are grouped. `first` is the width of the first column.
     """
     stages = list(dict.fromkeys(_stage(name) for name in names))
     ordered = sorted(names, key=lambda name: (bool(_stage(name)), stages.index(_stage(name))))
@@ -141,20 +133,16 @@ def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -
 
 def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, *, rate: bool, roomy: bool) -> Layout:
     narrowest = NATURAL if roomy else NARROWEST
-    columns: list[tuple[int, tuple[str, ...]]] = [(first, ("epoch",))]
-    groups: list[tuple[int, str]] = []
-    at, stage = first, None
+    columns = [Column(("epoch",), first, gap=0)]
+    stage = None
     for name in names:
-        if _stage(name) != stage:
-            stage = _stage(name)
-            at += roomy and bool(groups)
-            groups.append((at + 1, stage))
         title = _wrapped(name.partition("/")[2] or name, narrowest, whole_words=roomy)
-        columns.append((max(narrowest, *map(len, title)), title))
-        at += 1 + columns[-1][0]
-    columns += [(len(RATE), (RATE,))] if rate else []
-    columns.append((6, (TIME,)))
-    return Layout(tuple(names), tuple(left_out), tuple(columns), tuple(groups), rate)
+        begins, previous, stage = _stage(name) != stage, stage, _stage(name)
+        gap = 2 if roomy and begins and previous is not None else 1
+        columns.append(Column(title, max(narrowest, *map(len, title)), gap, stage if begins else ""))
+    columns += [Column((RATE,), len(RATE))] if rate else []
+    columns.append(Column((TIME,), 6))
+    return Layout(tuple(names), tuple(left_out), tuple(columns), rate)
 
 
 def _wrapped(title: str, least: int, *, whole_words: bool) -> tuple[str, ...]:

@@ -40,17 +40,11 @@ Snapshot = State | None
 
 @dataclass(frozen=True)
 class SyncMessage:
-    """What one worker contributes to an exchange.
+    """What one worker contributes to an exchange. Position and groups must be the same on all workers."""
 
-    Attributes:
-        position: name of the pass and step; must be the same on all workers.
-        groups: what user code asked to record, like `losses` and `metrics`; must be the same on all workers.
-        number: a value of which the maximum over all workers is wanted.
-    """
-
-    position: tuple[str, int]
-    groups: frozenset[str]
-    number: float = 0.0
+    position: tuple[str, int]  # name of the pass, and step
+    groups: frozenset[str]  # what user code asked to record, of `losses` and `metrics`
+    number: float = 0.0  # the maximum over all workers is wanted
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
 

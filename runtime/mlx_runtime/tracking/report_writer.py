@@ -104,12 +104,7 @@ class ReportWriter:
         return {"sizes": sizes, "reports": self._reports, "seconds": time.monotonic() - self._started}
 
     def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Discard what was written after a checkpoint, so that no step is recorded twice.
-
-        Args:
-            state: state from the checkpoint, or None at the start of the run.
-            step: global step of the checkpoint.
-        """
+        """Discard what was written after a checkpoint, so that no step is recorded twice; without one, all."""
         sizes = state["sizes"] if state else {}
         self._reports = state["reports"] if state else 0
         self._reported = time.monotonic()

@@ -30,19 +30,13 @@ MADE_BY_LOOP = ("tools", "own")
 
 
 class Checkpointer:
-    """Saves and restores an experiment. Every worker must make the same calls.
-
-    Attributes:
-        loaders: loaders by dataset name, whose positions are saved.
-        positions: positions of loaders that the loop has not asked for since the restore.
-        requested: True if a checkpoint is saved as soon as the current update is complete.
-    """
+    """Saves and restores an experiment. Every worker must make the same calls."""
 
     def __init__(self, context: RunContext, reporter: Reporter, optimization: Optimization) -> None:
         self._context, self._reporter, self._optimization = context, reporter, optimization
-        self.loaders: dict[str, Loader] = {}
-        self.positions: dict[str, Any] = {}
-        self.requested = False
+        self.loaders: dict[str, Loader] = {}  # by dataset name
+        self.positions: dict[str, Any] = {}  # of loaders that the loop has not asked for since the restore
+        self.requested = False  # a checkpoint is saved as soon as the current update is complete
         self._to_resume: State | None = None
         self._restored_names: dict[str, set[str]] = {}
         self._saver: AsyncCheckpointer | None = None
@@ -54,13 +48,7 @@ class Checkpointer:
     # -- save
 
     def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
-        """Gather the state of all ranks, and store it in the background.
-
-        Args:
-            epoch: counted from 0.
-            numbers: metrics by which the checkpoint is judged.
-            finished: True at the end of the epoch, False within it.
-        """
+        """Gather the state of all ranks, and store it in the background. The checkpoint is judged by `numbers`."""
         self.requested = False
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
@@ -97,11 +85,7 @@ class Checkpointer:
             self._reporter.tracking.trackers.handle(event)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is stored.
-
-        Raises:
-            StorageError: it could not be stored.
-        """
+        """Wait until the last checkpoint is stored. Raise a `StorageError` if it could not be."""
         if self._saver is not None:
             self._saver.wait()
 
@@ -113,13 +97,7 @@ class Checkpointer:
     # -- restore
 
     def restore(self) -> int | None:
-        """Restore the latest checkpoint of the run, or else the one at `cfg.restore_checkpoint_path`.
-
-        Returns its epoch, or None if there is nothing to restore.
-
-        Raises:
-            ConfigError: the checkpoint is damaged, or does not fit the config.
-        """
+        """Restore the latest checkpoint, or else the one configured; see `BaseModule.restore_checkpoint`."""
         state = self._find()
         if state is None:
             return None

@@ -52,37 +52,25 @@ class Groups:
 
 @dataclass
 class Progress:
-    """How far a run has progressed.
+    """How far a run has progressed."""
 
-    Attributes:
-        epoch: counted from 0.
-        global_step: training steps taken in all epochs; steps that make one update together count once.
-        interrupted: True after a restart within an epoch, until its training pass is resumed.
-    """
-
-    epoch: int = 0
-    global_step: int = 0
-    interrupted: bool = False
+    epoch: int = 0  # counted from 0
+    global_step: int = 0  # training steps taken in all epochs; steps that make one update together count once
+    interrupted: bool = False  # a restart was within an epoch, whose training pass is not resumed yet
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a worker takes part in.
-
-    Attributes:
-        config, shown_config: resolved conf.yaml of the run, with and without secrets.
-        evaluates: True if a checkpoint is evaluated and nothing is trained.
-        preemptible: True if the cluster may announce that a node is preempted.
-    """
+    """The run that a worker takes part in."""
 
     folder: RunFolder
     topology: Topology
     cfg: Any
     groups: Groups
-    config: Mapping[str, Any] = field(default_factory=dict)
-    shown_config: Mapping[str, Any] = field(default_factory=dict)
-    evaluates: bool = False
-    preemptible: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved conf.yaml of the run
+    shown_config: Mapping[str, Any] = field(default_factory=dict)  # the same without secrets
+    evaluates: bool = False  # a checkpoint is evaluated and nothing is trained
+    preemptible: bool = False  # the cluster may announce that a node is preempted
     progress: Progress = field(default_factory=Progress)
 
     @cached_property

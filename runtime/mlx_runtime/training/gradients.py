@@ -45,11 +45,7 @@ class GradientMonitor:
         return self._report is not None and self._every > 0 and step % self._every == 0
 
     def inspect(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
-        """Inspect the gradients of an optimizer that is about to step.
-
-        Raises:
-            MlxError: a gradient is not finite, and `stop_on_nan` is set.
-        """
+        """Inspect the gradients of an optimizer that is about to step; with `stop_on_nan`, all must be finite."""
         if not self.wants(step):
             return
         params = [param for param in params if param.grad is not None]

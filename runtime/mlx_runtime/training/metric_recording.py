@@ -26,22 +26,14 @@ from mlx_runtime.training.reporting import Reporter
 
 @dataclass
 class PassRecord:
-    """What was saved in a pass.
+    """What was saved in a pass."""
 
-    Attributes:
-        sent_step, sent_at: step and time at which numbers were recorded last.
-        groups: groups saved since the pass began, of `losses` and `metrics`.
-        new: those of `groups` that were saved since numbers were last recorded.
-        snapshots: taken when user code saved the metrics.
-        values: recorded last.
-    """
-
-    sent_step: int = 0
+    sent_step: int = 0  # when numbers were recorded last
     sent_at: float = field(default_factory=time.monotonic)
-    groups: set[str] = field(default_factory=set)
-    new: set[str] = field(default_factory=set)
-    snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    values: dict[str, float] = field(default_factory=dict)
+    groups: set[str] = field(default_factory=set)  # saved since the pass began, of `losses` and `metrics`
+    new: set[str] = field(default_factory=set)  # those saved since numbers were last recorded
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)  # taken when user code saved the metrics
+    values: dict[str, float] = field(default_factory=dict)  # recorded last
 
 
 @dataclass(frozen=True)

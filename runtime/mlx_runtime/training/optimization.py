@@ -25,16 +25,11 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Accumulation:
-    """The position of the current step among those that make one update.
-
-    Attributes:
-        first, last: True at the first and at the last step of an update.
-        steps: number of steps in this update.
-    """
+    """The position of the current step among those that make one update."""
 
     first: bool = True
     last: bool = True
-    steps: int = 1
+    steps: int = 1  # in this update
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
         """Move to a step, counted from 1 in a pass of `total` steps; its last update may have fewer steps."""
@@ -44,12 +39,7 @@ class Accumulation:
 
 
 class Optimization:
-    """Gradients and updates of one worker.
-
-    Attributes:
-        accumulation: position of the current step in its update.
-        monitor: inspects gradients before each update.
-    """
+    """Gradients and updates of one worker."""
 
     def __init__(self, context: RunContext, reporter: Reporter, strategy: Strategy) -> None:
         cfg = context.cfg
@@ -154,11 +144,7 @@ class Optimization:
         return self.accumulation.last and updated is not False
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer may step now, and inspect its gradients.
-
-        Raises:
-            MlxError: the loop calls `optimizer.step()` while gradients are scaled or incomplete.
-        """
+        """Check that an optimizer may step now, with gradients that are not scaled or incomplete, and inspect them."""
         if not self._stepping:
             self._check_plain_step()
         step = self._context.progress.global_step

@@ -21,57 +21,34 @@ from typing import Any
 
 @dataclass(eq=False)
 class Pass:
-    """One run through a dataset.
+    """One run through a dataset."""
 
-    Attributes:
-        name: first part of the names of its records, like `val` in `val/accuracy`.
-        training: True if its steps count as global steps.
-        loader: what gives the batches; None for data that the runtime does not know.
-        steps: total number of batches; 0 if unknown.
-        accumulate: steps per update.
-        step: number of the last batch, from 1. After a restart it continues where the interrupted pass was.
-        active: True until the pass ends.
-        recorded: True once its final metrics are on record.
-        closed: True if the loop reset the metrics or saved a checkpoint since the last batch.
-        beside: names of the datasets that were read beside it.
-        started: `time.monotonic()` when it began.
-    """
-
-    name: str
-    training: bool
-    loader: Any = None
-    steps: int = 0
-    accumulate: int = 1
-    step: int = 0
-    active: bool = True
-    recorded: bool = False
-    closed: bool = False
-    beside: set[str] = field(default_factory=set)
+    name: str  # first part of the names of its records, like `val` in `val/accuracy`
+    training: bool  # its steps count as global steps
+    loader: Any = None  # gives the batches; None for data that the runtime does not know
+    steps: int = 0  # total number of batches; 0 if unknown
+    accumulate: int = 1  # steps per update
+    step: int = 0  # number of the last batch, from 1; after a restart it continues where the interrupted pass was
+    active: bool = True  # until the pass ends
+    recorded: bool = False  # its final metrics are on record
+    closed: bool = False  # the loop reset the metrics or saved a checkpoint since the last batch
+    beside: set[str] = field(default_factory=set)  # names of the datasets that were read beside it
     started: float = field(default_factory=time.monotonic)
 
     @property
     def finished(self) -> bool:
-        """True if all batches of a known loader were given."""
         return self.loader is not None and self.step == self.steps
 
 
 @dataclass
 class Block:
-    """The passes within one `with self.stage(name)`, or in the loop outside any such block.
+    """The passes within one `with self.stage(name)`, or in the loop outside any such block."""
 
-    Attributes:
-        name: name of all passes in the block; None outside any block.
-        training: False if no step in it counts as a training step.
-        stack: active passes, each begun within a step of the one before; the last one leads.
-        latest: the pass that led last.
-        unknown: the pass over data that the runtime does not know.
-    """
-
-    name: str | None = None
-    training: bool = True
-    stack: list[Pass] = field(default_factory=list)
-    latest: Pass | None = None
-    unknown: Pass | None = None
+    name: str | None = None  # name of all passes in the block; None outside any block
+    training: bool = True  # False if no step in it counts as a training step
+    stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the one before
+    latest: Pass | None = None  # led last
+    unknown: Pass | None = None  # the pass over data that the runtime does not know
 
 
 class PassTracker:
@@ -85,14 +62,13 @@ class PassTracker:
     @property
     def leading(self) -> Pass | None:
         """The pass that leads, or None between two passes."""
-        stack = self._blocks[-1].stack
-        return stack[-1] if stack else None
+        return next(reversed(self._blocks[-1].stack), None)
 
     @property
     def training(self) -> Pass | None:
         """The innermost training pass with batches left, which a checkpoint made now could resume."""
-        found = [item for block in self._blocks for item in block.stack if item.training and not item.finished]
-        return found[-1] if found else None
+        stacked = [item for block in self._blocks for item in block.stack]
+        return next((item for item in reversed(stacked) if item.training and not item.finished), None)
 
     @property
     def latest(self) -> Pass | None:

@@ -59,18 +59,12 @@ class EventSender:
 
 
 class Reporter:
-    """The numbers of a run. Every worker keeps them, and rank 0 records them.
-
-    Attributes:
-        tracking: receives the metrics; None on ranks other than 0.
-        latest: last value of every recorded number.
-        logged: names of the numbers that user code logged itself.
-    """
+    """The numbers of a run. Every worker keeps them, and rank 0 records them with `tracking`."""
 
     def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
         self._context, self.events, self.tracking = context, events, tracking
-        self.latest: dict[str, float] = {}
-        self.logged: set[str] = set()
+        self.latest: dict[str, float] = {}  # last value of every recorded number
+        self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self._of_epoch: dict[str, float] = {}
         self._input_speed: dict[str, float] = {}
         self._epoch_started = time.monotonic()

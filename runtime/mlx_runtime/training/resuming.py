@@ -65,10 +65,7 @@ def changes(before: Any, after: Any, key: str = "") -> list[Change]:
 
 
 def refusals(found: Iterable[Change], cfg: type) -> list[str]:
-    """Return one line per change that a resumed run cannot apply, as far as the config shows it.
-
-    `cfg` is the class of that group.
-    """
+    """Return one line per change that a resumed run cannot apply, as far as the config and the class of `cfg` show."""
     reasons = [(change, _why_refused(change, cfg)) for change in found]
     return [f"{change} ({why})" for change, why in reasons if why is not None]
 
@@ -76,11 +73,8 @@ def refusals(found: Iterable[Change], cfg: type) -> list[str]:
 def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Any], then: Any, now: Any) -> None:
     """Set the hyperparameters of restored optimizers that the config has changed since the checkpoint.
 
-    A learning rate that a schedule has changed keeps its ratio to the initial rate.
-
-    Args:
-        schedulers: restored; other objects among them are ignored.
-        then, now: config of the group in the checkpoint, and now.
+    A learning rate that a schedule has changed keeps its ratio to the initial rate. `then` and `now` are the configs of
+    the group; among `schedulers`, other objects are ignored.
 
     Raises:
         ConfigError: the loop or a schedule has set another value.
@@ -108,11 +102,7 @@ def with_settings(saved: State, then: Any, now: Any, key: str) -> State:
     """Return the saved state of a tool with the settings that the config has changed.
 
     A changed argument is a setting if the attributes that depend on it still have the values that the constructor set.
-
-    Args:
-        saved: plain state of the tool.
-        then, now: config of the tool in the checkpoint, and now.
-        key: key of the tool in conf.yaml.
+    `then` and `now` are the configs of the tool, and `key` is its key in conf.yaml.
 
     Raises:
         ConfigError: an attribute that depends on a changed argument has changed in training, or no attribute does.

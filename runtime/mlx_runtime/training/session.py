@@ -29,18 +29,7 @@ from mlx_runtime.training.strategies import Strategy
 
 
 class Session:
-    """A run as one worker takes part in it. Every worker must construct it.
-
-    Args:
-        context: the run, and the objects of the experiment whose loop runs.
-        strategy: prepared the models.
-        sink: receives the events of rank 0, and returns requests to stop this worker.
-        tracking: records metrics; None on ranks other than 0.
-
-    Attributes:
-        beat: called at each sign of progress.
-        step_done: called with the global step after each training step.
-    """
+    """A run as one worker takes part in it. Every worker must construct it; only rank 0 has `tracking`."""
 
     def __init__(
         self, context: RunContext, strategy: Strategy, sink: Sink, tracking: ReportWriter | None = None
@@ -60,8 +49,8 @@ class Session:
             resumable_by_fewer=fewer,
             notice=self.reporter.events.notice,
         )
-        self.beat: Callable[[], None] = lambda: None
-        self.step_done: Callable[[int], None] = lambda number: None
+        self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
+        self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
     # -- the run
 
@@ -80,7 +69,7 @@ class Session:
             self.reporter.begin()
 
     def end(self) -> dict[str, float]:
-        """Finish a run whose loop has returned or was stopped. Returns the last value of every recorded number."""
+        """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
         self.reporter.begin()
         if not self.stopping.stopped:  # else a pass may be under way, which a restart resumes
             self.metrics.flush()
@@ -95,7 +84,7 @@ class Session:
     # -- a pass and its steps: called by loaders
 
     def watch(self, loader: Loader) -> Loader:
-        """Follow a loader. Returns the one that is followed already if it reads the same: there is one per dataset."""
+        """Follow a loader. Return the one that is followed already if it reads the same: there is one per dataset."""
         name = loader.shard.name
         known = self.checkpoints.loaders.get(name)
         if known is not None and known.asked == loader.asked:

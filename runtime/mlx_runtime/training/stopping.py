@@ -61,10 +61,6 @@ class StopPoll:
         requested: returns True if this worker was asked to stop.
         preemptible: True if the cluster may announce that a node is preempted.
         resumable_by_fewer: True if the run continues with fewer workers.
-
-    Attributes:
-        agreed: True once all workers have agreed to stop.
-        stopped: True once the loop is left for that.
     """
 
     def __init__(
@@ -80,13 +76,12 @@ class StopPoll:
         self._requested, self._preemptible, self._resumable_by_fewer = requested, preemptible, resumable_by_fewer
         self._notice = notice
         self._votes = 0
-        self.agreed = self.stopped = self._preempted = False
+        self._preempted = False
+        self.agreed = False  # all workers have agreed to stop
+        self.stopped = False  # the loop was left for that
 
     def step(self) -> bool:
-        """Count a training step, and vote if a vote is due.
-
-        Returns True if a node has just been announced to be preempted, so that a checkpoint is due.
-        """
+        """Count a training step, and vote if a vote is due. Return True if a node turns out to be preempted."""
         if self.agreed or not self._consensus.due():
             return False
         self.vote()

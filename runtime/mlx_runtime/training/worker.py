@@ -30,7 +30,7 @@ from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.profiling import Profiler
+from mlx_runtime.training.profiling import profiled
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import DDP
@@ -125,8 +125,8 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
     cfg, topology = session.context.cfg, session.context.topology
     if cfg.profile and topology.writes:
-        profiler = Profiler(job.folder, topology.device, session.reporter.events.notice)
-        session.step_done = stack.enter_context(profiler).step
+        notify = session.reporter.events.notice
+        session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
     if isinstance(sink, Remote):
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
