@@ -68,14 +68,7 @@ class DatasetError(MlxError):
 
 
 class DataJobError(MlxError):
-    """User code raised in a data job: a summary like `ValueError: the message (in Job.run)`, and the user's frames."""
-
-    def __init__(self, summary: str, trace: str) -> None:
-        super().__init__(summary, trace)  # both in `args`, so that it survives pickling
-        self.summary, self.trace = summary, trace
-
-    def __str__(self) -> str:
-        return f"{self.summary}\n{self.trace}".rstrip()
+    """User code raised in a data job. The message has the user's frames, innermost last."""
 
 
 class StorageError(MlxError):
@@ -83,14 +76,7 @@ class StorageError(MlxError):
 
 
 class WorkerLoopError(MlxError):
-    """User code raised on a worker: its rank, a summary like `ValueError: the message`, and the user's frames."""
-
-    def __init__(self, rank: int, summary: str, trace: str) -> None:
-        super().__init__(rank, summary, trace)  # all three in `args`, so that it survives pickling
-        self.rank, self.summary, self.trace = rank, summary, trace
-
-    def __str__(self) -> str:
-        return f"{self.summary} (raised on rank {self.rank})\n{self.trace}".rstrip()
+    """User code raised on a worker. The message has the user's frames, innermost last."""
 
 
 class WorkerLostError(MlxError):

@@ -227,7 +227,7 @@ def _item_title(item: Any) -> str:
 
 def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
     """Raise what user code raises as a `DataJobError` with the user's frames."""
-    return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})", trace))
+    return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})\n{trace}".rstrip()))
 
 
 @contextlib.contextmanager

@@ -5,21 +5,9 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
-from mlx_runtime.events import (
-    DatasetsPrepared,
-    Event,
-    LoaderOpened,
-    LoopEnded,
-    RunEnded,
-    RunInfo,
-    RunStarted,
-    StopRequested,
-    WorkersLost,
-    WorkersStarted,
-)
+from mlx_runtime import events
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
@@ -28,46 +16,41 @@ from mlx_runtime.training.planning import RunPlan
 
 
 class ConsoleLines:
-    """Prints events as lines on a display.
-
-    Args:
-        display: display to print on.
-        plan: plan of the run.
-    """
+    """Prints events as lines on a display."""
 
     def __init__(self, display: Display, plan: RunPlan) -> None:
         self._display, self._plan = display, plan
         self._started = time.monotonic()
         self._world_size = 0
         self._logged: tuple[str, ...] = ()
-        self._run: RunInfo | None = None
+        self._run: events.RunInfo | None = None
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         match event:
-            case RunStarted(run):
+            case events.RunStarted(run):
                 self._run = run
                 self._start(run)
-            case DatasetsPrepared(names, root, created):
+            case events.DatasetsPrepared(names, root, created):
                 self._print(f"prepared  {', '.join(names)}: read from {root} (made {created[:10]})")
-            case WorkersStarted():
+            case events.WorkersStarted():
                 self._workers_started(event)
-            case LoaderOpened(name, training, rows, steps, global_batch):
+            case events.LoaderOpened(name, training, rows, steps, global_batch):
                 if training:
                     self._print(f"{name:<9} {rows:,} rows in {steps:,} steps, global batch {global_batch:,}")
-            case WorkersLost(ranks, why):
+            case events.WorkersLost(ranks, why):
                 self._print(f"lost      rank {', '.join(map(str, ranks))}: {why:.200}")
-            case StopRequested(why):
+            case events.StopRequested(why):
                 self._print(f"stopping  after this step, with a checkpoint ({why})", always=True)
-            case LoopEnded():
+            case events.LoopEnded():
                 self._logged = event.logged
-            case RunEnded(status="SUCCEEDED"):
+            case events.RunEnded(status="SUCCEEDED"):
                 self._end(event)
         self._display.handle(event)
 
     def _print(self, text: str = "", *, always: bool = False) -> None:
         self._display.print(text, always=always)
 
-    def _start(self, run: RunInfo) -> None:
+    def _start(self, run: events.RunInfo) -> None:
         config, cfg = self._plan.config, self._plan.config.cfg
         if config.checkpoint is not None:
             assert config.origin is not None
@@ -114,7 +97,7 @@ class ConsoleLines:
         if (cluster.engine == "local" or cluster.embedded) and number * cfg.cpus_per_worker > cores:
             self._print(f"          more workers than the {cores} cores here: they share them")
 
-    def _workers_started(self, event: WorkersStarted) -> None:
+    def _workers_started(self, event: events.WorkersStarted) -> None:
         before, self._world_size = self._world_size, event.world_size
         if before:
             number = f"{before} → {event.world_size}" if before != event.world_size else str(before)
@@ -125,7 +108,7 @@ class ConsoleLines:
         precision = "fp32" if cfg.precision == 32 else cfg.precision
         self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
 
-    def _end(self, event: RunEnded) -> None:
+    def _end(self, event: events.RunEnded) -> None:
         config, run = self._plan.config, self._run
         assert run is not None
         names = [name for name in event.metrics if name.startswith("test") or name in self._logged]
@@ -141,9 +124,6 @@ class ConsoleLines:
             rows["run"] = "all code ran; nothing of this run is kept"
         else:
             rows |= {"run": run.place, "TensorBoard": _board_command(run, config.overrides)}
-        self._print_table(rows)
-
-    def _print_table(self, rows: Mapping[str, str]) -> None:
         width = max(map(len, rows)) + 2
         self._print(always=True)
         for name, value in rows.items():
@@ -157,7 +137,7 @@ def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
     return shlex.join(["mlx", "train", "launch" if Settings.read().job else "run", f"--resume={name}"])
 
 
-def _board_command(run: RunInfo, overrides: tuple[str, ...]) -> str:
+def _board_command(run: events.RunInfo, overrides: tuple[str, ...]) -> str:
     """Return the command that shows a run: the short form where it works, else one that works in any folder."""
     words = [run.place] if _elsewhere(overrides) else [run.experiment, run.name]
     if Settings.read().job or (shutil.which("mlx") and len(words) > 1):

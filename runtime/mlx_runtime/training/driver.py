@@ -5,19 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+from mlx_runtime import events
 from mlx_runtime.config.targets import path_of
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.errors import MlxError
-from mlx_runtime.events import (
-    DatasetsPrepared,
-    Event,
-    Notice,
-    RunInfo,
-    RunStarted,
-    StepProgress,
-    StopRequested,
-    WorkerConnected,
-)
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Receiver
@@ -57,7 +48,7 @@ class Driver:
     def __init__(
         self,
         plan: RunPlan,
-        listeners: Sequence[Callable[[Event], None]] = (),
+        listeners: Sequence[Callable[[events.Event], None]] = (),
         *,
         control: StopRequests | None = None,
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -65,9 +56,9 @@ class Driver:
         self.control = control or StopRequests()
         self.recorder: RunRecorder | None = None  # of the claimed run
         self._plan, self._guard = plan, guard
-        callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(Notice(text)))
+        callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
-        self._unread: deque[Event] = deque()
+        self._unread: deque[events.Event] = deque()
         self._stop_announced = False
 
     @property
@@ -85,7 +76,7 @@ class Driver:
         """End the run, after a checkpoint if workers train. May be called from any thread."""
         self.control.request(reason)
 
-    def run(self) -> Iterator[Event]:
+    def run(self) -> Iterator[events.Event]:
         """Train, and yield each event after the listeners have seen it. The last one is `RunEnded`.
 
         With `cfg.start_workers=0` the loop runs within `next()`, so all its events come when it is done; listeners see
@@ -126,14 +117,14 @@ class Driver:
         if ended.error is not None and not isinstance(ended.error, Terminated):
             raise ended.error
 
-    def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[Event]:
+    def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""
         plan, config, record = self._plan, self._plan.config, recorder.record
         if not record.held:
             recorder.begin()
         folder, attempt = record.folder, record["attempt"]
-        run = RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
-        self._emit(RunStarted(run))
+        run = events.RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
+        self._emit(events.RunStarted(run))
         if plan.cluster.engine == "in_process" and stream_names(config.tree):
             stack.enter_context(start_ray(config.cfg))
         sets = prepare_datasets(config, plan.project, self._emit)
@@ -141,7 +132,7 @@ class Driver:
         if sets:
             names = {name: item.manifest.name for name, item in sets.items()}
             created = max(item.manifest.created for item in sets.values())
-            self._emit(DatasetsPrepared(names, next(iter(sets.values())).root, created))
+            self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
         yield from self._pending()
         self.control.check()
         with contextlib.closing(Receiver(plan.cluster.host)) as receiver:
@@ -161,7 +152,7 @@ class Driver:
         if recorder.stopped:
             raise Terminated
 
-    def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[Event]:
+    def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[events.Event]:
         """Start the workers, and yield their events until they are done."""
         busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
         deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
@@ -175,9 +166,9 @@ class Driver:
                     for event in receiver.events(timeout_s=0.1):
                         self._emit(event)
                         deadlocks.handle(event)
-                        stop_sent = stop_sent and not isinstance(event, WorkerConnected)  # it does not know yet
+                        stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it does not know yet
                     if not announced and not recorder.world_size and time.monotonic() - started > SLOW_START_S:
-                        self._emit(Notice("starting  workers"))
+                        self._emit(events.Notice("starting  workers"))
                         announced = True
                     self.control.check()
                     if self._stop_requested() and not stop_sent:
@@ -198,18 +189,19 @@ class Driver:
             return False
         if not self._stop_announced:
             self._stop_announced = True
-            self._emit(StopRequested(self.control.reason))
+            self._emit(events.StopRequested(self.control.reason))
         return True
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         if self.recorder is not None:
             self.recorder.handle(event)
         for listener in self._listeners:
             listener(event)
-        if self._unread and isinstance(event, StepProgress) and isinstance(self._unread[-1], StepProgress):
-            self._unread.pop()  # nobody has read it yet, and it is outdated
+        outdated = self._unread and isinstance(self._unread[-1], events.StepProgress)
+        if outdated and isinstance(event, events.StepProgress):
+            self._unread.pop()  # nobody has read it yet
         self._unread.append(event)
 
-    def _pending(self) -> Iterator[Event]:
+    def _pending(self) -> Iterator[events.Event]:
         while self._unread:
             yield self._unread.popleft()

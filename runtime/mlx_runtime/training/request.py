@@ -29,6 +29,9 @@ EVAL = "--eval="
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
 
+_OVERRIDE = re.compile(r"~|[+]{0,2}[A-Za-z_][\w.@/]*=")
+"""The start of an override, as opposed to the name of a run."""
+
 
 @dataclass(frozen=True)
 class RunConfig(Config):
@@ -149,17 +152,12 @@ def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, _, value = item.partition("=")
         if name in options:
             options[name], open_option = value or "latest", "" if value else name
-        elif open_option and not _is_override(item):
+        elif open_option and (is_uri(item) or not _OVERRIDE.match(item)):
             options[open_option], open_option = item, ""
         else:
             typed.append(item)
             open_option = ""
     return options, typed
-
-
-def _is_override(text: str) -> bool:
-    """Return True if a word is an override and not the name of a run."""
-    return bool(re.match(r"~|[+]{0,2}[A-Za-z_][\w.@/]*=", text)) and not is_uri(text)
 
 
 @contextlib.contextmanager

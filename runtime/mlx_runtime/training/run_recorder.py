@@ -8,19 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime import events
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
-from mlx_runtime.events import (
-    CheckpointSaved,
-    DatasetsPrepared,
-    EpochEnded,
-    Event,
-    LoaderOpened,
-    LoopEnded,
-    LoopStarted,
-    RunEnded,
-    WorkersLost,
-    WorkersStarted,
-)
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space, withdraw_stop
 from mlx_runtime.runs.provenance import provenance
@@ -43,26 +32,26 @@ class RunRecorder:
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: events.Event) -> None:
         match event:
-            case LoopStarted():
+            case events.LoopStarted():
                 self.begin()
-            case WorkersStarted(device, parameters, world_size):
+            case events.WorkersStarted(device, parameters, world_size):
                 restarted, self.world_size = self.world_size > 0, world_size
                 facts = {"workers": world_size} if restarted else {"device": device, "parameters": parameters}
                 self.record.update(**facts)
-            case DatasetsPrepared(names):
+            case events.DatasetsPrepared(names):
                 self.record.update(prepared=dict(names))
-            case LoaderOpened(name, _, rows, steps, global_batch):
+            case events.LoaderOpened(name, _, rows, steps, global_batch):
                 self._datasets[name] = {"rows": rows, "steps": steps, "global_batch": global_batch}
                 self.record.update(datasets=self._datasets)
-            case EpochEnded(epoch, _, values):
+            case events.EpochEnded(epoch, _, values):
                 self.record.note(epoch=epoch, metrics={**(self.record["metrics"] or {}), **values})
-            case CheckpointSaved():
+            case events.CheckpointSaved():
                 self._checkpoint(event)
-            case WorkersLost():
+            case events.WorkersLost():
                 self.record.update(failures=(self.record["failures"] or 0) + 1)
-            case LoopEnded(metrics, stopped):
+            case events.LoopEnded(metrics, stopped):
                 self.metrics, self.stopped = metrics, stopped
 
     def begin(self) -> None:
@@ -73,16 +62,16 @@ class RunRecorder:
             if self._plan.config.kept:
                 snapshots.store(self._plan.project, self.record.folder)
 
-    def succeed(self) -> RunEnded:
+    def succeed(self) -> events.RunEnded:
         """Record that the run has succeeded."""
         self.begin()
         self.record.finish("SUCCEEDED", metrics=dict(self.metrics))
         evaluation = None
         if self._plan.config.checkpoint is not None:
             evaluation = _store_evaluation(self._plan.config, self.metrics)
-        return RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
+        return events.RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
 
-    def end_early(self, status: str, error: BaseException) -> RunEnded:
+    def end_early(self, status: str, error: BaseException) -> events.RunEnded:
         """Record how the run ended before it was done. A run that has not resumed yet stays as it was."""
         fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
         try:
@@ -93,9 +82,9 @@ class RunRecorder:
         except StorageError:
             if status != "FAILED":
                 raise  # otherwise the storage may be what failed, and the error says so
-        return RunEnded(status, self.metrics or self.record["metrics"] or {}, self.best, error)
+        return events.RunEnded(status, self.metrics or self.record["metrics"] or {}, self.best, error)
 
-    def _checkpoint(self, event: CheckpointSaved) -> None:
+    def _checkpoint(self, event: events.CheckpointSaved) -> None:
         cfg = self._plan.config.cfg
         value = event.metrics.get(cfg.monitor)
         entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": value}

@@ -38,7 +38,7 @@ from mlx_runtime.training.watchdog import Watchdog
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """Train in a worker process. The local engine and Ray Train call this on every worker."""
+    """Train in a worker process of Ray Train, which calls this on every worker."""
     job: Job = pickle.loads(config["job"])
     train_to(Remote(*job.receiver, Topology.current().rank), job)
 
@@ -100,7 +100,7 @@ def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[N
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
         hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
-        return WorkerLoopError(rank, summary + hint, trace)
+        return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
     return user_errors(project, translate)
 

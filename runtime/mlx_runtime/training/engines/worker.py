@@ -12,8 +12,9 @@ import torch.distributed
 
 from mlx_runtime.distributed.ray_private import enter_ray_train
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+from mlx_runtime.training.channel import Remote
 from mlx_runtime.training.job import Job
-from mlx_runtime.training.worker import train
+from mlx_runtime.training.worker import train_to
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def run(shared: WorkerJob, rank: int) -> int:
         torch.distributed.init_process_group(
             "nccl" if shared.use_gpu else "gloo", timeout=datetime.timedelta(seconds=shared.timeout_s)
         )
-        train({"job": pickle.dumps(shared.job)})
+        train_to(Remote(*shared.job.receiver, rank), shared.job)
     except MlxError as caught:
         error = caught
     except BaseException as caught:
