@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,9 +103,7 @@ class Dashboard:
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
         """Run a short job whose id begins with a name, and that prints its answer as one line of JSON after a marker.
 
-        Raises:
-            NoAnswerError: the job ended without an answer.
-            ClusterError: the job did not end in time, and was stopped.
+        Raises `NoAnswerError` if it does not print one.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
@@ -207,17 +205,13 @@ class Dashboard:
         return answer
 
 
-def job_statuses(jobs: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Ask clusters for the status of jobs (see `JobState`), by address and id, as records of runs name them.
+def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Ask clusters for the status of jobs (see `JobState`), by address and id. Jobs that no cluster knows are left out.
 
-    Clusters that are not trusted are asked without a token; a line on stderr names those that require one. The answer
-    lacks the jobs of clusters that cannot be reached or do not know them.
+    Clusters that are not trusted are asked without a token; a line on stderr names those that require one.
     """
-    jobs = set(jobs)
     clusters = sorted({address for address, _ in jobs})
-    if not clusters:
-        return {}
-    with ThreadPoolExecutor(len(clusters)) as pool:
+    with ThreadPoolExecutor(max(1, len(clusters))) as pool:
         known = dict(zip(clusters, pool.map(_statuses, clusters), strict=True))
     return {(address, job): known[address][job] for address, job in jobs if job in known[address]}
 

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,12 +121,21 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
     facts = provenance.provenance(config.overrides)
     facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
-    with contextlib.closing(display), sigterm_stops(StopRequests()), _publishing(path, cfg.overwrite, facts) as target:
-        instance = job(**{name: build(node, name) for name, node in config.tree.items()})
-        instance.output, instance._display = target.output, display
-        with _user_errors(f"{job.__name__}.run"):
-            instance.run()
-        files, size = target.commit()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(display))
+            stack.enter_context(sigterm_stops(StopRequests()))
+            target = stack.enter_context(Filling(path, overwrite=cfg.overwrite, **facts))
+            instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+            instance.output, instance._display = target.output, display
+            with _user_errors(f"{job.__name__}.run"):
+                instance.run()
+            files, size = target.commit()
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
+    except KeyboardInterrupt as interrupt:
+        code = 143 if isinstance(interrupt, Terminated) else 130
+        raise RunStopped(f"stopped; {path} was not created", code) from None
     display.print()
     display.print(f"took      {time.monotonic() - started:.1f} s")
     display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")
@@ -228,16 +237,3 @@ def _item_title(item: Any) -> str:
 def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
     """Raise what user code raises as a `DataJobError` with the user's frames."""
     return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})\n{trace}".rstrip()))
-
-
-@contextlib.contextmanager
-def _publishing(path: str, overwrite: bool, facts: dict[str, Any]) -> Iterator[Filling]:
-    """Fill a folder in the storage while the block runs, and translate errors for the user."""
-    try:
-        with Filling(path, overwrite=overwrite, **facts) as target:
-            yield target
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
-    except KeyboardInterrupt as interrupt:
-        code = 143 if isinstance(interrupt, Terminated) else 130
-        raise RunStopped(f"stopped; {path} was not created", code) from None

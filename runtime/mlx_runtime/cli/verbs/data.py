@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.data.prepared import prepared_root
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
+from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:
     from mlx_runtime.data.prepared import Store
-    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey
 
 ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
@@ -27,7 +27,6 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
     `depth` is the number of levels, `limit` the number of entries per folder to list; 0 for all.
     """
-    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import Survey, survey
 
     root = lookup.storage_root()
@@ -65,7 +64,6 @@ def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None)
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
     """Measure a file or folder below the root of the storage, and refuse it if it is a run or in use."""
     from mlx_runtime.runs import removal
-    from mlx_runtime.runs.lookup import StoragePath
     from mlx_runtime.runs.survey import survey
 
     target = StoragePath.parse(lookup.storage_root(), path)
@@ -74,7 +72,7 @@ def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
     return target, found
 
 
-def remove(target: "StoragePath", found: "Survey") -> None:
+def remove(target: StoragePath, found: "Survey") -> None:
     """Remove what `plan_removal` returned, unless it changed while the user was being asked."""
     from mlx_runtime.runs import removal
 
