@@ -39,7 +39,7 @@ def header(path: Path) -> str:
 
 @dataclass
 class Binding:
-    """The conf.yaml that fits the code, with its JSON Schema and notices for the user. A new one is empty `before`."""
+    """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file."""
 
     path: Path
     before: str

@@ -34,9 +34,6 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 }
 """What objects of these types consist of."""
 
-_Part = tuple[str, Any, Any]
-"""The path of a part, like `.layers[0].bias`, and what two objects hold there."""
-
 
 def unlike(default: Any, make: Callable[[], Any]) -> str | None:
     """Return in words where a default differs from what `make` returns, or None.
@@ -81,8 +78,8 @@ def _same_type(first: type, second: type) -> bool:
     return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
 
 
-def _parts(first: Any, second: Any) -> Iterator[_Part]:
-    """Yield the parts of two objects of one type in pairs."""
+def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each part of two objects of one type, like `.bias`, and what they hold there."""
     if isinstance(first, _WHOLE):
         return
     for cls, names in _ATTRIBUTES.items():
@@ -99,7 +96,7 @@ def _parts(first: Any, second: Any) -> Iterator[_Part]:
         yield from _state(first, second)
 
 
-def _items(first: Any, second: Any) -> Iterator[_Part]:
+def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield what containers hold."""
     if isinstance(first, dict):
         yield ".keys()", list(first), list(second)
@@ -113,7 +110,7 @@ def _items(first: Any, second: Any) -> Iterator[_Part]:
             yield f"[{index}]", one, other
 
 
-def _state(first: Any, second: Any) -> Iterator[_Part]:
+def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield attributes and, for objects of C or Rust that do not show theirs, what pickle stores."""
     attributes, others = _attributes(first), _attributes(second)
     if attributes or others:

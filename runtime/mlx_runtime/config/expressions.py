@@ -130,11 +130,8 @@ class _Instrument(ast.NodeTransformer):
         return ast.Attribute(ast.Name(_RECORDING, ast.Load()), name, ast.Load())
 
 
-_Source = tuple[ast.expr, dict[str, Any]]
-"""An expression, and the names that it may use."""
-
-
-def _argument(function: Callable[..., Any], name: str) -> _Source | None:
+def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[str, Any]] | None:
+    """Return the default expression of a parameter, and the names that it may use."""
     function = inspect.unwrap(function)
     definition = next(iter(statements(function)), None)
     if not isinstance(definition, ast.FunctionDef):
@@ -148,7 +145,8 @@ def _argument(function: Callable[..., Any], name: str) -> _Source | None:
     return expression, {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
 
 
-def _field(cls: type, name: str) -> _Source | None:
+def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
+    """Return the default expression of a field of a dataclass, and the names that it may use."""
     owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
     definition = next(iter(statements(owner)), None)
     body = definition.body if isinstance(definition, ast.ClassDef) else []
