@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import UsageError, printable
 from mlx_runtime.storage.local import write_atomic
 
 DASHBOARD_PORT = 8265
@@ -82,9 +83,10 @@ def is_trusted(url: str) -> bool:
     return False
 
 
-def untrusted_notice(url: str) -> str:
-    """Explain that a cluster did not receive the token because only a run's record names it."""
-    return f"your token was not sent to {url}, which only run.json names; if it is your cluster: RAY_ADDRESS={url}"
+def note_untrusted(url: str) -> None:
+    """Print to stderr that a cluster did not receive the token because only a run's record names it."""
+    problem = f"your token was not sent to {url}, which only run.json names"
+    print(printable(f"note: {problem}; if it is your cluster: RAY_ADDRESS={url}"), file=sys.stderr)
 
 
 def find_token() -> tuple[str | None, str | None]:

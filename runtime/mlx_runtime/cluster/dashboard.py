@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import shlex
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime.cluster import addresses
 from mlx_runtime.cluster.addresses import DASHBOARD_PORT, Address
 from mlx_runtime.cluster.jobs import JobSpec, JobState
-from mlx_runtime.errors import ClusterError, printable, short_message
+from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.runs.logs import last_lines
 
 if TYPE_CHECKING:
@@ -225,7 +224,7 @@ def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: flo
         else:
             answer = _request("GET", url_of_jobs, timeout_s, headers or {})
             if headers is None and answer.status_code in UNAUTHORIZED:
-                print(f"note: {addresses.untrusted_notice(printable(url))}", file=sys.stderr)
+                addresses.note_untrusted(url)
         return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
     return {}
 

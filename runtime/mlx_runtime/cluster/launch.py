@@ -130,7 +130,7 @@ class Launch:
         facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
         facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
         facts |= {"status": "PENDING", "start": documents.now()}
-        facts |= {"job": {"id": job, "address": self.dashboard.address.url}}
+        facts["job"] = {"id": job, "address": self.dashboard.address.url}
         if before:
             facts |= {"attempts": records.attempts(before), records.REPLACED: before}
         kept = {name: item for name, item in before.items() if name not in ("end", "error")}

@@ -144,6 +144,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
     """A user without permissions: root drops its privileges temporarily."""
     from click.testing import CliRunner
 
+    import mlx_runtime.cli.data  # noqa: F401 - while this process may read it
     from mlx_runtime.cli import mlx
 
     nobody, before = 65534, os.geteuid()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.cli.options import job_statuses
-from mlx_runtime.errors import ClusterError, MlxError, UsageError, printable, suggest
+from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
@@ -113,12 +113,12 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
-    from mlx_runtime.cluster.addresses import Address, is_trusted, untrusted_notice
+    from mlx_runtime.cluster.addresses import Address, is_trusted, note_untrusted
     from mlx_runtime.cluster.dashboard import Dashboard
 
     if not is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
-            print(printable(f"note: {untrusted_notice(job['address'])}"), file=sys.stderr)
+            note_untrusted(job["address"])
         return None
     try:
         dashboard = Dashboard.connect(Address(job["address"], "its record"))
