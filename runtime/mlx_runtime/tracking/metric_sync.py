@@ -73,11 +73,7 @@ class MetricSync:
         self._in_flight = work, received, body
 
     def receive(self) -> list[SyncMessage]:
-        """Wait for the exchange, and return the messages by rank, snapshots on rank 0 only. Call once after `send`.
-
-        Raises:
-            MlxError: workers are at different positions, or record different groups.
-        """
+        """Wait for the exchange, and return the messages by rank, snapshots on rank 0 only. Call once after `send`."""
         if self._in_flight is None:
             return self._local
         (work, received, body), self._in_flight = self._in_flight, None
@@ -132,11 +128,7 @@ class SyncedMetric:
         return state
 
     def value(self, name: str, snapshots: Sequence[Snapshot]) -> dict[str, float] | None:
-        """Return its value over all workers, as numbers by name; None if it has seen no data.
-
-        Raises:
-            MlxError: it was updated on some workers only.
-        """
+        """Return its value over all workers, as numbers by name; None if it has seen no data on any of them."""
         states = [item for item in snapshots if item is not None]
         if not states:
             return None

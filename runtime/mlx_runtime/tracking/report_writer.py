@@ -20,12 +20,9 @@ from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 
 
 class ReportWriter:
-    """Writes the reports of a run to metrics.jsonl and to the trackers of `cfg.trackers`.
+    """Writes the reports of a run to metrics.jsonl and to the trackers of `cfg.trackers`. Rank 0 only.
 
     Args:
-        run: passed to the trackers.
-        folder: folder of the run.
-        trackers: trackers by name, from `cfg.trackers`.
         warn: receives a line about a tracker that fails.
         forward: receives each report, for the driver; None if nobody there wants them.
         host: address of this machine.

@@ -57,10 +57,7 @@ class StopConsensus:
 class StopPoll:
     """Decides when a run stops: someone requested it, or a node is being preempted. Every worker must take part.
 
-    Args:
-        requested: returns True if this worker was asked to stop.
-        preemptible: True if the cluster may announce that a node is preempted.
-        resumable_by_fewer: True if the run continues with fewer workers.
+    `preemptible` is True if the cluster may announce that; a run that is `resumable_by_fewer` workers continues.
     """
 
     def __init__(

@@ -22,12 +22,8 @@ ANSWER_S = 5.0
 
 
 class Watchdog:
-    """Watches the thread that creates it, in a worker.
-
-    Args:
-        timeout_s: seconds without a step after which a `WorkerStalled` is sent, and again each time they pass.
-        progress: returns rank, epoch, stage and step of this worker.
-        project: folder of the user's code.
+    """Watches the thread that creates it, in a worker, and sends a `WorkerStalled` whenever `timeout_s` have passed
+    without a step. `progress` returns rank, epoch, stage and step.
     """
 
     def __init__(
@@ -101,13 +97,10 @@ class DeadlockDetector:
 
 
 def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: float = 0.0) -> str | None:
-    """Describe deadlocked workers, one line per rank; None if they are merely busy.
+    """Describe deadlocked workers, one line per rank, by the positions of those that answered; None if they are busy.
 
     They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python does not see what
     waits, they are if they are at different steps or lines. A rank that took a step within `busy_s` is busy.
-
-    Args:
-        positions: position of each rank that answered.
     """
     silent = [rank for rank in range(world_size) if rank not in positions]
     if any(position.seconds < busy_s for position in positions.values()):
