@@ -252,7 +252,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     assert len(marked(mark)) > workers
     os.killpg(process.pid, sent)  # like a terminal, to the whole foreground group
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
+    assert process.returncode == code, errors
     assert errors == (
         "error: stopped; probe run_001 is marked STOPPED, its checkpoints are kept. "
         "Resume: mlx train run --resume=run_001\n"
