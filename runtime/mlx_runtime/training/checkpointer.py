@@ -1,4 +1,4 @@
-"""What a checkpoint holds, when it is saved, and how an experiment is restored from it."""
+"""What a checkpoint holds, and how an experiment is saved to it and restored from it."""
 
 import contextlib
 from collections.abc import Mapping

@@ -23,7 +23,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class StopRequests:
-    """Decides when a run must end early. Requests may come from any thread.
+    """Collects requests to end a run, from any thread, and ends it if the workers take too long.
 
     While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends at
     once. From other threads, `interrupt` raises `Terminated` in the driver's, which may be busy elsewhere; without it,

@@ -55,7 +55,7 @@ class StopConsensus:
 
 
 class StopPoll:
-    """Decides when a run stops: someone requested it, or a node is being preempted. Every worker must take part.
+    """Lets all workers stop at the same step: on a request, or when a node is being preempted. Every worker takes part.
 
     `preemptible` is True if the cluster may announce that; a run that is `resumable_by_fewer` workers continues.
     """
