@@ -121,21 +121,19 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
     facts = provenance.provenance(config.overrides)
     facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.closing(display))
-            stack.enter_context(sigterm_stops(StopRequests()))
-            target = stack.enter_context(Filling(path, overwrite=cfg.overwrite, **facts))
-            instance = job(**{name: build(node, name) for name, node in config.tree.items()})
-            instance.output, instance._display = target.output, display
-            with _user_errors(f"{job.__name__}.run"):
-                instance.run()
-            files, size = target.commit()
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
-    except KeyboardInterrupt as interrupt:
-        code = 143 if isinstance(interrupt, Terminated) else 130
-        raise RunStopped(f"stopped; {path} was not created", code) from None
+    with contextlib.closing(display), sigterm_stops(StopRequests()):
+        try:
+            with Filling(path, overwrite=cfg.overwrite, **facts) as target:
+                instance = job(**{name: build(node, name) for name, node in config.tree.items()})
+                instance.output, instance._display = target.output, display
+                with _user_errors(f"{job.__name__}.run"):
+                    instance.run()
+                files, size = target.commit()
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
+        except KeyboardInterrupt as interrupt:
+            code = 143 if isinstance(interrupt, Terminated) else 130
+            raise RunStopped(f"stopped; {path} was not created", code) from None
     display.print()
     display.print(f"took      {time.monotonic() - started:.1f} s")
     display.print(f"wrote     {files:,} file{'s' * (files != 1)}, {size_text(size)}")

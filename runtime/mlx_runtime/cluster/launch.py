@@ -49,11 +49,11 @@ class SubmittedJob:
 
     def wait(self) -> str:
         """Wait until the job has begun or ended, at most `STARTUP_S`. Returns its status; raises if it failed."""
-        deadline = time.monotonic() + STARTUP_S
-        begun = False
-        while not (state := self.dashboard.state(self.id)).ended and not begun and time.monotonic() < deadline:
+        deadline, begun = time.monotonic() + STARTUP_S, False
+        while not (state := self.dashboard.state(self.id)).ended and not (begun := self.has_begun()):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.3)
-            begun = self.has_begun()
         if state.ended and state.exit_code:
             log = last_lines(self.dashboard.log(self.id), FAILED_LOG_LINES)
             raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())

@@ -58,6 +58,7 @@ class ColumnWriter:
 
     def __enter__(self) -> "ColumnWriter":
         with contextlib.ExitStack() as stack, storage_errors(self._problem):
+            stack.callback(self._remove_if_empty)
             stack.enter_context(self._publication)
             stack.enter_context(self._store.used(self._manifest.name))
             stack.callback(self._close_quietly)
@@ -91,6 +92,14 @@ class ColumnWriter:
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
+
+    def _remove_if_empty(self) -> None:
+        storage, name = self._store.storage, self._manifest.name
+        with contextlib.suppress(OSError):
+            if storage.local:
+                Path(storage.of(name)).rmdir()  # fails if another process has begun to fill it
+            elif not storage.names(name):
+                storage.remove_folder(name)
 
     def _close_quietly(self) -> None:
         for stream in self._streams.values():

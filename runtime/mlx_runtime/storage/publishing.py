@@ -106,8 +106,6 @@ class Publication:
             else:
                 for file in self._files:
                     self._storage.remove_file(self._name, file)
-                if not self._storage.names(self._name):
-                    self._storage.remove_folder(self._name)
 
     def _remove_staged(self) -> None:
         """Remove what was staged; a task that is being cancelled may still be writing to it."""

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -437,6 +437,38 @@ def test_saving_in_the_background_keeps_the_values_of_its_moment(tmp_path: Path)
     saver.wait()
     assert [item.name for item in told] == ["epoch_0001"]
     assert read(str(tmp_path / "epoch_0001"))["models"]["net"]["weight"].sum() == 0
+
+
+@pytest.mark.parametrize("method", ["save", "wait"])
+def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the thread is being started, or is being waited for."""
+
+    class SlowlyStarted(threading.Thread):
+        def _bootstrap(self) -> None:
+            time.sleep(0.4)
+            super()._bootstrap()  # type: ignore[misc]
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def save_and_wait(saver: AsyncCheckpointer) -> None:
+        saver.save(a_state(), Checkpoint(0, True, 1, {}))
+        saver.wait()
+
+    told: list[Checkpoint] = []
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, lambda: time.sleep(0.4))
+    if method == "save":
+        monkeypatch.setattr(threading, "Thread", SlowlyStarted)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            save_and_wait(saver)
+        saver.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [item.name for item in told] == ["epoch_0001"]
 
 
 def test_what_could_not_be_stored_is_told_at_the_next_save(tmp_path: Path) -> None:

@@ -5,14 +5,15 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import __version__
+from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError
 from mlx_runtime.settings import Settings, prepare_fork
@@ -96,13 +97,22 @@ def bind_first(kind: Kind, folder: Path) -> None:
     """Bind if there is no conf.yaml yet, in a process of its own: it may import what a run must not."""
     if (folder / CONF).exists():
         return
+    prepare_fork()
     print(f"no {CONF} yet: binding first", flush=True)
-    command = [sys.executable, "-m", "mlx_runtime", *kind.command.split()[1:], "bind"]
-    code = subprocess.run(command, start_new_session=True).returncode  # Ctrl-C reaches this process, which reports it
-    if code < 0:
-        raise MlxError(f"binding was killed by signal {-code}")
-    if code:
-        sys.exit(code)  # the reason is printed already
+    context: Any = multiprocessing.get_context("spawn" if unsafe_to_fork() else "fork")
+    process = context.Process(target=_bind_and_print, args=(kind,))
+    process.start()
+    process.join()
+    if process.exitcode < 0:
+        raise MlxError(f"binding was killed by signal {-process.exitcode}")
+    if process.exitcode:
+        sys.exit(process.exitcode)  # the reason is printed already
+
+
+def _bind_and_print(kind: Kind) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports Ctrl-C
+    with clean_exit():
+        print("\n".join(bind(kind)), flush=True)
 
 
 def show(arguments: Sequence[str], *, as_json: bool = False) -> str:

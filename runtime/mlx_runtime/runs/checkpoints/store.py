@@ -33,6 +33,9 @@ PARTS = {
 UNFINISHED = 2
 """How many checkpoints of an unfinished epoch are kept."""
 
+START_S = 5.0
+"""A thread that has not begun by then was never started."""
+
 LEFT_BY_0_1 = (".saving-", ".removed-")
 """Prefix of the names of folders that a killed save of version 0.1 left behind."""
 
@@ -158,29 +161,36 @@ class AsyncCheckpointer:
         self, checkpoints: Checkpoints, stored: Callable[[Checkpoint], None], allowed: Callable[[], None]
     ) -> None:
         self._checkpoints, self._stored, self._allowed = checkpoints, stored, allowed
-        self._thread: threading.Thread | None = None
+        self._saving: tuple[threading.Thread, threading.Event] | None = None  # the thread, and whether it is done
         self._error: Exception | None = None
 
     def save(self, state: State, checkpoint: Checkpoint) -> None:
         """Wait for the checkpoint before, copy a state to the CPU, and start to store the copy."""
         self.wait()
-        copy = copied(state)
-        self._thread = threading.Thread(target=self._save, args=(copy, checkpoint), name="checkpoint", daemon=True)
-        self._thread.start()
+        done, copy = threading.Event(), copied(state)
+        thread = threading.Thread(target=self._save, args=(copy, checkpoint, done), name="checkpoint", daemon=True)
+        self._saving = thread, done
+        thread.start()
 
     def wait(self) -> None:
         """Wait until everything is stored; raise StorageError if it could not be."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._saving is not None:
+            thread, done = self._saving
+            # Not `join`: it fails if Ctrl-C interrupted `start`, and an interrupted `join` takes the thread for ended.
+            while not done.wait(START_S) and thread.ident is not None:
+                pass
+            self._saving = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _save(self, state: State, checkpoint: Checkpoint) -> None:
+    def _save(self, state: State, checkpoint: Checkpoint, done: threading.Event) -> None:
         try:
             self._stored(self._checkpoints.save(state, checkpoint, self._allowed))
         except Exception as error:
             self._error = error
+        finally:
+            done.set()
 
 
 def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float:

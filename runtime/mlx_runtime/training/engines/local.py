@@ -7,6 +7,7 @@ import pickle
 import shutil
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,7 @@ class LocalGroup:
         self._scratch = Path(tempfile.mkdtemp(prefix="mlx-local-"))
         self._output = Output(job.folder, len(self._ranks))
         self._failures = 0
-        self._running = False
-        self._codes: dict[int, int] = {}
-        self._failed_at: float | None = None
-        self._finished_at: float | None = None
+        self._attempt: _Attempt | None = None
         try:
             self._start()
         except BaseException:
@@ -92,17 +90,18 @@ class LocalGroup:
     def poll(self) -> bool:
         from mlx_runtime.training.engines.worker import load_results
 
-        self._collect_exits()
+        attempt = self._attempt
+        assert attempt is not None, "it was started"
+        self._collect_exits(attempt)
         self._forward_output()
-        died = {rank: _ProcessDied(f"rank {rank} {exit_reason(code)}") for rank, code in self._codes.items()}
-        ended = {**died, **load_results(self._results)}  # a stored result says more than an exit code
+        died = {rank: _ProcessDied(f"rank {rank} {exit_reason(code)}") for rank, code in attempt.codes.items()}
+        ended = {**died, **load_results(attempt.results)}  # a stored result says more than an exit code
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
-            self._failed(errors)
-            return True
-        if len(ended) == len(self._ranks):  # user code may keep a process from exiting
-            self._finished_at = self._finished_at or time.monotonic()
-            return len(self._codes) < len(self._ranks) and time.monotonic() - self._finished_at <= EXIT_S
+            self._failed(attempt, errors)
+        elif len(ended) == len(self._ranks):  # user code may keep a process from exiting
+            attempt.finished_at = attempt.finished_at or time.monotonic()
+            return len(attempt.codes) < len(self._ranks) and time.monotonic() - attempt.finished_at <= EXIT_S
         return True
 
     def close(self) -> None:
@@ -120,15 +119,14 @@ class LocalGroup:
         engine = self._engine
         timeout = datetime.timedelta(seconds=engine.timeout_s)
         # Each attempt gets a new store: the old one has the addresses of lost workers.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._codes, self._failed_at, self._finished_at = {}, None, None
-        self._results = self._scratch / str(self._failures)
-        self._results.mkdir()
-        job = pickle.dumps(WorkerJob(self._job, engine.use_gpu, engine.timeout_s, self._results))
-        self._running = True
-        engine.server.start(job, [self._environment(rank) for rank in self._ranks], self._output.writers)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        results = self._scratch / str(self._failures)
+        results.mkdir()
+        job = pickle.dumps(WorkerJob(self._job, engine.use_gpu, engine.timeout_s, results))
+        self._attempt = _Attempt(store, results)
+        engine.server.start(job, [self._environment(rank, store.port) for rank in self._ranks], self._output.writers)
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
         """Return torchrun's variables; as with torchrun, the launcher hosts the store."""
         threads = self._engine.cfg.cpus_per_worker
         changed: dict[str, Any] = {
@@ -139,7 +137,7 @@ class LocalGroup:
             "WORLD_SIZE": len(self._ranks),
             "LOCAL_WORLD_SIZE": len(self._ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._store.port,
+            "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": self._failures,
             "OMP_NUM_THREADS": threads,
@@ -149,14 +147,14 @@ class LocalGroup:
             changed["CUDA_VISIBLE_DEVICES"] = ""
         return {**os.environ, **{name: str(value) for name, value in changed.items()}}
 
-    def _failed(self, errors: dict[int, BaseException]) -> None:
+    def _failed(self, attempt: "_Attempt", errors: dict[int, BaseException]) -> None:
         """Raise the error of user code once the other workers have ended, or replace lost workers."""
-        self._failed_at = self._failed_at or time.monotonic()
-        failed_s = time.monotonic() - self._failed_at
+        attempt.failed_at = attempt.failed_at or time.monotonic()
+        failed_s = time.monotonic() - attempt.failed_at
         origins = {rank: error for rank, error in errors.items() if not isinstance(error, WorkerLostError)}
         of_users = [error for error in origins.values() if isinstance(error, MlxError)]
         if of_users:
-            if len(self._codes) == len(self._ranks) or failed_s > UNWIND_S:
+            if len(attempt.codes) == len(self._ranks) or failed_s > UNWIND_S:
                 raise of_users[0]
         elif origins or failed_s >= ORIGIN_S:
             self._replace(origins or errors)
@@ -166,27 +164,40 @@ class LocalGroup:
         if 0 <= self._engine.cfg.max_failures <= self._failures:
             raise lost(why, self._engine.cfg.max_failures)
         self._handle(WorkersLost(tuple(errors), why))
-        self._kill()
-        left = ", ".join(str(rank) for rank in self._ranks if rank not in self._codes)
+        left = ", ".join(map(str, self._kill()))
         if left:
             raise WorkerLostError(f"rank {left} is still running {EXIT_S:.0f} s after SIGKILL and cannot be replaced")
         self._failures += 1
         self._start()
 
-    def _kill(self) -> None:
-        if not self._running:
-            return
+    def _kill(self) -> list[int]:
+        """Kill all workers. Return the ranks of those that are still running `EXIT_S` later."""
+        attempt = self._attempt
+        if attempt is None:
+            return []
         self._engine.server.kill_workers()
         until = time.monotonic() + EXIT_S
-        while len(self._codes) < len(self._ranks) and time.monotonic() < until:
-            self._collect_exits(timeout_s=0.1)
+        while len(attempt.codes) < len(self._ranks) and time.monotonic() < until:
+            self._collect_exits(attempt, timeout_s=0.1)
+        return [rank for rank in self._ranks if rank not in attempt.codes]
 
-    def _collect_exits(self, timeout_s: float = 0.0) -> None:
-        self._codes.update(self._engine.server.exits(timeout_s))
+    def _collect_exits(self, attempt: "_Attempt", timeout_s: float = 0.0) -> None:
+        attempt.codes.update(self._engine.server.exits(timeout_s))
 
     def _forward_output(self) -> None:
         for event in self._output.lines():
             self._handle(event)
+
+
+@dataclass
+class _Attempt:
+    """The processes of a group from one start to the next."""
+
+    store: Any  # `TCPStore` that torch.distributed begins with
+    results: Path  # folder of what each worker returned or raised
+    codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
+    failed_at: float | None = None
+    finished_at: float | None = None
 
 
 class _ProcessDied(Exception):  # noqa: N818 - it is a worker's fate rather than an error of this process
