@@ -6,9 +6,9 @@
     ├── BindError                      conf.yaml cannot describe a constructor
     ├── ConfigError                    conf.yaml or an override is wrong
     ├── DatasetError                   a dataset cannot be batched
-    ├── DataJobError                   user code raised in a data job
+    ├── DataJobError                   user code raised an exception in a data job
     ├── StorageError                   a run folder cannot be read or written
-    ├── WorkerLoopError                user code raised on a worker
+    ├── WorkerLoopError                user code raised an exception on a worker
     ├── WorkerLostError                a worker, its node or its network connection is gone
     ├── HangError                      the workers are deadlocked
     ├── RunFinished          exit 0    the run to resume has already succeeded
@@ -68,7 +68,7 @@ class DatasetError(MlxError):
 
 
 class DataJobError(MlxError):
-    """User code raised in a data job. The message has the user's frames, innermost last."""
+    """User code raised an exception in a data job. The message has the user's frames, innermost last."""
 
 
 class StorageError(MlxError):
@@ -76,7 +76,7 @@ class StorageError(MlxError):
 
 
 class WorkerLoopError(MlxError):
-    """User code raised on a worker. The message has the user's frames, innermost last."""
+    """User code raised an exception on a worker. The message has the user's frames, innermost last."""
 
 
 class WorkerLostError(MlxError):
@@ -139,7 +139,7 @@ def printable(text: str, *, one_line: bool = False) -> str:
 
 @contextlib.contextmanager
 def user_errors(project: Path, translate: Callable[[BaseException, str, str], MlxError]) -> Iterator[None]:
-    """Translate what user code of a project raises within the block.
+    """Translate exceptions that a project's own code raises within the block.
 
     `translate` returns the error to raise instead, given the original, its summary like `ValueError: the message`, and
     the user's frames, innermost last.

@@ -30,7 +30,7 @@ QUIET_WORKERS = {"PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWar
 
 FORKABLE = {
     "OPENBLAS_NUM_THREADS": "1",  # NumPy would start threads when imported, and a process with threads cannot fork
-    "OMP_NUM_THREADS": "1",  # as torchrun sets it; cfg.cpus_per_worker decides about torch's own threads
+    "OMP_NUM_THREADS": "1",  # as torchrun sets it; cfg.cpus_per_worker sets torch's own threads
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # counts GPUs without initializing CUDA, which does not survive a fork
 }
 """Keeps a driver that imports torch and the experiment able to fork its workers."""
@@ -101,7 +101,7 @@ def environment(variables: Mapping[str, str], *, replace: bool = False) -> Itera
 
 
 def be_verbose() -> None:
-    """Show Ray's output, here and in all processes started from here; for `--verbose`."""
+    """Show Ray's output, in this process and in those that it starts; for `--verbose`."""
     os.environ["MLX_VERBOSE"] = "1"
     for name, value in QUIET_RAY.items():
         if os.environ.get(name) == value:
@@ -109,7 +109,7 @@ def be_verbose() -> None:
 
 
 def be_quiet() -> None:
-    """Print little, here and in all processes started from here; for `--quiet`."""
+    """Print little, in this process and in those that it starts; for `--quiet`."""
     os.environ["MLX_QUIET"] = "1"
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     without_stdout = sys.stdout is None
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Pipes receive each line at once, and characters that the terminal lacks are escaped instead of failing.
+        # Pipes receive each line immediately, and characters that the terminal lacks are escaped instead of failing.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
     with clean_exit():

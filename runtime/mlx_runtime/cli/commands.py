@@ -67,8 +67,8 @@ def launch_and_exit(
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Overrides of an experiment may contain options such as `--resume=RUN`. The exit code is that of the job with
-    `follow`, 130 after Ctrl-C, else 0.
+    Overrides of an experiment may contain options such as `--resume=RUN`. The exit code is the job's with
+    `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()

@@ -192,7 +192,7 @@ class Dashboard:
     def _request(
         self, method: str, path: str, timeout_s: float = ANSWER_S, *, refusal: str | None = None, **body: Any
     ) -> "requests.Response":
-        """Return the answer to a request. With `refusal`, what an error message begins with, it must be a success."""
+        """Return the answer to a request. With `refusal`, the start of an error message, failures raise it."""
         import requests
 
         try:
@@ -257,7 +257,7 @@ def _unreachable(problem: str, hint: str) -> ClusterError:
 
 def _unauthorized(where: str, token_source: str | None) -> ClusterError:
     if token_source is None:
-        hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the file with it"
+        hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
         return _unreachable(f"the cluster at {where} requires a token", hint)
     if not token_source.startswith("RAY_AUTH_TOKEN"):
         token_source += ", which Ray writes for its clusters on this machine"

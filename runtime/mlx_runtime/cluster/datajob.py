@@ -63,7 +63,7 @@ class DataJob:
         """Call a function with each item, `cfg.start_workers` at a time on any node, and show the progress.
 
         Starting a call takes milliseconds, so an item should be a second of work or more. An item whose process or node
-        is lost is retried; write files whole, as `self.output.write` does.
+        is lost is retried; write files atomically, as `self.output.write` does.
 
         Args:
             function: a method or function; it and its items must be picklable.
@@ -74,7 +74,7 @@ class DataJob:
             The results, in the order of the items.
 
         Raises:
-            DataJobError: a call raised; no further calls are started.
+            DataJobError: a call raised an exception; no further calls are started.
             MlxError: an item was lost too many times.
         """
         items = list(items)
@@ -96,7 +96,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     """Run a data job, and publish its output if it succeeds.
 
     Args:
-        job: its class, importable by name.
+        job: class of the job, importable by name.
         config: the checked config, from `load_config`.
         cluster: cluster returned by `connect`.
 
@@ -107,7 +107,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         ConfigError: `cfg` is not a `DataConfig`, or `cfg.path` lies outside the storage.
         UsageError: the folder exists, or another job is filling it.
         StorageError: the storage cannot be written.
-        DataJobError: user code raised.
+        DataJobError: user code raised an exception.
         RunStopped: Ctrl-C or SIGTERM.
     """
     cfg: Any = config.cfg
@@ -233,5 +233,5 @@ def _item_title(item: Any) -> str:
 
 
 def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
-    """Raise what user code raises as a `DataJobError` with the user's frames."""
+    """Raise exceptions of user code as a `DataJobError` with the user's frames."""
     return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})\n{trace}".rstrip()))

@@ -28,7 +28,7 @@ from mlx_runtime.training.engines.placement import JOB_FLAG
 if TYPE_CHECKING:
     from mlx_runtime.training.request import RunConfig
 
-STARTUP_S = 30.0  # how long a launch waits for the job to begin, to report one that fails during startup
+STARTUP_S = 30.0  # how long a launch waits for the job to begin, in order to report a failure during startup
 FAILED_LOG_LINES = 40
 LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance that its job cannot know
 STOP_WAIT_S = 30  # between SIGTERM and SIGKILL of a job that is stopped: enough for a checkpoint
@@ -72,7 +72,7 @@ class Launch:
     def submit_run(self) -> SubmittedJob:
         """Create the folder and the record of a run, and submit it.
 
-        If the cluster rejects the job, the record says FAILED, or what it said before the run was to be resumed.
+        If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
         config = self.config
         if config.run is None:
@@ -162,7 +162,7 @@ def prepare(
         print(f"note      {address.notice}")
     if not Settings.read().quiet:
         print(f"checking  {address.url} (from {address.source})")
-    config, config_check = preflight.check_config(load)  # first: it may bind, and wrong values cost the cluster nothing
+    config, config_check = preflight.check_config(load)  # first: it may bind, and finds errors without the cluster
     dashboard, checks = preflight.check_cluster(address)
     passed(*checks)
     if dashboard is None:

@@ -109,7 +109,7 @@ def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
                 default, key = item.default, f"{group}.{item.name}"
                 if is_factory(default):
                     recorded = recorded_default(cls, item.name)
-                    assert recorded is not None, "a factory without source is refused before"
+                    assert recorded is not None, "a factory without source is refused earlier"
                     default = recorded[0]
                 if difference := _difference(default, item.annotation, written[group][item.name], key):
                     problems.append(f"{key}: conf.yaml would not re-create this default: {difference}")
@@ -126,7 +126,7 @@ def _difference(default: Any, hint: Any, node: Any, key: str) -> str | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # issued when the default itself was made
+            warnings.simplefilter("ignore")  # issued when the default itself was constructed
             return unlike(default, lambda: fitted(declare(node, key, **objects), hint))
     except ConfigError as error:
         return str(error)

@@ -23,7 +23,7 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
     """Build the object that a node at `key` describes, arguments first; ConfigError if a constructor refuses them.
 
     Works like `instantiate(node, _convert_="all")` of Hydra, except that arguments are converted to their annotated
-    types (lists to tuples, strings to paths and enums), and that a `_partial_` node gives a `functools.partial` of the
+    types (lists to tuples, strings to paths and enums), and that a `_partial_` node builds a `functools.partial` of the
     target itself. `objects` are further arguments that are not YAML, passed as they are.
     """
     return _build(node, key, lambda target: target, objects)
@@ -35,9 +35,9 @@ def declare(node: Any, key: str = "", **objects: Any) -> Any:
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
-    """Build a group of datasets, each of which is made when it is first read, within `context()`.
+    """Build a group of datasets, each of which is constructed when it is first read, within `context()`.
 
-    If the constructor of the group does more with its datasets than store them, all are made at once.
+    If the group's constructor does more with its datasets than store them, all are constructed immediately.
     """
     try:
         group = declare_group(node, key, context)

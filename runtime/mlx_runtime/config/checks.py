@@ -68,7 +68,7 @@ class Checker:
             try:
                 convert(value, hint)
             except TypeError:
-                yield Problem(key, f"{key} is {value!r}; {owner} wants {type_name(hint)}")
+                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}")
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
@@ -84,7 +84,7 @@ class Checker:
         if not node.get("_partial_") and _makes_another(target, hint):
             yield Problem(
                 target_key,
-                f"{target_key} is {path}, which is not a {path_of(hint)}; {owner} wants one. "
+                f"{target_key} is {path}, which is not a {path_of(hint)}; {owner} takes one. "
                 "A wider type in the code, like a base class, would allow it",
             )
         items = parameters(target)

@@ -36,7 +36,7 @@ class Config:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
         unresolved: the same, but `${oc.env:NAME}` stays; for the conf.yaml of the run.
         cfg: the group `cfg` as the object that user code gets.
-        overrides: overrides as typed.
+        overrides: the overrides, as typed.
         unseen: targets that were not checked, since only a run may import them.
         ignored: settings in `cfg` that an earlier version of the runtime had.
     """
@@ -97,7 +97,7 @@ def _raise_if(problems: Sequence[str], title: object) -> None:
 
 
 def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
-    """Compose conf.yaml with what the environment and the overrides say, through Hydra."""
+    """Compose conf.yaml with the environment and the overrides, through Hydra."""
     title = title or path
     storage = Settings.read().storage
     overrides = [*([storage_override(storage)] if storage is not None else []), *map(_quote_value, overrides)]
@@ -172,7 +172,7 @@ def _ignored_settings(nodes: Sequence[Any], cls: type, base: Any) -> tuple[str, 
 
 
 def _own_settings(node: Tree, base: type) -> Any:
-    """Make the runtime's settings from the plain values of `cfg`, without the user's classes."""
+    """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
     hints = {item.name: item.annotation for item in parameters(base) or []}
     plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
     return base(**{name: fitted(value, hints[name]) for name, value in plain.items()})

@@ -1,7 +1,7 @@
 """Datasets as defaults: `train: TrainDataset = TrainDataset()` must not load data when `src` is imported.
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
-that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which gives a
+that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
 `Declaration` if `f` is a torch Dataset, and calls `f` otherwise. The bodies of functions stay as they are.
 """
 
@@ -18,20 +18,20 @@ _DECLARED = "__declared__"
 
 
 class Declaration:
-    """A dataset that is not made yet: its class or class method, and the arguments of the call."""
+    """A dataset that is not constructed yet: its class or class method, and the arguments of the call."""
 
     def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
 
     def make(self) -> Any:
-        """Make the dataset, and first those that are declared among its arguments."""
+        """Construct the dataset, after those that are declared among its arguments."""
         return self.target(*_made(self.args), **_made(self.kwargs))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{self.target.__qualname__}() is not made while src is imported, so it has no attribute {name!r}; "
+            f"{self.target.__qualname__}() is not constructed while src is imported, so it has no attribute {name!r}; "
             "use it inside a function or in worker_loop"
         )
 
@@ -64,7 +64,7 @@ def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_on_read(cls: type, context: Callable[[], contextlib.AbstractContextManager[None]]) -> type:
-    """Return a subclass of a group that makes each declared dataset when it is first read, within `context()`."""
+    """Return a subclass of a group that constructs each declared dataset when it is first read, within `context()`."""
 
     def read(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)  # type: ignore[call-arg]

@@ -36,10 +36,10 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 
 def unlike(default: Any, make: Callable[[], Any]) -> str | None:
-    """Return in words where a default differs from what `make` returns, or None.
+    """Return a description of where a default differs from what `make` returns, or None.
 
-    A difference between two objects from `make` is chance (the time, a random number, a serial number), not counted.
-    What cannot be compared counts as different.
+    Differences between two objects from `make` (the time, a random number, a serial number) are ignored.
+    Objects that cannot be compared count as different.
     """
     made = make()
     differences = list(_differences(default, made, "", {}))
@@ -52,7 +52,7 @@ def unlike(default: Any, make: Callable[[], Any]) -> str | None:
 def _differences(
     first: Any, second: Any, where: str, seen: dict[tuple[int, int], tuple[Any, Any]]
 ) -> Iterator[tuple[str | None, str]]:
-    """Yield the path of each part in which two objects differ, None if comparing it raised, and the values in words."""
+    """Yield the path of each differing part (None if comparing it raised an exception), and a description of it."""
     if first is second or (id(first), id(second)) in seen:
         return
     seen[id(first), id(second)] = first, second  # kept alive: many are temporary, and ids are reused
@@ -73,7 +73,7 @@ def _differences(
 
 
 def _same_type(first: type, second: type) -> bool:
-    """Return True for one type, or two that were created alike at run time, like torch's parametrizations."""
+    """Return True if both are the same type, or were created the same way at run time, as torch's parametrizations."""
     names = ("__module__", "__qualname__", "__bases__")
     return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
 

@@ -102,7 +102,7 @@ def _recorded(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> 
     tree = ast.fix_missing_locations(ast.Expression(_Instrument(namespace).visit(copy.deepcopy(expression))))
     code = compile(tree, f"<default of {name}>", "eval")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # issued when the default itself was made
+        warnings.simplefilter("ignore")  # issued when the default itself was constructed
         return eval(code, {**namespace, _RECORDING: recording}), recording
 
 

@@ -22,8 +22,8 @@ NodeOfClass = Callable[[str, str], Node | None]
 class Changes:
     """What a merge changes, by full keys.
 
-    `updated` values had the former default and get the new one, `renamed` gives the former key by the new one,
-    `dropped` the text of removed values with their comments, and `kept` values are the user's and not the default.
+    `updated` values had the former default and get the new one, `renamed` maps each new key to the former one,
+    `dropped` maps keys to removed values with comments, and `kept` values are the user's and differ from the default.
     """
 
     added: list[str] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Merge:
                 old[name] = written(new[name])
 
     def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
-        """Return True if a value may belong to another argument, whose default is that of the former argument."""
+        """Return True if a value may belong to another argument, which has the former argument's default."""
         default = new[name]
         if _is_node(default) or _is_node(value):
             return _is_node(default) and _is_node(value) and default["_target_"] == value["_target_"]

@@ -117,7 +117,7 @@ class Description:
         return {**node, "_args_": positional} if positional else node
 
     def _default(self, target: Any, parameter: inspect.Parameter, key: str) -> Any:
-        """Return a parameter's default as YAML. Its expression is read only if the value does not say enough."""
+        """Return a parameter's default as YAML. Its expression is read only if the value is not sufficient."""
         if parameter.default is MISSING:
             return self._described_type(parameter.annotation, key)
         try:

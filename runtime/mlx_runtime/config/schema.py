@@ -1,4 +1,4 @@
-"""A JSON Schema beside conf.yaml, with which editors complete and check it while it is typed.
+"""A JSON Schema next to conf.yaml, with which editors complete and check it as it is typed.
 
 It also stores the defaults of the last bind, so that the next one recognizes the values that the user edited.
 """
@@ -49,7 +49,7 @@ def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
 
 
 def _node(node: Node, description: str) -> Schema:
-    """Return the schema of a node. It only holds while `_target_` is the code's; another class has other arguments."""
+    """Return the schema of a node. It is valid only for the code's `_target_`; another class has other arguments."""
     target = object_at(node["_target_"])
     items = parameters(target) or []
     hints = {item.name: item.annotation for item in items}

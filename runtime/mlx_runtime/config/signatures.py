@@ -81,7 +81,7 @@ def groups(experiment: type) -> dict[str, type]:
             raise BindError(f"{owner}: {name!r} has no type; write {name}: {title}")
     if "cfg" not in hints:
         example = f"cfg: {base_of(experiment).__name__}"
-        raise BindError(f"{owner} has no cfg; write {example}, and name the other groups alike")
+        raise BindError(f"{owner} has no cfg; write {example}, and declare the other groups the same way")
     return hints
 
 

@@ -24,7 +24,7 @@ def commented_map(text: str, title: object) -> CommentedMap:
     """Read a mapping with its comments, its order and its quotes."""
     try:
         tree = _yaml().load(text)
-    except Exception as error:  # ruamel raises many kinds, which all mean the same to the user
+    except Exception as error:  # ruamel raises many types of exceptions, which all mean the same to the user
         raise BindError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, CommentedMap):
         raise BindError(f"{title} is not a mapping of groups; remove it and bind again")

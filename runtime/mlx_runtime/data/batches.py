@@ -17,7 +17,7 @@ _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BatchReader:
-    """Reads samples of a map-style dataset and stacks them by its `ray_map_batches`; streams only use `stack`.
+    """Reads samples of a map-style dataset and stacks them with its `ray_map_batches`; streams use only `stack`.
 
     An exception in user code gets a note that names the dataset and the sample.
     """
@@ -41,7 +41,7 @@ class BatchReader:
         return self.stack(samples)
 
     def stack(self, samples: list[Any]) -> Batch:
-        """Return the batch of some samples. Raises DatasetError if `ray_map_batches` does not."""
+        """Return the batch of some samples. Raises DatasetError if `ray_map_batches` returns no valid one."""
         try:
             batch = self.dataset.ray_map_batches({"item": samples})
         except Exception as error:
@@ -53,7 +53,7 @@ class BatchReader:
 def _tensors(batch: Any, rows: int, subject: str) -> Batch:
     """Return a batch with all numbers as tensors of shape (rows, ...); strings, nested lists and the like pass through.
 
-    Raises DatasetError, with a message that begins with the subject, if it is no mapping or has other rows.
+    Raises DatasetError, with a message that begins with the subject, if it is not a mapping or the row counts differ.
     """
     if not isinstance(batch, Mapping) or not batch:
         kind = "nothing" if batch in (None, {}) else type(batch).__name__

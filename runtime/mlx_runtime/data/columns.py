@@ -87,7 +87,7 @@ class ColumnWriter:
                 present = self._store.find(manifest.name)
                 if present is not None:
                     return present
-                self._publication.commit(manifest.text().encode())  # files of the attempt before are damaged
+                self._publication.commit(manifest.text().encode())  # files of the previous attempt are damaged
         return manifest
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Names of prepared datasets: digests of everything that decides their content.
+"""Names of prepared datasets: digests of everything that determines their content.
 
 That is the dataset's class and arguments, the code it is made of, its number of rows, and a few of its rows as they are
 read today. So a prepared dataset is never used once the code, the arguments or the data have changed.
@@ -27,7 +27,7 @@ from mlx_runtime.data.streams import make_dataset, stream_of
 from mlx_runtime.errors import DatasetError
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
-"""Arguments that decide how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
 
 Schema = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row, by column."""
@@ -96,7 +96,7 @@ class Candidate:
         return f"{self.prefix}-{_digest(content)}"
 
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
-        """Return a few rows as a batch, each stacked alone. Raises DatasetError if they differ or are no tensors."""
+        """Return a few rows, stacked one at a time, as a batch. DatasetError if they differ or are not tensors."""
         reader = BatchReader(dataset, self.name)
         batches = [reader.read([row]) for row in rows]
         for key, value in batches[0].items():
@@ -111,7 +111,7 @@ class Candidate:
         if schema != expected:
             raise self.error(
                 f"row 0 is {shown_schema(expected)}, row {rows} is {shown_schema(schema)}",
-                "Make them alike in ray_map_batches",
+                "Make them match in ray_map_batches",
             )
 
     def error(self, problem: str, hint: str = "") -> DatasetError:

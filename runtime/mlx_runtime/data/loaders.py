@@ -1,12 +1,12 @@
 """One loader type for every kind of dataset. Batches are on the device, in an order that depends only on the seed, the
 epoch and the world size, and every worker takes the same number of steps.
 
-    a torch Dataset          read sample by sample, in the worker or in processes beside it (`cfg.loader`), then stacked
+    a torch Dataset          read sample by sample, in the worker or in separate processes (`cfg.loader`), then stacked
     the same, prepared       memory-mapped columns, read a megabyte at a time
     an IterableDataset       every worker iterates over it and stacks its own samples
     a class with to_ray()    a ray.data.Dataset, whose blocks are assigned to the workers
 
-`sampling` decides which worker reads which rows.
+`sampling` determines which worker reads which rows.
 """
 
 import re
@@ -52,17 +52,17 @@ def reading_processes(loader: str) -> int:
             f"cfg.loader={loader} is not supported; "
             "use cfg.loader=workers=N, or prepare the datasets once: mlx train prepare"
         )
-    raise ConfigError(f"cfg.loader is {loader!r}; write auto, or workers=N for N reading processes beside each worker")
+    raise ConfigError(f"cfg.loader is {loader!r}; write auto, or workers=N for N reading processes per worker")
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
     """Settings of all loaders of a run."""
 
-    seed: int = 0  # decides the order, together with the epoch
-    processes: int = 0  # beside the worker, that read samples; 0 reads in the worker
+    seed: int = 0  # determines the order, together with the epoch
+    processes: int = 0  # per worker, that read samples; 0 reads in the worker itself
     accumulate: int = 1  # steps per update of a training dataset
-    wanted_workers: int | None = None  # their global batch is kept by fewer or more; None keeps each worker's batch
+    wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
     limit: int | None = None  # batches in a pass of `wanted_workers`; None means all
     repeats: bool = False  # the same rows in the same order in each pass
 
@@ -73,7 +73,7 @@ class DatasetShard:
 
     Attributes:
         name: Name of the argument in `Datasets`, like `train`.
-        group: The object that holds the dataset under this name, and makes it when it is first read.
+        group: The object that holds the dataset under this name, and constructs it when it is first read.
         topology: Topology of this worker.
         options: Settings of the run.
         prepared: Prepared dataset to read instead; None reads the dataset.
@@ -96,17 +96,17 @@ class DatasetShard:
 
     @property
     def training(self) -> bool:
-        """True if its steps are training steps: decided by its name, unless it has a boolean attribute `training`."""
+        """True if its steps are training steps: given by its name, unless it has a boolean attribute `training`."""
         value = self.attribute("training")
         return value if isinstance(value, bool) else trains(self.name)
 
     @property
     def shuffle(self) -> bool:
-        """True if the order differs in each epoch: by default for training datasets; an attribute `shuffle` decides."""
+        """True if the order differs in each epoch: by default for training datasets; `shuffle` overrides it."""
         return not self.options.repeats and bool(self.attribute("shuffle", self.training))
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the dataset, without making a dataset that is prepared."""
+        """Return an attribute of the dataset, without constructing it if it is prepared."""
         if self.prepared is not None:
             return self.prepared.attributes.get(name, default)
         return getattr(self.dataset, name, default)
@@ -127,7 +127,7 @@ class DatasetShard:
         return size, factor * self.options.accumulate
 
     def reader(self) -> Reader:
-        """Return what reads the rows."""
+        """Return the reader of the rows."""
         if self.prepared is not None:
             return PreparedReader(self.prepared, self.topology.device)
         if self.stream is not None:
@@ -144,8 +144,8 @@ class DatasetShard:
         Iterate over it once per epoch. Calling this again with the same arguments returns the same loader, as does
         `BaseModule.generate_loaders`; other arguments apply from the next pass.
 
-        Values that are not tensors, like lists of strings, stay on the host. The dataset is made when the loader is
-        first iterated or asked for its length.
+        Values that are not tensors, like strings, stay on the host. The dataset is constructed when the loader is
+        first iterated or `len()` of it is called.
 
         Args:
             batch_size: Rows per worker and step; the dataset's own `batch_size` by default.
@@ -168,7 +168,7 @@ _INSTEAD = {
     "device": "batches are on the worker's device",
     "dtypes": "convert in ray_map_batches of the dataset",
     "local_shuffle_buffer_size": "each epoch shuffles a whole training set; set its attribute `shuffle` to change that",
-    "local_shuffle_seed": "cfg.seed decides the order",
+    "local_shuffle_seed": "cfg.seed determines the order",
     "pin_memory": "batches for a GPU are always pinned",
     "prefetch_batches": "cfg.loader=workers=N reads ahead",
 }
@@ -213,7 +213,7 @@ class Loader:
     Attributes:
         shard: Shard to read.
         asked: Batch size and `drop_last`, None for the dataset's own.
-        epoch: Number of the next pass, which decides the order; a restart sets it.
+        epoch: Number of the next pass, which determines the order; a restart sets it.
         observer: Object that follows each pass.
         current: The pass that is being read, or was read last; None before the first.
         waited_s: Seconds that this pass has waited for data.
@@ -239,12 +239,12 @@ class Loader:
 
     @cached_property
     def accumulate(self) -> int:
-        """Steps per update: as configured, times the factor by which a smaller group keeps the global batch."""
+        """Steps per update: as configured, multiplied in smaller groups so that the global batch stays the same."""
         return self.shard.micro_batches(self.asked[0])[1]
 
     @cached_property
     def reader(self) -> Reader:
-        """What reads the rows."""
+        """Reader of the rows."""
         return self.shard.reader()
 
     @cached_property

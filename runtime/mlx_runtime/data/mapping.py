@@ -68,7 +68,7 @@ def write_rows(
 def write_stream(
     candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
 ) -> Manifest:
-    """Write what `to_ray` gives to a folder of a store."""
+    """Write the rows that `to_ray` returns to a folder of a store."""
     stream = stream_of(dataset, candidate.name)
     rows = rows_of_stream(dataset, stream)
     writer, schema, done = None, {}, 0
@@ -84,7 +84,7 @@ def write_stream(
             if schema_of(block) != schema:
                 raise DatasetError(
                     f"datasets.{candidate.name} cannot be prepared: rows are {shown_schema(schema)}, "
-                    f"but later ones are {shown_schema(schema_of(block))}. Make them alike in to_ray()"
+                    f"but later ones are {shown_schema(schema_of(block))}. Make them match in to_ray()"
                 )
             done += stop - start
             if done > rows:
@@ -92,7 +92,7 @@ def write_stream(
             writer.write(_stored(block))
             progress(candidate.name, done, rows)
         if writer is None or done != rows:
-            raise DatasetError(f"datasets.{candidate.name}: to_ray() does not give the {rows} rows that it announces")
+            raise DatasetError(f"datasets.{candidate.name}: to_ray() did not return {rows} rows, as it promised")
         return writer.commit(documents.now())
 
 
@@ -108,7 +108,7 @@ def _stored(batch: Batch) -> Block:
 def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
     """Return a few rows of a dataset, and the seconds that reading all of them would take.
 
-    Raises DatasetError if they read differently the next time, or together in a batch.
+    Raises DatasetError if they differ when they are read again, or when they are stacked into one batch.
     """
     few = some_rows(rows)
     sample = candidate.sample(dataset, few)
@@ -116,15 +116,15 @@ def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batc
     again = candidate.sample(dataset, few)
     expected_s = (time.monotonic() - started) * rows / len(few)
     if not _alike(sample, again):
-        raise candidate.error("a row reads differently each time")
+        raise candidate.error("a row changes each time it is read")
     if not _alike(sample, BatchReader(dataset, candidate.name).read(few)):
-        raise candidate.error("a row comes out differently in a batch with others")
+        raise candidate.error("a row changes when it is batched with others")
     return sample, expected_s
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What mapping processes need to know."""
+    """Work to be done by mapping processes."""
 
     candidate: Candidate
     schema: Schema  # that all rows must have
@@ -139,7 +139,7 @@ class _Work:
         self.candidate.check_schema(self.schema, schema_of(batch), f"{start} to {stop - 1}")
         for row, before in self.samples.items():
             if start <= row < stop and not _alike(before, _split(batch)[row - start]):
-                raise self.candidate.error("a row reads differently in another process")
+                raise self.candidate.error("a row changes in another process")
         return batch
 
 
@@ -170,7 +170,7 @@ def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
 
 
 def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
-    """Map rows in a process of Ray Data, which makes the dataset itself, once."""
+    """Map rows in a process of Ray Data, which constructs the dataset once."""
     with _task_reader.of(work.candidate) as reader:
         rows = work.mapped(reader, int(batch["start"][0]))
     return {key: [as_numpy(rows[key]).tobytes()] for key in work.schema}

@@ -19,9 +19,9 @@ def find(
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets in a store that fit the datasets of a config, by name in `Datasets`.
 
-    A dataset is made here, on the driver, only if there is a prepared one with the same code and arguments. Before a
-    stream of Ray Data is made, `ray_needed` must start Ray, unless it runs: otherwise Ray would start itself, or join
-    another Ray of this machine. `tell` gets lines for the user.
+    The driver constructs a dataset only if there is a prepared one with the same code and arguments. Before a
+    stream of Ray Data is created, `ray_needed` must start Ray unless it is running: Ray would start itself, or join
+    another Ray on this machine. `tell` is called with lines for the user.
     """
     store = Store(root)
     names = store.names()
@@ -41,7 +41,7 @@ def find(
         try:
             dataset = candidate.make()
             manifest = store.find(candidate.full_name(dataset))
-        except Exception as error:  # workers may well be able to make it
+        except Exception as error:  # workers may well be able to construct it
             tell(f"{title} is not used: {short_message(error)}")
             continue
         if manifest is None:
@@ -57,7 +57,7 @@ def make(
     """Prepare every dataset of a config that is not prepared yet.
 
     Raises:
-        DatasetError: A dataset cannot be prepared; the message says how to fix it.
+        DatasetError: A dataset cannot be prepared; the message explains how to fix it.
         StorageError: The store cannot be written.
     """
     store = Store(root)

@@ -3,7 +3,7 @@
 <root>/Digits-3f2a…/
     manifest.json          rows, bytes, schema; written last, so a dataset without it does not exist
     9c41d2-0.npy           a column; the first part differs between attempts to write the dataset
-    last_used              its time of change counts
+    last_used              only its modification time matters
     used-7be0…             a process reads the dataset; refreshed while it does
 
 The root is a folder or a URI like `s3://bucket/prepared`.
@@ -123,8 +123,8 @@ class Store:
             manifest = self._find(name)
             if _is_busy(self._listed(name)):
                 return False
-            self.storage.remove_file(name, MANIFEST)  # from now on nobody finds it
-            if _is_busy(self._listed(name)):  # somebody found it just before
+            self.storage.remove_file(name, MANIFEST)  # from now on no process finds it
+            if _is_busy(self._listed(name)):  # a process found it just before
                 if manifest is not None:
                     self.storage.write(manifest.text().encode(), name, MANIFEST)
                 return False

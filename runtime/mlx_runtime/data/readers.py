@@ -1,4 +1,4 @@
-"""What a loader reads from, and torch datasets, read in the worker that trains or in processes beside it."""
+"""The protocol that loaders read from, and readers of torch datasets, in the worker itself or in separate processes."""
 
 import traceback
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class ReadingProcesses:
-    """Processes beside a worker that read its samples."""
+    """Separate processes that read the samples of a worker."""
 
     count: int = 0  # 0 reads in the worker itself
     pin_memory: bool = False  # from which copying to a GPU does not block
@@ -45,7 +45,7 @@ class ReadingProcesses:
             batch_size=None,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # else each pass would draw a random number of training
+            generator=torch.Generator(),  # otherwise each pass would advance the random state of training
             **options,
         )
 
@@ -104,7 +104,7 @@ class MapReader:
         more = f"cfg.loader=workers={max(2, 2 * self._processes.count)}"
         if getattr(self._dataset, "prepare", True):
             return "prepare it once with --prepare-batches" + (f", or try {more}" if self._processes.count else "")
-        return f"try {more}" if self._processes.count else f"spread it with {more}"
+        return f"try {more}" if self._processes.count else f"read in parallel with {more}"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)
@@ -117,7 +117,7 @@ class MapReader:
 
 
 class _Sampler:
-    """A sampler for a `DataLoader` whose pass is set before each iteration; yields the seed of it with row numbers."""
+    """A sampler for a `DataLoader` whose pass is set before each iteration; yields the pass's seed with row numbers."""
 
     part: WorkerPass
 
@@ -144,7 +144,7 @@ class _MapBatches(Dataset[Any]):
 class IterableReader:
     """Reads an `IterableDataset`. Every worker iterates over all of it, and stacks its own samples.
 
-    Any number of reading processes but 0 means one.
+    It uses at most one reading process; any number above 0 means 1.
     """
 
     window_rows = 1
@@ -154,7 +154,7 @@ class IterableReader:
 
     @property
     def advice(self) -> str | None:
-        return None if self._processes.count else "read it beside the worker with cfg.loader=workers=1"
+        return None if self._processes.count else "read it in a separate process with cfg.loader=workers=1"
 
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)

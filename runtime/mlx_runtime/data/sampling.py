@@ -114,7 +114,7 @@ class ShardPlan:
         return start, start + share + (rank < surplus)
 
     def assignments(self) -> Iterator[tuple[int | None, int]]:
-        """Yield who reads the order, from its first position to the last that is read, as (rank, number of rows).
+        """Yield which worker reads each part of the order, up to the last position read, as (rank, number of rows).
 
         The rank is None for positions that were read before.
         """
@@ -163,7 +163,7 @@ class ShardPlan:
         return sizes
 
     def _shuffled_positions(self, seed: int) -> list[torch.Tensor]:
-        """Return the positions of all workers if each of them shuffles every share."""
+        """Return the positions of every worker, for workers that shuffle each of their shares."""
         shares: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         position = 0
         for rank, count in self.assignments():
@@ -210,7 +210,7 @@ class WorkerPass:
     rank: int  # among the workers that read different rows
     skip: int  # steps of the plan that were taken before an interruption
     epoch: int
-    seed: int  # of the run; decides the order together with the epoch
+    seed: int  # of the run; determines the order together with the epoch
     shuffle: bool
     given: int = 0  # batches that the loop has been given, without those before the interruption
     left: bool = False  # the loop has left the pass before its end
@@ -247,7 +247,7 @@ class WorkerPass:
         return order[self.plan.positions(self.rank)[skipped:]]
 
     def batch_rows(self) -> Iterator[list[int]]:
-        """Yield the row numbers of one batch after the other."""
+        """Yield the row numbers of each batch, in order."""
         numbers, start = self.rows(), 0
         for size in self.sizes:
             yield numbers[start : start + size].tolist()

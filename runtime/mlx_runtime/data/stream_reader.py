@@ -23,7 +23,7 @@ from mlx_runtime.data.streams import Part, blocks_of, columns_of, dataset_error,
 from mlx_runtime.errors import DatasetError, MlxError
 
 WINDOW_ROWS = 1024
-"""Rows of a stream in one share, which are shuffled among each other for training."""
+"""Rows of a stream in one share, which are shuffled among themselves for training."""
 
 MAX_SEED = 2**31
 """Ray Data takes seeds of 32 bits and counts up from them."""
@@ -35,7 +35,7 @@ Share = list[Part]
 class BlockAssigner:
     """Runs the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
 
-    Used as an actor, or within one process.
+    Used as a Ray actor, or directly within one process.
     """
 
     def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path) -> None:
@@ -46,11 +46,11 @@ class BlockAssigner:
         self._lock = threading.Lock()
 
     @cached_property
-    def _dataset(self) -> Any:  # made on first use: an actor whose constructor raises prints a traceback
+    def _dataset(self) -> Any:  # constructed on first use: an actor whose constructor raises prints a traceback
         return make_dataset(*self._arguments)
 
     def rows(self) -> int:
-        """Return the number of rows in one pass. Raises DatasetError if the dataset cannot be made or counted."""
+        """Return the number of rows in one pass. Raises DatasetError if it cannot be constructed or counted."""
         with self._lock:
             return self._rows
 
@@ -137,7 +137,7 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
                 if start == stop:
                     following = next(blocks, None)
                     if following is None:
-                        given = f"to_ray() gave {position} rows, but its __len__ is {plan.rows}"
+                        given = f"to_ray() returned {position} rows, but its __len__ is {plan.rows}"
                         raise DatasetError(f"datasets.{name}: {given}")
                     block = following
                     continue
@@ -149,7 +149,7 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
                 yield rank, share
         to_the_end = plan.left and plan.assigned == plan.left and plan.unread[-1][1] == plan.rows
         if to_the_end and (block[1] < block[2] or any(start < stop for _, start, stop in blocks)):
-            raise DatasetError(f"datasets.{name}: to_ray() gives more rows than its __len__, {plan.rows}")
+            raise DatasetError(f"datasets.{name}: to_ray() returned more rows than its __len__, {plan.rows}")
 
 
 def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int) -> Any:

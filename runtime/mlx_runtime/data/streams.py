@@ -23,7 +23,7 @@ Part = tuple[Any, int, int]
 
 
 def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -> Any:
-    """Make the dataset that a node of conf.yaml describes, in any process of the cluster."""
+    """Construct the dataset that a node of conf.yaml describes, in any process of the cluster."""
     if project.is_dir() and str(project) not in sys.path:
         sys.path.insert(0, str(project))
     with seeded(seed):
@@ -41,7 +41,7 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
     if not isinstance(stream, ray.data.Dataset):
         returned = f"{type(dataset).__name__}.to_ray() returned {type(stream).__name__}"
         raise DatasetError(f"datasets.{name}: {returned}; it must return a ray.data.Dataset")
-    keep_order(stream.context)  # one that was made earlier has settings of its own
+    keep_order(stream.context)  # one that was created earlier has settings of its own
     return stream
 
 
@@ -68,7 +68,7 @@ def blocks_of(stream: Any, name: str) -> Generator[Part]:
 
 
 def dataset_error(error: BaseException, what: str) -> MlxError:
-    """Return the MlxError for an exception of another process: of user code there, or because the process is lost."""
+    """Return the MlxError for an exception of another process: raised by user code, or a lost process."""
     if lost_peer(error):
         return WorkerLostError(f"{what}: {short_message(error)}")
     cause = error

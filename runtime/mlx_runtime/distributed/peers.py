@@ -15,13 +15,13 @@ _RAY_LOST = (
 )
 
 _GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
-"""The prefix of errors from gloo's connections: a position in its source."""
+"""Prefix of the messages of gloo's connection errors: a location in its source."""
 
 
 def lost_peer(error: BaseException) -> bool:
     """Return True if an error means only that another worker is lost.
 
-    Gloo raises plain RuntimeErrors from C++ that begin with a position in its source. Any other RuntimeError, for
+    Gloo raises plain RuntimeErrors from C++, with a location in its source in front. Any other RuntimeError, for
     example about a server that refuses connections, comes from user code.
     """
     if isinstance(error, (torch.distributed.DistError, *_RAY_LOST)):

@@ -88,7 +88,7 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
 def enter_ray_train(name: str, rank: int, world_size: int) -> None:
     """Make `ray.train.get_context`, `prepare_model` and the like work in this process, without Ray.
 
-    All workers are on this machine. `name` is that of the experiment.
+    All workers are on this machine. `name` is the experiment's name.
     """
     ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
     set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))

@@ -28,7 +28,7 @@ class Checkpoint:
     epoch: int  # counted from 0
     finished: bool  # else it was saved in the middle of the epoch
     global_step: int  # training steps before it
-    metrics: dict[str, float]  # numbers it is judged by
+    metrics: dict[str, float]  # by which the best checkpoint is chosen
     sha256: str = ""  # of its state, in hexadecimal
     size_bytes: int = 0  # of its state
     file: str = STATE  # name of the file with its state
@@ -62,7 +62,7 @@ def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
 
 
 def read_description(storage: Storage, name: str) -> Checkpoint | None:
-    """Return the description of a checkpoint, or None if there is no readable one; OSErrors of the storage pass."""
+    """Return the description of a checkpoint, or None if there is no readable one; OSErrors are raised."""
     try:
         fields = from_json(storage.read(name, ABOUT), _SHAPE, needs=("metrics",))
         fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}

@@ -44,7 +44,7 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
 
     found = [item for items in map_concurrently(candidates, rows) for item in items]
     if not found:
-        raise UsageError(f"no run of {name} has a value of {chosen}.{suggest_metric(rows, chosen)}")
+        raise UsageError(f"no run of {name} has recorded {chosen}.{suggest_metric(rows, chosen)}")
     sign = 1 if chosen_mode == "max" else -1
     return max(reversed(found), key=lambda item: sign * item["value"])  # the later one of equals
 

@@ -1,11 +1,11 @@
-"""A folder in the storage that one job fills, whole or not at all.
+"""A folder in the storage that one job fills, completely or not at all.
 
 <storage>/data/
-    digits/                appears when the job is done; job.json says what made it
-    .digits.part-3f2a9c41  while it works; what a killed job left is removed by the next one
+    digits/                appears when the job is done; job.json records what created it
+    .digits.part-3f2a9c41  while the job runs; the next job removes what a killed one left
 
-On an object store, what an earlier job left is removed first, files are written where they belong, and the folder is
-whole once its `job.json` says SUCCEEDED.
+On an object store, what an earlier job left is removed first, files are written in place, and the folder is
+complete once the status in its `job.json` is SUCCEEDED.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from mlx_runtime.storage.files import Storage, parent_of, to_json
 from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
 RECORD = "job.json"
-"""Name of the file that says what made a folder, and whether it is whole."""
+"""Name of the file that records what created a folder, and whether it is complete."""
 
 
 class Output(Storage):
@@ -50,7 +50,7 @@ class Output(Storage):
         return Path(self.path)
 
     def write(self, data: bytes | str, *parts: str) -> None:
-        """Store a file, whole or not at all.
+        """Store a file atomically.
 
         Args:
             data: Its content.
@@ -85,7 +85,7 @@ class Output(Storage):
 
 
 class Filling:
-    """A folder in the storage that one job is filling, as a context manager: only `commit` makes it count.
+    """A folder in the storage that one job is filling, as a context manager: only `commit` publishes it.
 
     Methods raise OSError if the storage refuses them.
 
@@ -108,7 +108,7 @@ class Filling:
             Path(self._above.path).mkdir(parents=True, exist_ok=True)
             recover(self._above, name, self._is_abandoned)
         else:
-            self._target.remove_file(RECORD)  # what is there no longer counts
+            self._target.remove_file(RECORD)  # the existing content is no longer valid
             self._target.remove_folder()
         self._publication = Publication(self._above, name, RECORD)
         self._facts = leases.this_process() | facts | {"status": "RUNNING", "filling": self._publication.id}
@@ -124,9 +124,9 @@ class Filling:
         return self
 
     def commit(self) -> tuple[int, int]:
-        """Make the folder count, unless another job has filled it. Return the number of its files and their bytes."""
+        """Publish the folder, unless another job has filled it. Return the number and total bytes of its files."""
         if not self._is_ours() or (self._target.local and not self._overwrite and Path(self._target.path).exists()):
-            raise UsageError(f"another job has filled {self._location} meanwhile; the work of this one is discarded")
+            raise UsageError(f"another job has filled {self._location} in the meantime; this output is discarded")
         self._heartbeat.close()
         files = [info for info in self.output.below() if info.base_name != RECORD]
         size = sum(info.size or 0 for info in files)

@@ -285,7 +285,7 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
     runs = [name for name in storage.names(experiment) if _number(name)]
     if storage.local:
         return runs
-    # On an object store a number that two claimed at once stays behind as an empty folder.
+    # On an object store, a number that two callers claimed at the same time is left behind as an empty folder.
     with ThreadPoolExecutor(16) as pool:
         contents = pool.map(lambda run: storage.names(experiment, run), runs)
         return [run for run, names in zip(runs, contents, strict=True) if names]

@@ -37,7 +37,7 @@ AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
 
 @dataclass(frozen=True)
 class Row:
-    """A run in a listing. If its run.json cannot be read, `record` is empty and `problem` says why."""
+    """A run in a listing. If its run.json cannot be read, `record` is empty and `problem` gives the reason."""
 
     folder: RunFolder
     status: str
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds of work in all attempts; the latest lasts until its end, its last heartbeat, or now."""
+        """Seconds spent in all attempts; the latest one counts until its end, its last heartbeat, or now."""
         last_seen = documents.now() if self.status in records.LIVING else self.record.get("heartbeat")
         latest = _seconds_between(self.record.get("start"), self.record.get("end") or last_seen)
         earlier = [_seconds_between(item.get("start"), item.get("end")) for item in self.record.get("attempts") or []]
@@ -146,7 +146,7 @@ def list_rows(
     mode: str | None = None,
     ask: AskJobs | None = None,
 ) -> list[Row]:
-    """List the runs of an experiment, or of the whole storage, oldest first, perhaps only those with a status.
+    """List the runs of an experiment, or of the whole storage, oldest first, optionally only those with a status.
 
     `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
     smallest first. Runs without a value come last.
@@ -199,7 +199,7 @@ def _row(folder: RunFolder) -> Row:
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call a function for many runs, in threads only if the storage is slow.
 
-    Threads that parse what a local disk returns at once would only wait for each other.
+    With a fast local disk, threads would only wait for each other to parse.
     """
     waiting, results = iter(items), []
     started = time.monotonic()
@@ -227,7 +227,7 @@ def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
     sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
     known = [(sign * value, row) for row in rows if (value := row.value(metric)) is not None]
     if rows and not known:
-        raise UsageError(f"no run has a value of {metric}.{suggest_metric(rows, metric)}")
+        raise UsageError(f"no run has recorded {metric}.{suggest_metric(rows, metric)}")
     known.sort(key=lambda pair: pair[0])
     return [row for _, row in known] + [row for row in rows if row.value(metric) is None]
 

@@ -38,7 +38,7 @@ class LogFile:
             self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
 
     def write(self, text: str) -> None:
-        """Append text; each line is on disk at once."""
+        """Append text; each line is flushed immediately."""
         if self._file is not None:
             try:
                 self._file.write(text)
@@ -74,7 +74,7 @@ class Log(LogFile):
 
     @property
     def copy(self) -> TextIO | None:
-        """Stream for a copy of what is drawn on a terminal; None if the log receives everything that is printed."""
+        """Stream for a copy of what a terminal displays; None if the log receives everything that is printed."""
         return cast(TextIO, self) if self.screen.isatty() else None
 
     def flush(self) -> None:

@@ -32,7 +32,7 @@ def keeps_rows(metric: AnyMetric) -> bool:
 
 
 def syncs_itself(metric: AnyMetric) -> bool:
-    """Return True if the metric implements its own synchronization, or was told when and among whom to synchronize."""
+    """Return True if the metric implements its own synchronization, or is configured to do so."""
     return any(
         part.dist_sync_fn is not None
         or part.process_group is not None

@@ -81,7 +81,7 @@ class Record:
     Args:
         folder: Folder of the run.
         before: Stored record, if the run resumes.
-        held: Leave the stored record unchanged until `begin`; meanwhile only the lease shows that the driver lives.
+        held: Leave the stored record unchanged until `begin`; until then, only the lease shows that it is alive.
         fields: First fields.
     """
 
@@ -117,7 +117,7 @@ class Record:
             self._fields |= fields
 
     def begin(self, conf: str) -> None:
-        """Store conf.yaml, then the record and its later changes: the run has begun to do what they say."""
+        """Store conf.yaml, then the record and its later changes, because the run has begun."""
         with self._lock:
             self.held = False
             self._write(self.folder.conf, conf, must=True)
@@ -139,7 +139,7 @@ class Record:
             self._ours = False
 
     def disown(self) -> None:
-        """Stop writing: the run has another driver."""
+        """Stop writing, because another driver owns the run."""
         with self._lock:
             self._ours = False
 
@@ -179,7 +179,7 @@ class Record:
 
     def _check_ours(self) -> None:
         if self._taken_over():
-            raise PermissionError("another driver has the run")
+            raise PermissionError("another driver owns the run")
 
     def _taken_over(self) -> bool:
         attempt = self._fields.get("attempt")
@@ -195,7 +195,7 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
 
 
 def parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a record, of the types in `SHAPE`; raise ValueError if it is none."""
+    """Return the fields of a record, of the types in `SHAPE`; raise ValueError if it is not a record."""
     record = from_json(content, SHAPE, needs=("status",))
     if record["status"] in LIVING and "heartbeat" not in record:
         raise ValueError("heartbeat is missing")
@@ -239,7 +239,7 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
 
 
 def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lease of a living driver that has claimed a run and not changed its record yet, else nothing."""
+    """Return the lease of a live driver that has claimed a run but not changed its record yet, or nothing."""
     newest = folder.attempts()
     if newest <= record.get("attempt", newest):
         return {}
@@ -269,7 +269,7 @@ def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def take_over(folder: RunFolder) -> int:
     """Become the driver of a run whose driver has ended. Return the number of this attempt.
 
-    Raise UsageError if its driver lives, or another one has just taken over.
+    Raise UsageError if its driver is alive, or another one has just taken over.
     """
     refuse_living(folder)
     number = folder.attempts() + 1

@@ -65,7 +65,7 @@ def remove(path: StoragePath) -> None:
 
 
 def _remove_local(storage: Storage, path: StoragePath) -> None:
-    """Remove from a folder on this machine, renaming a folder first, so that a part is never taken for the whole."""
+    """Remove from a folder on this machine, renaming a folder first, so that no partial folder has its name."""
     *above, name = path.parts
     with contextlib.ExitStack() as stack:
         try:
@@ -86,12 +86,12 @@ def _remove_local(storage: Storage, path: StoragePath) -> None:
 
 
 def _remove_objects(storage: Storage, path: StoragePath) -> None:
-    cause = "objects were added meanwhile"
+    cause = "objects were added in the meantime"
     try:
         if storage.fs.get_file_info(path.path).is_file:
             storage.remove_file(*path.parts)
             return
-        for mark in (RECORD, MANIFEST):  # without it a part is never taken for the whole
+        for mark in (RECORD, MANIFEST):  # without it, a partial folder is not mistaken for a complete one
             storage.remove_file(*path.parts, mark)
         storage.remove_folder(*path.parts)
     except OSError as error:

@@ -35,7 +35,7 @@ CACHED_LENGTH = 100
 LOG_LINES = 100
 
 FACTS = ("training_iteration", "timestamp", "date", "time_this_iter_s", "time_total_s", "hostname", "node_ip", "pid")
-"""Fields of a report that are not metrics, beside `step` and `epoch`."""
+"""Fields of a report that are not metrics, besides `step` and `epoch`."""
 
 MAX_POINTS = 2_000
 """Points per curve; each section of a longer one is drawn by its minimum and maximum."""

@@ -121,7 +121,7 @@ class Survey:
         return cls(Entry.from_json(found), found.get("unreadable", []))
 
     def add_mark(self, folder: Parts, name: str, modified_s: float) -> None:
-        """Register what a folder is, if the name of a file in it says so."""
+        """Register what a folder is, if the name of a file in it reveals that."""
         if name == RUN or name.startswith(ATTEMPT):
             self.runs.add(folder)
         elif name == RECORD:
@@ -160,7 +160,7 @@ def _measure_top(storage: Storage, path: StoragePath) -> Entry:
 
 
 def _build_tree(folders: Iterable[tuple[Parts, list[Entry] | None]], found: Survey, depth: int, limit: int) -> None:
-    """Add the files of folders to the entries above them. Their folders may come in any order and in several pieces.
+    """Add the files of folders to the entries above them. Folders may arrive in any order and in several parts.
 
     A folder deeper than `depth` has no entry of its own and only adds to those above it. None stands for the files of a
     folder that cannot be read.
@@ -206,7 +206,7 @@ def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry
                     elif entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
                     else:
-                        with contextlib.suppress(OSError):  # removed meanwhile
+                        with contextlib.suppress(OSError):  # removed in the meantime
                             facts = entry.stat(follow_symlinks=False)
                             files.append(Entry(entry.name, "file", facts.st_size, 1))
                             found.add_mark(parts, entry.name, facts.st_mtime)

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from mlx_runtime.errors import printable
 
 WRAPPED = ("experiment", "metric")
-"""Columns of listings that a narrow terminal breaks into several lines; the others of a listing stay on one."""
+"""Columns of listings that wrap on a narrow terminal; all others stay on one line."""
 
 COLUMNS = ("experiment", "run", "status", "epoch", "metric", "best", "last", "workers", "age", "duration")
 """Columns of a listing of runs."""

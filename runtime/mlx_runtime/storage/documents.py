@@ -86,7 +86,7 @@ def _shown(value: Any) -> str:
 
 
 def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a JSON document. Raises ValueError with one line if it has another shape or is none."""
+    """Return the fields of a JSON document. Raises ValueError, with one line, if it has another shape."""
     try:
         document = json.loads(content)
         if rb"\ud" in content.lower():  # half of a pair, which cannot be printed or stored
@@ -103,14 +103,14 @@ def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] 
 def from_yaml(content: bytes) -> Any:
     """Return a YAML mapping as OmegaConf reads it, with `${...}` not resolved yet.
 
-    Raises ValueError with one line if it is none, too large or nested too deeply.
+    Raises ValueError with a message of one line if it is not a mapping, too large or nested too deeply.
     """
     from omegaconf import DictConfig, OmegaConf
 
     _check_size(content)
     try:
         document = OmegaConf.create(content.decode())
-    except Exception as error:  # YAML and OmegaConf raise many kinds
+    except Exception as error:  # YAML and OmegaConf raise many types of exceptions
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(document, DictConfig):
         raise ValueError("it is not a mapping")
@@ -122,7 +122,7 @@ def from_yaml(content: bytes) -> Any:
 def selected(content: bytes, key: str) -> str | None:
     """Return a string or number of a YAML document as text, with `${...}` resolved; None if the key is missing.
 
-    Raises ValueError with one line if the document or the value cannot be read.
+    Raises ValueError with a message of one line if the document or the value cannot be read.
     """
     from omegaconf import OmegaConf
 
@@ -137,7 +137,7 @@ def selected(content: bytes, key: str) -> str | None:
 
 
 def _check_size(content: bytes) -> None:
-    """Check the size of a YAML document before it is built: aliases can make a small file endless."""
+    """Check the size of a YAML document before it is built: aliases can make a small file expand without bound."""
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -65,7 +65,7 @@ class Storage:
                 self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
             else:
                 path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
-        except Exception as error:  # pyarrow raises many kinds
+        except Exception as error:  # pyarrow raises many types of exceptions
             raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
         self.path = path.rstrip("/")
         if not self.path:

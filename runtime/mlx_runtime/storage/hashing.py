@@ -42,7 +42,7 @@ class HashingWriter:
 
 
 class HashingReader(io.RawIOBase):
-    """A seekable file that hashes the bytes it hands out. Keeps as `failure` a read error that callers may hide.
+    """A seekable file that hashes the bytes it hands out. Read errors, which callers may hide, are kept in `failure`.
 
     The hash needs every byte in order. Readers of archives skip little and return to few places, so skipped bytes are
     read for the hash alone, and those after the last read by `finish`.

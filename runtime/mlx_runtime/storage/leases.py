@@ -1,6 +1,6 @@
 """Claims and leases: which process gets a run or a folder, and whether it is still alive.
 
-A lease is a small file that its holder refreshes: a record that names the process, or an empty mark whose age counts.
+A lease is a small file that its holder refreshes: a record that names the process, or an empty mark, judged by its age.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def claim_folder(storage: Storage, *parts: str) -> bool:
         return True
     mine = f".claim-{uuid.uuid4().hex}"
     storage.write(b"", *parts, mine)
-    # A listing shows what was written before it, so of two callers one at least sees the other and gives way.
+    # A listing shows what was written before it, so at least one of two callers sees the other and backs off.
     if storage.names(*parts) == [mine]:
         return True
     storage.remove_file(*parts, mine)
@@ -104,18 +104,18 @@ def _put_new(storage: Storage, data: bytes, *parts: str) -> bool:
 
 
 def this_process() -> dict[str, Any]:
-    """Return what identifies this process among those of all machines."""
+    """Return fields that identify this process among those of all machines."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "boot": _boot(), "pid": pid, "pid_started": _started(pid)}
 
 
 def lease(**fields: Any) -> dict[str, Any]:
-    """Return a record by which this process holds something from now on."""
+    """Return a record that names this process as a holder from now on."""
     return this_process() | {"status": "RUNNING", "heartbeat": now()} | fields
 
 
 def is_alive(record: Mapping[str, Any]) -> bool:
-    """Return True if the process that wrote a record lives: as this machine knows it, else by its heartbeat."""
+    """Return True if the process that wrote a record is alive: here by its process id, elsewhere by its heartbeat."""
     boot = _boot()
     if boot is not None and record.get("boot") == boot:
         return _started(record.get("pid", 0)) == record.get("pid_started")
@@ -171,7 +171,7 @@ def mark(storage: Storage, folder: str, prefix: str) -> Iterator[None]:
 
 
 def is_fresh(changed_s: float) -> bool:
-    """Return True if a mark that was last written then, in seconds since 1970, still counts."""
+    """Return True if a mark last written at that time, in seconds since 1970, has not expired."""
     return time.time() - changed_s < MARK_S
 
 

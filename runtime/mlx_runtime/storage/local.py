@@ -36,7 +36,7 @@ def discard_unfinished(path: Path) -> None:
 def opened(root: str, *parts: str) -> Iterator[int]:
     """Open a folder below a root while the block runs. Yield its descriptor.
 
-    The root may be a link; no part below it may be one, which somebody may have just created, else OSError is raised.
+    The root may be a link; if a part below it is one, which may have just been created, OSError is raised.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -52,7 +52,7 @@ def remove_tree(name: str, above: int) -> OSError | None:
     """Remove a folder and everything below it that can be removed. Return the first error if something is left.
 
     Each step goes through the descriptor of a folder, from that of the folder above, so that replacing a folder with a
-    link meanwhile has no effect. (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
+    link at any time has no effect. (`shutil.rmtree` does the same, but accepts a descriptor only since Python 3.11.)
     """
     errors: list[OSError] = []
 

@@ -1,14 +1,14 @@
-"""Publish folders whole or not at all: whatever is killed, readers find the old content or the new.
+"""Publish folders atomically: whichever process is killed, readers find either the old or the new content.
 
-In a folder on this machine, content is staged beside its target, which it replaces once it is whole:
+In a folder on this machine, content is staged next to its target, which it replaces once it is complete:
 
     epoch_0004                  the target
     .epoch_0004.part-3f2a9c41   staged content, or what is left of it after a kill
     .epoch_0004.old-3f2a9c41    content that is being replaced; `recover` puts it back after a kill
     .epoch_0004.gone-3f2a9c41   content that is being removed
 
-An object store cannot rename. There, files with unique names are written where they belong, and their folder counts
-once its marker, the one file that names the others, is written last.
+An object store cannot rename. There, files with unique names are written in place, and their folder is published
+once its marker, the one file that names the others, exists; it is written last.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class Publication:
     Args:
         storage: Storage that holds the folder directly below its root.
         name: Name of the folder.
-        marker: Name of the file without which the folder does not count.
-        in_place: Write files where they belong even if the storage could rename, for folders that several writers and
+        marker: Name of the file without which the folder is not considered published.
+        in_place: Write files in place even if the storage could rename, for folders that several writers and
             readers share. Object stores always do.
     """
 
@@ -61,10 +61,10 @@ class Publication:
         return self._storage.create(self.folder, file)
 
     def commit(self, marker: bytes) -> None:
-        """Make the folder count, in place of an older one with its name.
+        """Publish the folder, replacing an older one of the same name.
 
         Raises:
-            OSError: The storage refuses it, or `recover` ran meanwhile.
+            OSError: The storage refuses it, or `recover` has run in the meantime.
         """
         self._storage.write(marker, self.folder, self._marker)
         if self._staged:
@@ -79,9 +79,9 @@ class Publication:
         self._committed = True
 
     def commit_first(self, marker: bytes) -> bool:
-        """Make a folder written in place count unless another attempt did so before. Return True on success.
+        """Publish a folder written in place, unless another attempt has already published it. Return True on success.
 
-        On an object store, of two attempts at the same instant the last one counts.
+        On an object store, the last of two simultaneous attempts wins.
         """
         if self._storage.local:
             self._committed = _create_whole(Path(self._storage.of(self._name, self._marker)), marker)
@@ -90,7 +90,7 @@ class Publication:
         return self._committed
 
     def remove_others(self) -> None:
-        """Remove files that other attempts left in a folder written in place; none may still be under way."""
+        """Remove files that other attempts left in a folder written in place; no other attempt may still be running."""
         if not self._staged:
             for file in self._storage.names(self._name):
                 if file not in (self._marker, *self._files):
@@ -117,7 +117,7 @@ class Publication:
 
 
 def unpublish(storage: Storage, name: str, marker: str) -> None:
-    """Remove a folder so that nobody takes a part of it for the whole. Raises OSError if something is left."""
+    """Remove a folder without ever leaving a partial one under its name. Raises OSError if something is left."""
     if storage.local:
         gone = f".{name}.gone-{uuid.uuid4().hex[:8]}"
         storage.move(name, gone)
@@ -128,7 +128,7 @@ def unpublish(storage: Storage, name: str, marker: str) -> None:
 
 
 def leftovers(storage: Storage, name: str | None = None) -> list[tuple[str, str, str]]:
-    """Return the folders that attempts to publish have beside their targets, or one target: name, target and kind."""
+    """Return the folders that attempts have next to all targets, or next to one: name, target and kind."""
     matches = filter(None, map(_LEFTOVER.fullmatch, storage.names() if storage.local else ()))
     return [(match[0], match["target"], match["kind"]) for match in matches if name in (None, match["target"])]
 

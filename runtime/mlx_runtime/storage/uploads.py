@@ -22,7 +22,7 @@ NEVER = (
     *(".git", ".venv/", "venv/", "__pycache__/", "*.pyc", "runs/", ".prepared/", "node_modules/"),
     *(".mypy_cache/", ".pytest_cache/", ".ruff_cache/", ".DS_Store"),
 )
-"""What no run needs, whatever ignore files say."""
+"""Files that no run needs; left out regardless of ignore files."""
 
 NAMED = 10
 """Number of files that a note names before it counts the rest."""
@@ -113,7 +113,7 @@ class _IgnoreRules:
         self._of_ray: list[tuple[Path, GitIgnoreSpec]] = []
         for file, base in _ignore_files_above(root):
             self.add(file, base)
-        if self._named(root, is_folder=True):  # all of the project is ignored, so rules above it do not count
+        if self._named(root, is_folder=True):  # the whole project is ignored, so rules of parent folders do not apply
             self._of_git.clear()
 
     def add(self, file: Path, base: Path) -> None:

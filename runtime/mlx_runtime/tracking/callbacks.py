@@ -9,7 +9,7 @@ on every worker and should only store its arguments; open files and connections 
     on_checkpoint(checkpoint)     one is stored: a dict of path, epoch, finished, step and metrics
     on_exception(error)           an exception ends the run early
     on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric
-    on_rewind(step)               trackers only: training resumes from this step; later numbers were recorded in vain
+    on_rewind(step)               trackers only: training resumes from this step; discard later numbers
 
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so
 that they reach an object store. With `append_only = True`, they are cut back to the checkpoint before `on_rewind`.

@@ -34,7 +34,7 @@ class Display:
     Args:
         copy: receives what a pipe would, whatever `stream` is.
         epochs: total number, to estimate the remaining time.
-        quiet: draw only what is printed with `always=True`, warnings, and workers' output; `copy` is complete.
+        quiet: display only lines with `always=True`, warnings, and workers' output; `copy` still receives everything.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Display:
             self._line(text)
 
     def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
-        """Show how many of `total` are done: a bar in a terminal, else at most one line per 10 %."""
+        """Show how many of `total` are done: with a bar on a terminal, otherwise with at most one line per 10 %."""
         if self._copy is not None:
             self._copy.counting(title, done, total, unit)
         if self._quiet:
@@ -92,7 +92,7 @@ class Display:
             self._line(f"{title} | {done:,}/{total:,}{unit}")
 
     def step_aside(self) -> bool:
-        """Leave the terminal to a debugger: remove the bar, and draw only lines from now on. Returns True."""
+        """Leave the terminal to a debugger: remove the bar, and print only lines from now on. Returns True."""
         self.close()
         self._bars.enabled = False
         return True
@@ -103,7 +103,7 @@ class Display:
 
     def _output(self, event: WorkerOutput) -> None:
         to_stderr = event.to_stderr and not self._bars.visible
-        logged = to_stderr and not sys.stderr.isatty()  # then the driver's own log has them from there
+        logged = to_stderr and not sys.stderr.isatty()  # then they reach the driver's own log through stderr
         if self._copy is not None and not logged:
             self._copy.handle(WorkerOutput(event.text, to_stderr=False))
         if self._bars.visible:
@@ -127,7 +127,7 @@ class Display:
             self._line(text, style="bold" if is_header else "")
 
     def _line_due(self) -> bool:
-        """Return True, and count it as printed, if the last line is long enough ago."""
+        """Return True, and note the time, if the last line was printed long enough ago."""
         if time.monotonic() - self._last_line < SECONDS_PER_LINE:
             return False
         self._last_line = time.monotonic()
@@ -153,7 +153,7 @@ class _Bars:
 
     @property
     def console(self) -> Console:
-        """What prints lines above the bar."""
+        """Console that prints lines above the bar."""
         return self._bar.console if self._bar else self._console
 
     def draw(self, title: str, done: int, total: int, note: str | None = None) -> None:

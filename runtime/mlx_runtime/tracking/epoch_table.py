@@ -14,10 +14,10 @@ NATURAL = 8
 """Width of a number where there is enough space: `1234.568`, `1.23e-05`."""
 
 WAITING_PCT = 10
-"""Percentage of an epoch's time spent waiting for data above which the table says so."""
+"""Percentage of an epoch's time spent waiting for data above which the table shows it."""
 
 WAITING_S = 1.0
-"""Minimum duration of an epoch for the table to say so."""
+"""Minimum duration of an epoch for the table to show it."""
 
 RATE, TIME = "samples/s", "time"
 
@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of the table: the epoch, the metrics, maybe samples per second, and the time."""
+    """Columns of the table: the epoch, the metrics, samples per second if there is room, and the time."""
 
     names: tuple[str, ...]  # metrics shown, in order
     left_out: tuple[str, ...]  # metrics for which there is no room
@@ -71,7 +71,7 @@ class EpochTable:
         self._previous: set[str] = set()
 
     def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
-        """Yield the lines of an epoch, and True with those of a header. `width` is that of the terminal, if any."""
+        """Yield each line of an epoch, and whether it is part of a header. `width` is the terminal's, or None."""
         label = f"{event.epoch + 1}/{event.epochs}"
         size = max(len("epoch"), 2 * len(str(event.epochs)) + 1, len(label))
         known = set(self._layout.names + self._layout.left_out) if self._layout else set()

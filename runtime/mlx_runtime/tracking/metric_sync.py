@@ -44,7 +44,7 @@ class SyncMessage:
 
     position: tuple[str, int]  # name of the pass, and step
     groups: frozenset[str]  # what user code asked to record, of `losses` and `metrics`
-    number: float = 0.0  # the maximum over all workers is wanted
+    number: float = 0.0  # reduced to the maximum over all workers
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
 
@@ -95,7 +95,7 @@ class MetricSync:
         ]
 
     def _gather_bodies(self, body: bytes, sizes: Sequence[int]) -> list[Any]:
-        """Gather the snapshots of all workers on rank 0; those of one did not fit into its first message."""
+        """Gather the snapshots of all workers on rank 0; used if some did not fit into the first message."""
         buffer = torch.zeros(max(sizes), dtype=torch.uint8)
         buffer[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         received = [torch.empty_like(buffer) for _ in sizes] if self._rank == 0 else None

@@ -36,7 +36,7 @@ def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
 
 
 def no_pdb(sink: Sink) -> Callable[[], bool]:
-    """Return what refuses pdb on a worker, which has no terminal, with one notice; another debugger may need none."""
+    """Return a function that rejects pdb on a worker, which has no terminal, with one notice; others may need none."""
     text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
     notify_once = functools.cache(lambda: sink.send(Notice(text, once=True)))
 

@@ -1,6 +1,6 @@
 """The channel between workers and the driver: events in one direction, orders in the other.
 
-Workers send events, and the driver draws them: Ray delivers workers' output late and line by line, so a progress bar
+Workers send events, and the driver displays them: Ray delivers workers' output late and line by line, so a progress bar
 would be unreadable and the last lines could come after the end.
 """
 
@@ -46,7 +46,7 @@ class Direct:
 
 
 class Remote:
-    """A sink over TCP, connected to a `Receiver`. If the driver cannot be reached, rank 0 draws its events on stdout.
+    """A sink over TCP, connected to a `Receiver`. If the driver cannot be reached, rank 0 prints its events to stdout.
 
     A process that is not a worker has rank -1.
     """
@@ -88,7 +88,7 @@ class Remote:
                 self._connection = None
 
     def _listen(self, connection: "Connection[Any, Any]") -> None:
-        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed while this thread waits
+        with contextlib.suppress(EOFError, OSError, TypeError):  # TypeError: closed while this thread was waiting
             while True:
                 order = connection.recv_bytes()
                 if order == STOP:

@@ -48,7 +48,7 @@ class Checkpointer:
     # -- save
 
     def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
-        """Gather the state of all ranks, and store it in the background. The checkpoint is judged by `numbers`."""
+        """Gather the state of all ranks, and store it in the background. The best one is chosen by `numbers`."""
         self.requested = False
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
@@ -124,9 +124,9 @@ class Checkpointer:
         return int(state["epoch"])
 
     def resume(self, loader: str) -> None:
-        """Restore what `worker_loop` has made or changed before its first pass, as if it had never been interrupted.
+        """Restore what `worker_loop` created or changed before its first pass, as if it had never been interrupted.
 
-        Until then it may have made a scheduler, drawn random numbers, and reset the metrics; the latter is right before
+        It may have created a scheduler, drawn random numbers, and reset the metrics; the reset is correct before
         a whole pass, and undone before the rest of one. An evaluation that comes before the interrupted pass changes
         nothing. `loader` is the name of the loader whose pass begins.
         """

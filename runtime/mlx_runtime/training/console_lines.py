@@ -57,7 +57,7 @@ class ConsoleLines:
             self._print(f"evaluate  {config.origin.title}, {config.checkpoint}")
         elif config.fast:
             batches = cfg.limit_batches or "all"
-            self._print(f"run       {run.experiment}, a quick look: {batches} batches of each pass, nothing is kept")
+            self._print(f"run       {run.experiment}, fast dev run: {batches} batches per pass, nothing is kept")
         else:
             self._print(f"run       {run.experiment} {run.name}")
             self._print(f"folder    {run.place}", always=True)
@@ -66,7 +66,7 @@ class ConsoleLines:
         self._workers()
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
-            self._print("          to keep a secret out of it: ${oc.env:NAME}, a variable of the environment")
+            self._print("          to keep a secret out of it, read it from an environment variable: ${oc.env:NAME}")
         for name in config.ignored:
             self._print(f"note      cfg.{name} has no effect: it is no longer a setting of the runtime")
 

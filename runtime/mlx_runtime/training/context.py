@@ -56,7 +56,7 @@ class Progress:
 
     epoch: int = 0  # counted from 0
     global_step: int = 0  # training steps taken in all epochs; steps that make one update together count once
-    interrupted: bool = False  # a restart was within an epoch, whose training pass is not resumed yet
+    interrupted: bool = False  # restarted within an epoch whose training pass has not been resumed yet
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class Driver:
     Args:
         plan: plan of the run, from `planned`.
         listeners: called with each event, in the driver's thread.
-        control: decides when the run ends early.
-        guard: entered before the record says that the run is alive, and left once its end is certain to be recorded.
+        control: determines when the run ends early.
+        guard: entered before the record marks the run as alive, and exited once its end is certain to be recorded.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Driver:
         """Train, and yield each event after the listeners have seen it. The last one is `RunEnded`.
 
         With `cfg.start_workers=0` the loop runs within `next()`, so all its events come when it is done; listeners see
-        them at once. Closing the iterator early stops the run without a checkpoint.
+        them immediately. Closing the iterator early stops the run without a checkpoint.
 
         Raises:
-            UsageError: another driver trains the run.
+            UsageError: another driver is training the run.
             StorageError: the run folder cannot be written.
-            WorkerLoopError: user code raised.
+            WorkerLoopError: user code raised an exception.
             WorkerLostError: workers were lost more than `cfg.max_failures` times.
             HangError: the workers deadlocked.
         """

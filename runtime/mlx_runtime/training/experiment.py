@@ -89,7 +89,7 @@ class BaseModule:
         With a single dataset unpack the list, `(train,) = self.generate_loaders(dataset_shards)`, or ask for that one
         loader, `train = self.generate_loaders(dataset_shards.train)`.
 
-        A dataset is made when its loader is first read or asked for its length, so an unused one costs nothing.
+        A dataset is constructed when its loader is first read or `len()` is called, so an unused one costs nothing.
 
         Returns:
             Re-iterable loaders of `{name: tensor (batch_size, ...)}` on the worker's device; `len()` is in steps.
@@ -107,7 +107,7 @@ class BaseModule:
             options: keyword arguments of `torch.Tensor.backward`, like `retain_graph=True`.
 
         Raises:
-            MlxError: gradients are to be accumulated, and the loop does not read loaders of `generate_loaders`.
+            MlxError: gradients should be accumulated, but the loop does not read a loader of `generate_loaders`.
         """
         self._session.optimization.backward(loss, **options)
 
@@ -120,7 +120,7 @@ class BaseModule:
             name: name of the optimizer in `Optimizers`; may be left out if there is only one.
 
         Returns:
-            True at the last step of an update, on all workers alike: this is when to step a scheduler.
+            True at the last step of an update, on every worker: this is when to step a scheduler.
 
         Raises:
             MlxError: there is no such optimizer, or the loop has not called `backward`.
@@ -130,8 +130,8 @@ class BaseModule:
     def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
 
-        Values are over all workers, since `reset_all_metrics_and_losses`. They are taken every `cfg.log_every_steps`
-        training steps and at the last batch of a pass; those of metrics that keep every row, like AUROC, only there.
+        Values are over all workers, since `reset_all_metrics_and_losses`. They are computed every `cfg.log_every_steps`
+        training steps and at the last batch of a pass; metrics that keep every row, like AUROC, only at the last batch.
         What was saved in a pass that the loop leaves early, or that reads data unknown to the runtime, is recorded when
         another pass begins, when metrics are reset, with the next checkpoint, or at the end.
 
@@ -155,7 +155,7 @@ class BaseModule:
         self._session.save(("losses",), batch_idx, epoch, stage)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Name what is recorded in a `with` block, whatever the block reads. Every worker must take part.
+        """Name what is recorded in a `with` block, whatever the block reads. Every worker must enter it.
 
         Args:
             name: first part of the names. In stages whose first word is `val`, `test`, `eval`, `dev` or `predict`, no
@@ -164,7 +164,7 @@ class BaseModule:
         return self._session.stage(name)
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
-        """Record your own numbers, with the values of rank 0; no worker waits for another.
+        """Record your own numbers. Only the values of rank 0 are used; workers are not synchronized.
 
         The last value of each appears in the line of the epoch and in the table at the end; `cfg.monitor` may name it.
 
@@ -200,7 +200,7 @@ class BaseModule:
 
         Args:
             epoch: the epoch that has just ended; a restart begins with the next one.
-            metrics: numbers to record, as `log` does. The checkpoint is judged by these and all others recorded.
+            metrics: numbers to record, as `log` does. `cfg.monitor` may name one of these or any other recorded number.
 
         Raises:
             StorageError: the previous checkpoint could not be written.
@@ -210,7 +210,7 @@ class BaseModule:
     def restore_checkpoint(self) -> int | None:
         """Restore the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
-        The runtime does so before `worker_loop` begins. What `worker_loop` makes itself, like a scheduler, is restored
+        The runtime does so before `worker_loop` begins. What `worker_loop` creates, like a scheduler, is restored
         when the first pass begins. Every worker must call this.
 
         Returns:

@@ -14,7 +14,7 @@ from mlx_runtime.training.engines.base import lost
 
 
 class Failures(ray.train.UserCallback):  # type: ignore[misc]
-    """Lets Ray Train replace lost workers, but not those whose user code raised: it would raise again.
+    """Lets Ray Train replace lost workers, but not those whose user code failed: it would fail again.
 
     Runs in Ray Train's controller process, and reports to the driver's `Receiver` with this address and key.
     """
@@ -47,7 +47,7 @@ def error_of(error: BaseException, max_failures: int) -> MlxError:
 
 
 def _cause(failure: Any) -> BaseException:
-    """Return what user code raised, without Ray's wrappers."""
+    """Return the exception of user code, without Ray's wrappers."""
     for name in ("_base_exc", "controller_failure", "cause", "__cause__"):
         inner = getattr(failure, name, None)
         if isinstance(inner, BaseException):

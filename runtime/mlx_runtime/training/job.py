@@ -16,7 +16,7 @@ class Job:
 
     experiment: str  # import path of the experiment's class
     tree: dict[str, Any]  # resolved conf.yaml of the run
-    run: RunInfo  # its folder is that on the driver's machine
+    run: RunInfo  # its `folder` is a path on the driver's machine
     root: str  # storage that the run is in
     project: Path  # folder of the experiment
     cluster: Cluster

@@ -63,7 +63,7 @@ class MetricRecorder:
         self._records[item] = PassRecord(item.step)
 
     def values(self, item: Pass) -> Mapping[str, float]:
-        """Return what was recorded last in a pass."""
+        """Return the values that were recorded last in a pass."""
         return self._records[item].values
 
     def is_due(self, item: Pass) -> bool:
@@ -115,11 +115,11 @@ class MetricRecorder:
             item.recorded = True
 
     def send(self, item: Pass, *, last: bool) -> None:
-        """Start to exchange the metrics of a pass; `last` at its end."""
+        """Start exchanging the metrics of a pass; `last` is True at its end."""
         record = self._records.setdefault(item, PassRecord())
         groups = frozenset(record.new)
         late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
-        if last and not groups:  # the numbers are on record, except those that come once per pass
+        if last and not groups:  # the numbers are already recorded, except those computed once per pass
             late = {name: metric for name, metric in self._of(record.groups).items() if metric.keeps_rows}
             groups = frozenset(record.groups) if late else groups
         taken = snapshots(late, whole_pass=last) | record.snapshots
@@ -177,7 +177,7 @@ class MetricRecorder:
         return numbers(title, metric.metric.compute()) if updated else None
 
     def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
-        """Return what is recorded of training besides metrics: learning rates, speed, memory."""
+        """Return the numbers recorded of training in addition to metrics: learning rates, speed, memory."""
         optimizers = self._context.groups.members("optimizers").items()
         rates = {
             f"lr/{name}": float(item.param_groups[0]["lr"])

@@ -90,7 +90,7 @@ class Optimization:
             self._stepping = False
         self._scale_is_due = self._scaler.is_enabled()
         optimizer.zero_grad()
-        self.after_update()  # the scaler leaves out a step whose gradients are not finite
+        self.after_update()  # the scaler skips a step whose gradients are not finite
         return True
 
     def _optimizer(self, name: str | None) -> Optimizer:

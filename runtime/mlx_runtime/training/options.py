@@ -81,7 +81,7 @@ class TrainConfig(_Checked):
         prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones
             first (`--prepare-batches`); `never` reads samples (`--no-prepared`).
         prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
-        prepared_max_days: remove prepared datasets not used for this many days, whenever others are made.
+        prepared_max_days: when preparing, remove prepared datasets not used for this many days.
         prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
         precision: `bf16` or `fp16` runs the models' forward in autocast of that type, and returns float32.
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.

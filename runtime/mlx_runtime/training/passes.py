@@ -3,11 +3,11 @@
 A pass begins when a loader is iterated. It ends after its last batch, when the loop leaves it, or when its loader is
 iterated again. The rule:
 
-    The training loader that gave a batch first leads until its pass ends: its steps are counted and its name is
-    recorded; any other loader is only read beside it, except an evaluation loader that is iterated within a step, which
+    The training loader that yields a batch first leads until its pass ends: its steps are counted and its name is
+    recorded; any other loader is only read alongside it, except an evaluation loader iterated within a step, which
     is a pass of its own until the next step.
 
-Evaluation loaders follow the same rule among themselves, and give way to a training loader that they are read beside.
+Evaluation loaders follow the same rule among themselves, and yield to a training loader that they are read alongside.
 A training pass whose iterator is kept but no longer read also ends when the loop resets the metrics or saves a
 checkpoint, and then turns to another training loader.
 """
@@ -25,14 +25,14 @@ class Pass:
 
     name: str  # first part of the names of its records, like `val` in `val/accuracy`
     training: bool  # its steps count as global steps
-    loader: Any = None  # gives the batches; None for data that the runtime does not know
+    loader: Any = None  # yields the batches; None for data that the runtime does not know
     steps: int = 0  # total number of batches; 0 if unknown
     accumulate: int = 1  # steps per update
-    step: int = 0  # number of the last batch, from 1; after a restart it continues where the interrupted pass was
+    step: int = 0  # number of the last batch, from 1; after a restart it continues where the interrupted pass left off
     active: bool = True  # until the pass ends
-    recorded: bool = False  # its final metrics are on record
+    recorded: bool = False  # its final metrics are recorded
     closed: bool = False  # the loop reset the metrics or saved a checkpoint since the last batch
-    beside: set[str] = field(default_factory=set)  # names of the datasets that were read beside it
+    beside: set[str] = field(default_factory=set)  # names of the datasets read alongside it
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -46,7 +46,7 @@ class Block:
 
     name: str | None = None  # name of all passes in the block; None outside any block
     training: bool = True  # False if no step in it counts as a training step
-    stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the one before
+    stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
     latest: Pass | None = None  # led last
     unknown: Pass | None = None  # the pass over data that the runtime does not know
 
@@ -144,7 +144,7 @@ class PassTracker:
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass that the metrics saved now belong to.
 
-        That is the leading one; between two passes the one before, or, if that is on record, data that the runtime does
+        The leading one; between passes the previous one or, if that is already recorded, data that the runtime does
         not know. `name` is what user code calls it, if anything; `evaluation` is True if such a name means that its
         steps are not training steps.
         """
@@ -163,7 +163,7 @@ class PassTracker:
 
     @contextmanager
     def block(self, name: str, *, training: bool) -> Iterator[None]:
-        """Give all passes that begin within the block one name."""
+        """Give the same name to all passes that begin within the block."""
         self._blocks.append(Block(name, training))
         try:
             yield

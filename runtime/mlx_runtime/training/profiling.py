@@ -23,7 +23,7 @@ OPERATORS = 10
 def profiled(folder: RunFolder, device: torch.device, notify: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
     """Trace the first training steps in the block on the CPU and a device. Rank 0 only.
 
-    Yields what must be called after each training step, with its global step. The trace is stored as
+    Yields a function to call with the global step after each training step. The trace is stored as
     `profile/step_00000003.pt.trace.json` of the run, for Perfetto and TensorBoard.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise Kineto logs each start and stop

@@ -53,7 +53,7 @@ class RunConfig(Config):
 class _Choice(NamedTuple):
     """The run that the command line and conf.yaml choose; `run`, `claimed` and `origin` are as in `RunConfig`."""
 
-    overrides: tuple[str, ...]  # of Hydra, as typed
+    overrides: tuple[str, ...]  # Hydra overrides, as typed
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
@@ -65,14 +65,14 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     """Read conf.yaml, apply Hydra overrides, and check the result against the constructors.
 
     Args:
-        experiment: its class.
-        overrides: of Hydra, and options: `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN` starts a
+        experiment: class of the experiment.
+        overrides: Hydra's, and options. `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN` starts a
             new run. Both read the conf.yaml of that run. `--run=RUN` resumes a run if it has begun, and begins it if
             it was only claimed. `--fast-dev-run` stands for `FAST`, in temporary storage that is removed at the end.
             `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`.
         path: path of conf.yaml.
-        look: run no code that conf.yaml names: import no module for it, and build `cfg` from the runtime's own class,
-            with its own fields, and without trackers and callbacks.
+        look: run no code that only conf.yaml names. No module is imported for it, `cfg` is of the runtime's own class,
+            without fields of your own, and trackers and callbacks are not built.
 
     Raises:
         ConfigError: conf.yaml or overrides are wrong; one line per problem.
@@ -181,7 +181,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 
 
 def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
-    """Refuse to resume a run that another driver trains, or that has succeeded, unless more epochs are requested."""
+    """Refuse to resume a run that another driver is training, or a completed one unless more epochs are requested."""
     record = records.refuse_living(run)
     before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
     if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:

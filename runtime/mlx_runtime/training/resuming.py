@@ -1,10 +1,10 @@
 """Changes of the config that a resumed run applies.
 
-A checkpoint holds most of what a config describes, so a changed value would be recorded without effect. Applied are:
+A checkpoint holds most of what a config describes, so most changed values would have no effect. These are applied:
 
     cfg.*         settings of the runtime except `FIXED`, and fields of your own that are marked resumable
     optimizers.*  hyperparameters of the parameter groups, like lr, after the state is restored
-    tools.*       arguments that determine only attributes that have not changed since the tool was made
+    tools.*       arguments that affect only attributes that have not changed since the tool was constructed
 
 Everything else is refused before anything is written.
 """
@@ -243,7 +243,7 @@ def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:
 
 
 def _fresh(node: Any, key: str) -> State:
-    """Return the plain state of a newly made tool."""
+    """Return the plain state of a newly constructed tool."""
     with randomness.seeded(0):
         made = build(node, key)
     state: State = state_of(SimpleNamespace(tool=made))[0].get("tool", {})

@@ -81,7 +81,7 @@ class RunRecorder:
                 self.record.finish(status, **fields)
         except StorageError:
             if status != "FAILED":
-                raise  # otherwise the storage may be what failed, and the error says so
+                raise  # otherwise the storage may be what failed, as the error reports
         return events.RunEnded(status, self.metrics or self.record["metrics"] or {}, self.best, error)
 
     def _checkpoint(self, event: events.CheckpointSaved) -> None:
@@ -100,10 +100,10 @@ class RunRecorder:
 
 
 def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
-    """Become the driver of a run, new or resumed. Calls `before_alive` just before the record says that it is alive.
+    """Become the driver of a run, new or resumed. Calls `before_alive` just before the record marks it as alive.
 
     Raises:
-        UsageError: another driver trains the run.
+        UsageError: another driver is training the run.
         StorageError: the run folder cannot be written.
     """
     config = plan.config
@@ -131,7 +131,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
 
 
 def _facts(plan: RunPlan) -> dict[str, Any]:
-    """Return what the record says from the start."""
+    """Return the fields that the record has from the start."""
     cfg, facts = plan.config.cfg, provenance(plan.config.overrides)
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}

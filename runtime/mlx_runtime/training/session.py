@@ -1,6 +1,6 @@
 """`Session`: a run as one worker takes part in it, and the only place that knows the order of events.
 
-The loop belongs to user code. The session acts when a loader is iterated, when a batch is given, when the loop has
+The loop belongs to user code. The session acts when a loader is iterated, when a batch is yielded, when the loop has
 finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. What happens then, and
 in which order, is defined here; how, in the parts.
 """
@@ -62,7 +62,7 @@ class Session:
                 if isinstance(member, nn.Module):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
-        seed_everything(cfg.seed + topology.rank)  # models were made alike; dropout must differ by rank
+        seed_everything(cfg.seed + topology.rank)  # models were built from one seed; dropout must differ by rank
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
@@ -119,7 +119,7 @@ class Session:
         self.beat()
         item = self.passes.of(loader.shard.name)
         if not self.passes.batch(loader.shard.name, part.taken):
-            return  # read beside the pass that leads
+            return  # read alongside the pass that leads
         if item.training:
             if part.given == 1 and not self.passes.is_within_training(item):
                 self._begin_epoch(loader.epoch - 1)
@@ -137,7 +137,7 @@ class Session:
         self.progress.interrupted = False
 
     def step_finished(self, loader: Loader) -> None:
-        """Record, save, stop: in this order, and only between two updates, where every worker is at the same step."""
+        """Record, save, stop: the last two only between two updates, when all workers are at the same step."""
         self.beat()
         item = self.passes.of(loader.shard.name)
         if not self.passes.leads(item):
@@ -188,7 +188,7 @@ class Session:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Give the passes in a block one name."""
+        """Give the same name to all passes in a block."""
         self.metrics.flush()
         with self.passes.block(name, training=trains(name)):
             yield

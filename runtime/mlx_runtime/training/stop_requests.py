@@ -25,8 +25,8 @@ class Terminated(KeyboardInterrupt):
 class StopRequests:
     """Collects requests to end a run, from any thread, and ends it if the workers take too long.
 
-    While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends at
-    once. From other threads, `interrupt` raises `Terminated` in the driver's, which may be busy elsewhere; without it,
+    While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends
+    immediately. From other threads, `interrupt` raises `Terminated` in the driver's thread, which may be busy; if not,
     the driver ends the next time it calls `check`.
     """
 
@@ -38,7 +38,7 @@ class StopRequests:
         self._graceful = False
 
     def allow_checkpoint(self) -> None:
-        """From now on workers train, and can save a checkpoint before they stop."""
+        """Record that workers are training, and can save a checkpoint before they stop."""
         self._graceful = True
 
     def request(self, reason: str) -> None:
@@ -49,14 +49,14 @@ class StopRequests:
             self._interrupt()
 
     def immediate(self) -> bool:
-        """Return True if another request ends the run at once: it is the second, or workers do not train yet."""
+        """Return True if another request ends the run immediately: it is the second, or comes before training."""
         return self.taken_over or self.reason is not None or not self._graceful
 
     def check(self) -> None:
         """End the run if it may not wait for a checkpoint.
 
         Raises:
-            Terminated: it was asked to end before workers trained, or they had enough time to stop.
+            Terminated: the request came before workers were training, or they have had enough time to stop.
         """
         patience = GRACE_S if self._graceful else 0.0
         if self.taken_over or (self.reason is not None and time.monotonic() - self._requested_at >= patience):

@@ -9,13 +9,13 @@ from mlx_runtime.distributed.peers import preempted
 from mlx_runtime.distributed.topology import Topology
 
 SECONDS_PER_VOTE = 0.2
-"""The longest time that a request to stop waits, besides the current step."""
+"""Maximum time that a request to stop waits, in addition to the current step."""
 
 MAX_STEPS_PER_VOTE = 100
 """Limits the wait if steps suddenly become much slower."""
 
 VOTES_PER_PREEMPTION_CHECK = 10
-"""Stop votes between two checks for preemption; each check is a collective of a few milliseconds."""
+"""Rounds of the stop consensus per check for preemption; each check is a collective of a few milliseconds."""
 
 
 class LoopStopped(BaseException):
@@ -23,9 +23,9 @@ class LoopStopped(BaseException):
 
 
 class StopConsensus:
-    """Agrees between steps on what any worker requested. Every worker must take part.
+    """Lets all workers agree, between steps, on what any of them requested. Every worker must make the same calls.
 
-    A vote is one small collective on the CPU. Its result includes the number of steps until the next vote, so that all
+    A round is one small collective on the CPU. Its result includes the number of steps until the next one, so that all
     workers wait equally long, about `SECONDS_PER_VOTE`.
     """
 
@@ -36,7 +36,7 @@ class StopConsensus:
         self._voted_at = time.monotonic()
 
     def due(self) -> bool:
-        """Count a step. Return True if a vote is due."""
+        """Count a step. Return True if a round is due."""
         self._steps_left -= 1
         return self._steps_left <= 0
 
@@ -55,9 +55,9 @@ class StopConsensus:
 
 
 class StopPoll:
-    """Lets all workers stop at the same step: on a request, or when a node is being preempted. Every worker takes part.
+    """Lets all workers stop at the same step: on a request, or when a node is being preempted.
 
-    `preemptible` is True if the cluster may announce that; a run that is `resumable_by_fewer` workers continues.
+    Every worker must construct it. `preemptible`: the cluster may announce it; `resumable_by_fewer`: the run continues.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StopPoll:
         self.stopped = False  # the loop was left for that
 
     def step(self) -> bool:
-        """Count a training step, and vote if a vote is due. Return True if a node turns out to be preempted."""
+        """Count a training step, and run a round if one is due. Return True if a node is being preempted."""
         if self.agreed or not self._consensus.due():
             return False
         self.vote()

@@ -63,9 +63,9 @@ def fit(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Re
 
     Raises:
         DatasetError: a dataset cannot be batched; nothing was started.
-        UsageError: another driver trains the run.
+        UsageError: another driver is training the run.
         StorageError: the run folder cannot be written.
-        WorkerLoopError: user code raised.
+        WorkerLoopError: user code raised an exception.
         WorkerLostError: workers were lost more than `cfg.max_failures` times.
         HangError: the workers deadlocked.
         RunStopped: Ctrl-C, SIGTERM or `mlx xp stop`; the run is marked STOPPED.
@@ -152,12 +152,12 @@ class _Terminal:
         self._stack.push(log_error)
 
     def _stopped(self) -> str:
-        """Say what has become of a run that was stopped."""
+        """Return a message about the state of a run that was stopped."""
         if not self._plan.config.kept:
             return "stopped; nothing of this run is kept"
         if self.driver.resuming:
             return f"stopped before {self._title} was resumed; it is unchanged"
-        return f"stopped; {self._title} is marked STOPPED, its checkpoints are kept. Resume: {self._resume_command}"
+        return f"stopped; {self._title} is marked STOPPED and keeps its checkpoints. Resume: {self._resume_command}"
 
     def _hint(self, error: MlxError) -> str:
         """Return what to type after an error, or nothing."""

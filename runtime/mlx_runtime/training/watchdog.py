@@ -99,8 +99,8 @@ class DeadlockDetector:
 def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: float = 0.0) -> str | None:
     """Describe deadlocked workers, one line per rank, by the positions of those that answered; None if they are busy.
 
-    They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python does not see what
-    waits, they are if they are at different steps or lines. A rank that took a step within `busy_s` is busy.
+    They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python cannot see who
+    wait, they are deadlocked if they are at different steps or lines. A rank that took a step within `busy_s` is busy.
     """
     silent = [rank for rank in range(world_size) if rank not in positions]
     if any(position.seconds < busy_s for position in positions.values()):

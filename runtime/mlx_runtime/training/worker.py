@@ -89,7 +89,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
 
 
 def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[None]:
-    """Translate what user code raises within the block; errors of the runtime stay as they are.
+    """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
 
     Raises:
         WorkerLoopError: user code failed; shows its frames in `project`.
@@ -138,7 +138,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
 
 
 def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
-    """Return what records metrics, in a run folder that has those of the attempts before."""
+    """Return the recorder of metrics, in a run folder that contains those of previous attempts."""
     folder = job.folder
     files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before

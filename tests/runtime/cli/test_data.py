@@ -355,8 +355,8 @@ def test_all_that_is_wrong_is_told_at_once(job: SimpleNamespace, mlx: Mlx) -> No
         [
             "error: src/conf.yaml has 3 problems:",
             "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz'. Did you mean 'cfg.start_workers'?",
-            "  cfg.overwrite is 3; src.job.JobConfig wants bool",
-            "  text.lines is 'many'; src.job.Text wants int",
+            "  cfg.overwrite is 3; src.job.JobConfig takes bool",
+            "  text.lines is 'many'; src.job.Text takes int",
         ],
     )
 
@@ -407,4 +407,4 @@ def test_verbs_say_where_they_belong(baked: Path, job: SimpleNamespace, mlx: Mlx
     (job.project / "src" / "job.py").write_text("import mlx_runtime\nclass Job(mlx_runtime.DataJob):\n    pass\n")
     done = mlx(job.project, "data", "bind")
     assert done.returncode == 1
-    assert done.stderr == "error: Job has no cfg; write cfg: DataConfig, and name the other groups alike\n"
+    assert done.stderr == "error: Job has no cfg; write cfg: DataConfig, and declare the other groups the same way\n"

@@ -580,7 +580,7 @@ class WithoutCfg(BaseModule):
     ("experiment", "message"),
     [
         (Forgets, "metrics.mse has no type, so it would be left out; write mse: MeanSquaredError = ..."),
-        (WithoutCfg, "WithoutCfg has no cfg; write cfg: TrainConfig, and name the other groups alike"),
+        (WithoutCfg, "WithoutCfg has no cfg; write cfg: TrainConfig, and declare the other groups the same way"),
     ],
 )
 def test_what_would_be_forgotten_is_refused(experiment: type, message: str, tmp_path: Path) -> None:

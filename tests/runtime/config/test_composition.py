@@ -111,7 +111,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
         (
             ["cfg.precision=16"],
-            "cfg.precision is 16; mlx_runtime.TrainConfig wants Literal[32, 'bf16', 'fp16']",
+            "cfg.precision is 16; mlx_runtime.TrainConfig takes Literal[32, 'bf16', 'fp16']",
         ),
         (["cfg.accumulate_grad_batches=0"], "cfg.accumulate_grad_batches is 0; the minimum is 1"),
         (
@@ -121,9 +121,9 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (["cfg.limit_batches=0"], "cfg.limit_batches is 0; the minimum is 1"),
         (["cfg.overfit_batches=0"], "cfg.overfit_batches is 0; the minimum is 1"),
         (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the minimum is 1"),
-        (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam wants float | torch.Tensor"),
-        (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig wants int"),
-        (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net wants Literal['a', 'b']"),
+        (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam takes float | torch.Tensor"),
+        (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig takes int"),
+        (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net takes Literal['a', 'b']"),
         (["models.net.width=???"], "models.net.width: ??? must be given a value; {here}.Net has no default for it"),
         (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
         (
@@ -133,7 +133,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (
             ["models.net.layer._target_=torch.nn.Identity"],
             "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear; "
-            "{here}.Net wants one. A wider type in the code, like a base class, would allow it",
+            "{here}.Net takes one. A wider type in the code, like a base class, would allow it",
         ),
         (["~tools"], "tools: missing; add it with: mlx train bind"),
         (["+cfgs.x=1"], "cfgs: there is no such group. Did you mean 'cfg'?"),

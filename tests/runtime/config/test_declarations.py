@@ -126,7 +126,7 @@ def test_other_calls_of_a_module_stay_in_its_frame(source: ModuleType) -> None:
 
 
 def test_what_is_declared_has_no_attributes_yet(source: ModuleType) -> None:
-    with pytest.raises(AttributeError, match=r"Rows\(\) is not made while src is imported, .* 'count'"):
+    with pytest.raises(AttributeError, match=r"Rows\(\) is not constructed while src is imported, .* 'count'"):
         source.CONSTANT.count  # noqa: B018
 
 

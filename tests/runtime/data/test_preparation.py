@@ -271,8 +271,8 @@ def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (Noisy, r"datasets.train cannot be prepared: a row reads differently each time. Set prepare = False in Noisy"),
-        (Centred, r"datasets.train cannot be prepared: a row comes out differently in a batch with others"),
+        (Noisy, r"datasets.train cannot be prepared: a row changes each time it is read. Set prepare = False in Noisy"),
+        (Centred, r"datasets.train cannot be prepared: a row changes when it is batched with others"),
         (
             Padded,
             r"datasets.train cannot be prepared: row 0 is x float32 \(1,\), row 1 is x float32 \(2,\)",

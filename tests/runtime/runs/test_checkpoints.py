@@ -206,7 +206,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     assert len(told) == 1
     assert f"epoch_0002/{file}" in told[0]
     assert "is damaged: " in told[0]
-    assert told[0].endswith("resuming from the checkpoint before it")
+    assert told[0].endswith("resuming from the previous one")
     assert names(saved) == ["epoch_0001", "epoch_0002"]  # nothing has changed so far
     content = {name: saved._storage.read("epoch_0002", name) for name in saved._storage.names("epoch_0002")}
     saved.set_damaged_aside()

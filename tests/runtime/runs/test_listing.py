@@ -138,7 +138,7 @@ class TestLs:
     def test_what_is_not_there_is_told(self, trained: Path, mlx: Mlx) -> None:
         for arguments, message in [
             (["digit"], "error: no runs of 'digit' in .* Did you mean 'digits'?"),
-            (["--sort", "val/acuracy"], "error: no run has a value of val/acuracy. Did you mean 'val/accuracy'?"),
+            (["--sort", "val/acuracy"], "error: no run has recorded val/acuracy. Did you mean 'val/accuracy'?"),
             (["--status", "DONE"], "Invalid value for '--status': 'DONE' is not one of"),
         ]:
             done = mlx(trained, "xp", "ls", *arguments)
@@ -451,7 +451,7 @@ class TestBest:
         made("plain", metrics={"loss": 1.0})
         for arguments, message in [
             (("digits", "val/loss"), "no run of digits monitors val/loss; pass --mode"),
-            (("digits", "val/los", "max"), "no run of digits has a value of val/los. Did you mean 'val/loss'?"),
+            (("digits", "val/los", "max"), "no run of digits has recorded val/los. Did you mean 'val/loss'?"),
             (("plain",), "the runs of plain have no cfg.monitor; pass --metric. Available: loss."),
             (("digit",), "no runs of 'digit'"),
         ]:

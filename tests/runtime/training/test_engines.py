@@ -530,7 +530,7 @@ class TestInterrupt:
             time.sleep(0.02)
         _, errors = process.communicate(timeout=60)
         resume = (
-            "stopped; acts run_001 is marked STOPPED, its checkpoints are kept. Resume: mlx train run --resume=run_001"
+            "stopped; acts run_001 is marked STOPPED and keeps its checkpoints. Resume: mlx train run --resume=run_001"
         )
         assert errors in ("error: interrupted\n", f"error: {resume}\n")
         assert process.returncode == 130

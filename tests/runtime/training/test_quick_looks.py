@@ -37,7 +37,7 @@ class TestFastDevRun:
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr == ""
         assert "train     128 rows in 2 steps, global batch 64\n" in done.stdout
-        assert "run       digits, a quick look: 2 batches of each pass, nothing is kept\n" in done.stdout
+        assert "run       digits, fast dev run: 2 batches per pass, nothing is kept\n" in done.stdout
         assert len(re.findall(r"^ +train +val$", done.stdout, re.MULTILINE)) == 1
         assert len(re.findall(r"^  1/1 ", done.stdout, re.MULTILINE)) == 2  # the second time with the test set
         assert "test/accuracy" in done.stdout

@@ -254,7 +254,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert errors == (
-        "error: stopped; probe run_001 is marked STOPPED, its checkpoints are kept. "
+        "error: stopped; probe run_001 is marked STOPPED and keeps its checkpoints. "
         "Resume: mlx train run --resume=run_001\n"
     )
     assert record(folder)["status"] == "STOPPED"

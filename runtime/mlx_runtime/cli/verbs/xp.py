@@ -67,8 +67,8 @@ def logs(
 ) -> int:
     """Pass on the output of a run, from its cluster while that is up, else from its folder, and return an exit code.
 
-    With `follow`, wait until the run ends, and return its code; None waits only if it is alive. `rank` is that of a
-    worker; None is for the driver, which prints the output of all. `tail` is the number of lines to start with.
+    With `follow`, wait until the run ends, and return its code; None waits only if the run is alive. `rank` is a
+    worker's rank; None is for the driver, which prints that of all. `tail` is the number of lines to start with.
     """
     folder = resolve_run(name, run)
     record = records.recorded(folder)
@@ -151,7 +151,7 @@ def open_dashboard(ray_address: str | None) -> str:
 def board(name: str | None, run: str | None, port: int) -> None:
     """Replace this process with TensorBoard on a port of 127.0.0.1. Does not return.
 
-    It displays a run, an experiment, or the whole storage. Unlike elsewhere, a path need not be that of a run.
+    It displays a run, an experiment, or the whole storage. Unlike in other commands, a path does not have to be a run.
     """
     if name is not None and "/" in name:
         path = name if is_uri(name) else str(Path(name).resolve())

@@ -1,6 +1,6 @@
 """Save and restore everything that changes while an experiment trains.
 
-A checkpoint is a folder that appears whole or not at all:
+A checkpoint is a folder that is published atomically:
 
 checkpoints/epoch_0004/
     state.pt           everything, as plain values and tensors: reading it never runs code (`weights_only=True`)

@@ -1,6 +1,6 @@
 """States of the members of a group (`models`, `optimizers`, `tools`, …), taken and put back.
 
-A state consists of plain values: what loading a checkpoint gives back without running code.
+A state consists of plain values: what loading a checkpoint can return without running code.
 """
 
 import collections
@@ -151,7 +151,7 @@ def _shape(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as loading gives it back, tensors not copied; raise TypeError if a checkpoint cannot hold it."""
+    """Return a value as loading returns it, without copying tensors; raise TypeError if a checkpoint cannot hold it."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The checkpoints of one run on disk: stored, perhaps in the background, verified and loaded, pruned."""
+"""The checkpoints of one run on disk: store them, optionally in the background, verify, load and prune them."""
 
 import contextlib
 import math
@@ -64,9 +64,9 @@ class Checkpoints:
         return joined(self._storage.root, checkpoint.name)
 
     def save(self, state: State, checkpoint: Checkpoint, allowed: Callable[[], None] = lambda: None) -> Checkpoint:
-        """Store a checkpoint, whole or not at all. Return its description with the checksum.
+        """Store a checkpoint atomically. Return its description with the checksum.
 
-        `allowed` is called before it becomes visible, and raises if another driver has the run.
+        `allowed` is called before it becomes visible, and raises if another driver owns the run.
         """
         try:
             with Publication(self._storage, checkpoint.name, ABOUT) as publication:
@@ -117,7 +117,7 @@ class Checkpoints:
             )
         self._damaged = list(problems)
         for text in problems.values():
-            warn(f"{text}; resuming from the checkpoint before it")
+            warn(f"{text}; resuming from the previous one")
         return self._newest and self._newest[0]
 
     def set_damaged_aside(self) -> None:
@@ -140,7 +140,7 @@ class Checkpoints:
                     unpublish(self._storage, item.name, ABOUT)
 
     def clean(self) -> None:
-        """Clean up after saves that were killed; only for the driver that has the run."""
+        """Clean up after saves that were killed; only for the driver that owns the run."""
         with storage_errors(f"cannot write to {self._storage.root}"):
             recover(self._storage)
             for name in self._storage.names():
@@ -154,7 +154,7 @@ class AsyncCheckpointer:
     Args:
         checkpoints: Where to store them.
         stored: Called in the thread with each complete checkpoint.
-        allowed: Called in the thread before a checkpoint becomes visible; raises if another driver has the run.
+        allowed: Called in the thread before a checkpoint becomes visible; raises if another driver owns the run.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AsyncCheckpointer:
         self._error: Exception | None = None
 
     def save(self, state: State, checkpoint: Checkpoint) -> None:
-        """Wait for the checkpoint before, copy a state to the CPU, and start to store the copy."""
+        """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
         self.wait()
         done, copy = threading.Event(), copied(state)
         thread = threading.Thread(target=self._save, args=(copy, checkpoint, done), name="checkpoint", daemon=True)
@@ -226,7 +226,7 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
             hashing = HashingReader(file)
             try:
                 state = torch.load(cast("IO[bytes]", hashing), map_location="cpu", weights_only=True)
-            except Exception as error:  # bytes that are no state raise errors of all kinds
+            except Exception as error:  # loading anything but a state raises all kinds of errors
                 unreadable = short_message(error)
             if hashing.failure is not None:
                 raise hashing.failure

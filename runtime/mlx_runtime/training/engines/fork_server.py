@@ -57,7 +57,7 @@ class Start:
 class ForkServer:
     """The driver's handle of the server. The constructor starts it.
 
-    `spawns` says why workers are new interpreters instead of forks; it is None for forks.
+    `spawns` is the reason why workers are new interpreters; None if they are forks.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None")
     """Run the server until the driver closes its end of `control`, which a fork has inherited."""
     forks = drivers_end is not None
     if drivers_end is not None:
-        drivers_end.close()  # otherwise the server would not notice that the driver closes it
+        drivers_end.close()  # otherwise the server would not notice when the driver closes it
     leave_the_terminal()
     context = multiprocessing.get_context("fork" if forks else "spawn")
     workers: dict[int, Any] = {}

@@ -95,7 +95,7 @@ class LocalGroup:
         self._collect_exits(attempt)
         self._forward_output()
         died = {rank: _ProcessDied(f"rank {rank} {exit_reason(code)}") for rank, code in attempt.codes.items()}
-        ended = {**died, **load_results(attempt.results)}  # a stored result says more than an exit code
+        ended = {**died, **load_results(attempt.results)}  # a stored result is more specific than an exit code
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
             self._failed(attempt, errors)

@@ -37,10 +37,11 @@ class OnRay:
         self._cfg, self._cluster, self._timeout_s = cfg, cluster, timeout_s
         self._sizes = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
         self._elastic = self._sizes[0] != self._sizes[1]
+        self._scratch = ""  # until a run starts
+        self._error: BaseException | None = None
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "OnRay":
-        self._error: BaseException | None = None
-        self._scratch = tempfile.mkdtemp(prefix="mlx-ray-")
+        self._error, self._scratch = None, tempfile.mkdtemp(prefix="mlx-ray-")
         # In the main thread, Ray Train would take over Ctrl-C.
         self._thread = threading.Thread(target=self._fit, args=(self._trainer(job),), name="fit", daemon=True)
         self._thread.start()

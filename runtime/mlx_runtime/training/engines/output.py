@@ -22,7 +22,7 @@ class Output:
     """Pipes in place of the workers' stdout and stderr, and a thread that reads them.
 
     Native libraries write to the file descriptors, so their messages arrive as well. Each complete line is written to
-    the log at once, and kept until the driver asks for it. `writers` are the workers' ends: stdout and stderr by rank.
+    the log immediately, and kept until the driver takes it. `writers` are the workers' ends: stdout and stderr by rank.
     """
 
     def __init__(self, folder: RunFolder, workers: int) -> None:

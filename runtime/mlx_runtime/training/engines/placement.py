@@ -111,7 +111,7 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
 
 
 def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
-    """Return True if each worker gets a GPU: as `cfg.use_gpu` says, or by default if there are enough."""
+    """Return True if each worker gets a GPU: as `cfg.use_gpu` specifies, or by default if there are enough."""
     return gpus >= max(1, cfg.min_workers or cfg.start_workers) if cfg.use_gpu is None else cfg.use_gpu
 
 
@@ -188,6 +188,6 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     try:
         with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS):
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True)
-    except Exception as error:  # Ray raises no particular type
+    except Exception as error:  # Ray raises various types of exceptions
         why = f"Ray did not start on this machine: {short_message(error)}"
         raise ClusterError(f"{why}\nIf the machine is busy, try again; --verbose shows Ray's output") from error
