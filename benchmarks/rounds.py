@@ -33,13 +33,14 @@ def alternating(
     for number in range(rounds):
         for name in chosen:
             started = time.monotonic()
-            found[name].append(_repeated(measure, name))
+            found[name].append(repeated(measure, name))
             took = time.monotonic() - started
             print(f"round {number + 1}/{rounds}  {name:<18}{took:5.1f} s  {_short(found[name][-1])}", flush=True)
     return found
 
 
-def _repeated(measure: Callable[[str], Found], name: str) -> Found:
+def repeated(measure: Callable[[str], Found], name: str) -> Found:
+    """Measure a contender, again if it fails."""
     for _ in range(ATTEMPTS - 1):
         try:
             return measure(name)

@@ -8,6 +8,7 @@ from pathlib import Path
 from commands import BIN, ROOT, environment, workplace
 from page import table
 from processes import cost
+from rounds import repeated
 
 from parts.starting import stepped
 
@@ -47,7 +48,7 @@ def section(rounds: int, only: Collection[str]) -> str:
             found |= {title: sum_of(processes_of(arguments, folder).values())}
         for contender, title in RUNS.items():
             if not only or contender in only:
-                found |= dict(by_process(contender, title, folder))
+                found |= repeated(lambda name, title=title: dict(by_process(name, title, folder)), contender)
     head = ["seconds", *(f"`{name}`" for name in LIBRARIES), "other", "all"]
     rows = [
         [title, *(cell(seconds.get(name, 0)) for name in (*LIBRARIES, "other")), cell(sum(seconds.values()))]
