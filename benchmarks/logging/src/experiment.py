@@ -64,7 +64,8 @@ class Experiment(BaseModule):
         network = self.models.net = prepare_model(self.models.net)
         (train,) = self.generate_loaders(dataset_shards=dataset_shards)
         metrics, clock = vars(self.losses) | vars(self.metrics), Clock()
-        self._save, self._send, self._receive = map(clock.timed, (self._save, self._send, self._receive))
+        recorder = self._run.metrics
+        recorder.save, recorder.step_finished = map(clock.timed, (recorder.save, recorder.step_finished))
         for epoch in range(self.cfg.num_epochs):
             self.reset_all_metrics_and_losses()
             clock.start()
