@@ -74,7 +74,7 @@ class EpochEnded(WorkerEvent):
     epochs: int  # `cfg.num_epochs`
     values: Mapping[str, float]  # last value of each metric
     seconds: float
-    samples_per_s: float | None = None  # of the training pass; None without one
+    samples_per_s: float | None = None  # of the training pass; None if there was none
     data_wait_pct: float | None = None  # share of that pass in which the slowest worker waited for data
 
 

@@ -19,9 +19,9 @@ REPEAT_WINDOW_S = 5.0  # Ctrl-C is ignored for this long after the first one
 
 @contextlib.contextmanager
 def clean_exit(*, debug: bool = False) -> Iterator[None]:
-    """Print errors of the block as one message and exit with the right code, instead of a traceback.
+    """Print an error in the block as a message without a traceback, and exit with the matching code.
 
-    With `debug`, or `MLX_DEBUG=1`, tracebacks are let through.
+    With `debug`, or `MLX_DEBUG=1`, errors propagate with their traceback.
     """
     with _single_interrupt():
         try:

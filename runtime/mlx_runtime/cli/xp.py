@@ -59,7 +59,8 @@ def ls(
 def diff(words: tuple[str, ...], as_json: bool) -> None:
     """Show the differences between two runs.
 
-    A and B are run_003, 3 or latest of NAME, or of the one in the working directory; or name/run_003, a path or URI.
+    A and B are run_003, 3 or latest of NAME (default: the experiment in the working directory), name/run_003, or a path
+    or URI.
     """
     if len(words) not in (2, 3):
         raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")

@@ -135,7 +135,7 @@ class Dashboard:
         return str(answer.json()["logs"])
 
     def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
-        """Pass on what a job prints until it ends, and return its last state. Lost connections are opened again.
+        """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
 
         `tail` is the number of lines to begin with; None is for everything printed so far. Raises if the cluster has
         not answered for `RECONNECT_S`.
@@ -165,7 +165,7 @@ class Dashboard:
         self._request("POST", f"jobs/{job}/stop", refusal=f"cannot stop {job}")
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
-        """Pass on what follows the first `skip` characters of a log, until the connection ends.
+        """Write what follows the first `skip` characters of a log, until the connection ends.
 
         Returns True if the log was read to its end, and the number of characters seen.
         """
@@ -192,7 +192,7 @@ class Dashboard:
     def _request(
         self, method: str, path: str, timeout_s: float = ANSWER_S, *, refusal: str | None = None, **body: Any
     ) -> "requests.Response":
-        """Return the answer to a request. With `refusal`, the start of an error message, failures raise it."""
+        """Return the answer to a request. With `refusal`, failures raise an error that begins with it."""
         import requests
 
         try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 STARTUP_S = 30.0  # how long a launch waits for the job to begin, in order to report a failure during startup
 FAILED_LOG_LINES = 40
 LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance that its job cannot know
-STOP_WAIT_S = 30  # between SIGTERM and SIGKILL of a job that is stopped: enough for a checkpoint
+STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enough to save a checkpoint
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def merge(
 
 
 def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
-    """Refuse a YAML text that would build something other than the code declares: build each default, and compare."""
+    """Build each default from the YAML text, and refuse text that builds something other than the code declares."""
     written = parsed(text)
     problems = []
     for group, cls in groups(experiment).items():

@@ -106,7 +106,7 @@ def read(path: Path, overrides: Sequence[str], title: object = None) -> Composit
     try:
         keys = list(values_by_key(OmegaConf.to_container(from_yaml(path.read_bytes()))))
         if "hydra" in keys:  # its search path would import packages
-            raise ConfigError(f"{title}: hydra: there is no such group; conf.yaml does not configure Hydra, remove it")
+            raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
         problems, known = [], []
         for item in OverridesParser.create().parse_overrides(overrides):
             key = item.key_or_group

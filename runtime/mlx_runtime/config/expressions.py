@@ -164,7 +164,7 @@ def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
 
 
 def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
-    """Return what a module assigns to a top-level name, or None unless it does so exactly once."""
+    """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
     values = []
     for statement in statements(module):
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]

@@ -134,7 +134,7 @@ class Merge:
                 old[name] = written(new[name])
 
     def _fits(self, value: Any, new: Node, name: str, former: str) -> bool:
-        """Return True if a value may belong to another argument, which has the former argument's default."""
+        """Return True if the value of the argument `former` may belong to `name`, which has the same default."""
         default = new[name]
         if _is_node(default) or _is_node(value):
             return _is_node(default) and _is_node(value) and default["_target_"] == value["_target_"]

@@ -24,7 +24,7 @@ Node = dict[str, Any]
 """A mapping with `_target_`, the class or function to call, and its arguments, as Hydra's `instantiate` takes it."""
 
 RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
-"""Keys with a meaning of their own in a node."""
+"""Keys with a special meaning in a node."""
 
 DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
 """Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
@@ -225,7 +225,7 @@ class Description:
 
 def _refuse_reserved(name: Any, key: str, kind: str) -> None:
     if name in RESERVED:
-        raise BindError(f"{key}: {kind} cannot be named {name}, which has a meaning of its own in conf.yaml")
+        raise BindError(f"{key}: {kind} cannot be named {name}, which is reserved in conf.yaml")
 
 
 def _refuse_untyped(cls: type, key: str) -> None:

@@ -35,7 +35,7 @@ def _yaml() -> YAML:
     yaml = YAML()
     yaml.width = 120
     yaml.preserve_quotes = True
-    yaml.representer.add_representer(  # PyYAML would write nothing
+    yaml.representer.add_representer(  # the default writes None as an empty value
         type(None), lambda writer, _: writer.represent_scalar("tag:yaml.org,2002:null", "null")
     )
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -30,8 +30,8 @@ CHUNK_BYTES = 1 << 20
 class ColumnWriter:
     """Writes a prepared dataset, block after block of rows in order, as a context manager.
 
-    It cannot be found before `commit`, and without it what was written is removed. Several writers of one dataset have
-    files of their own; the first to commit wins. Its methods raise StorageError if the storage refuses something.
+    The dataset cannot be found before `commit`, and is removed if that is never called. Each writer of a dataset has
+    its own files; the first to commit wins. Methods raise StorageError if the storage refuses an operation.
 
     Args:
         store: Store to write to.
@@ -184,6 +184,6 @@ def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     for name, (file, dtype, _) in manifest.columns.items():
         mapped = np.load(folder / file, mmap_mode="r")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
+            warnings.simplefilter("ignore", UserWarning)  # the array is not writable
             columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
     return columns

@@ -147,7 +147,7 @@ def _files_in(arguments: Any) -> list[str]:
 
 
 def _file_facts(path: str, limit: int = 100_000) -> str:
-    """Return a path with the size and time of the file there, or those of the files in the folder there."""
+    """Return a path with the size and modification time of its file, or of all files in its folder."""
     if Path(path).is_file():
         facts = Path(path).stat()
         return f"{path} {facts.st_size} {facts.st_mtime_ns}"

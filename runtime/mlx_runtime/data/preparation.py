@@ -32,7 +32,7 @@ def find(
         if candidate.refusal or not of_arguments:
             continue
         title = f"datasets.{candidate.name}: its prepared dataset"
-        stale = f"{title} is stale, the {{}} has changed; reading samples. Prepare again with --prepare-batches"
+        stale = f"{title} is stale because its {{}} changed; reading samples. Prepare again with --prepare-batches"
         if not any(item.name.startswith(candidate.prefix) for item in of_arguments):
             tell(stale.format("code"))
             continue

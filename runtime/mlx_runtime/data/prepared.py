@@ -81,7 +81,7 @@ class Store:
         return sorted(info.base_name for info in self._listed() if info.type.name == "Directory")
 
     def find(self, name: str) -> Manifest | None:
-        """Return the description of a dataset if all of it can be read."""
+        """Return the manifest of a dataset, or None if any part of the dataset cannot be read."""
         try:
             return self._find(name)
         except StorageError:

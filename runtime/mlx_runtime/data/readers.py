@@ -213,13 +213,13 @@ class _IterableBatches(IterableDataset[Any]):
         if len(own) < count:
             raise DatasetError(
                 f"datasets.{self.name}: {type(self.dataset).__name__} ended after {position + skipped + len(own)} "
-                f"samples, but its __len__ is {self.part.plan.rows}"
+                f"samples, but __len__() is {self.part.plan.rows}"
             )
         return own
 
 
 class _Randomness:
-    """A random state of its own: the block of a `with` neither sees nor changes the random numbers of training."""
+    """A separate random state: code in a `with` block neither sees nor changes the random numbers of training."""
 
     def __init__(self, seed: int) -> None:
         self._alone = get_worker_info() is not None  # a reading process has no other random numbers

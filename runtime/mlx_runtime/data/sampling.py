@@ -1,4 +1,4 @@
-"""Which rows each worker reads, step by step: arithmetic on (seed, epoch, world size) that no timing can change.
+"""The rows that each worker reads, step by step: arithmetic on (seed, epoch, world size), independent of timing.
 
 A pass over a dataset is an order of its rows, a permutation if shuffled, that is assigned to the workers:
 

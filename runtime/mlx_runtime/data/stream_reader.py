@@ -137,7 +137,7 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
                 if start == stop:
                     following = next(blocks, None)
                     if following is None:
-                        given = f"to_ray() returned {position} rows, but its __len__ is {plan.rows}"
+                        given = f"to_ray() returned {position} rows, but __len__() is {plan.rows}"
                         raise DatasetError(f"datasets.{name}: {given}")
                     block = following
                     continue
@@ -153,7 +153,7 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
 
 
 def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int) -> Any:
-    """Start a `BlockAssigner` in a process of its own on this node."""
+    """Start a `BlockAssigner` in a separate process on this node."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
     options = {"num_cpus": 0, "max_concurrency": workers + 1, "scheduling_strategy": here}

@@ -41,7 +41,7 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
     if not isinstance(stream, ray.data.Dataset):
         returned = f"{type(dataset).__name__}.to_ray() returned {type(stream).__name__}"
         raise DatasetError(f"datasets.{name}: {returned}; it must return a ray.data.Dataset")
-    keep_order(stream.context)  # one that was created earlier has settings of its own
+    keep_order(stream.context)  # a dataset created earlier has its own settings
     return stream
 
 

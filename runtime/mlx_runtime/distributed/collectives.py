@@ -8,7 +8,7 @@ from mlx_runtime.distributed.topology import Topology
 
 
 def data_parallel_group(topology: Topology) -> Any:
-    """Create a gloo group of the workers at the same position of each replica, or None without a process group.
+    """Create a gloo group of the workers at the same position of each replica, or None if there is no process group.
 
     It runs on the CPU, so that its collectives overlap with the work of the model.
     """

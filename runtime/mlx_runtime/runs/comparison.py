@@ -16,8 +16,8 @@ from mlx_runtime.storage.redaction import redacted_tree
 def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Find the run and the checkpoint of an experiment in which a metric is best.
 
-    Metric and mode (`max` or `min`) are by default those of the runs. A value that no checkpoint was saved with, like
-    that of a final test, comes with the latest checkpoint of the run.
+    Metric and mode (`max` or `min`) default to those of the runs. A value that no checkpoint was saved with, like
+    the result of a final test, comes with the latest checkpoint of the run.
     """
     rows = [row for row in list_rows(name) if row.problem is None]
     chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)

@@ -58,7 +58,7 @@ class Output(Storage):
 
         Raises:
             StorageError: This node does not see the output.
-            OSError: The storage refuses it.
+            OSError: The storage refuses the write.
         """
         self._make_folders(parts)
         super().write(data.encode() if isinstance(data, str) else data, *parts)
@@ -87,7 +87,7 @@ class Output(Storage):
 class Filling:
     """A folder in the storage that one job is filling, as a context manager: only `commit` publishes it.
 
-    Methods raise OSError if the storage refuses them.
+    Methods raise OSError if the storage refuses an operation.
 
     Args:
         location: Folder or URI.

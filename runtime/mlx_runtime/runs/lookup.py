@@ -36,7 +36,7 @@ def conf_value(key: str) -> str | None:
 
 
 def resolve_run(name: str, run: str | None = None) -> RunFolder:
-    """Find the run that one or two words of a command name: an experiment and `run_003`, `3` or `latest`.
+    """Find the run named on a command line by one or two words: an experiment, and `run_003`, `3` or `latest`.
 
     A single word is one of the latter in this experiment, `digits/run_003`, or the path or URI of a run's folder; a
     second word is then ignored.

@@ -43,7 +43,7 @@ def split_options(root: str) -> tuple[str, str]:
 
 
 class Storage:
-    """A folder or an object store. Its methods raise OSError if it does not answer or refuses something.
+    """A folder or an object store. Its methods raise OSError if it does not answer or refuses an operation.
 
     Attributes:
         root: The folder or URI, as given.

@@ -184,7 +184,7 @@ def _boot() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process on this machine started, in ticks since boot; None without such a process or /proc."""
+    """Return when a process on this machine started, in ticks since boot, or None if it or /proc is missing."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -39,7 +39,7 @@ class Listeners:
         self._objects = {name: item for name, item in objects.items() if item is not None}
         self._kind, self._notify = kind, notify
         self._failed: set[str] = set()
-        self._calling = threading.RLock()  # checkpoints are reported from a thread of their own
+        self._calling = threading.RLock()  # checkpoints are reported from another thread
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._objects.values())

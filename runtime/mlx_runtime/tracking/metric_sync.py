@@ -2,7 +2,7 @@
 
 TorchMetrics would gather each state of each metric on its own. Here each worker packs all of them into one message;
 rank 0 merges the states as the metrics define it (`dist_reduce_fx`) and computes the values. The exchange runs in a
-group of its own on the CPU while training continues.
+separate group on the CPU while training continues.
 """
 
 import io
@@ -143,7 +143,7 @@ UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worke
 def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[str, Snapshot]:
     """Copy the states of metrics by name, without those that synchronize themselves.
 
-    Those that keep rows are copied for a whole pass only, because their states grow.
+    Metrics that keep every row are copied only for a whole pass, because their states grow with each step.
     """
     return {
         name: item.snapshot()

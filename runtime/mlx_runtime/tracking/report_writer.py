@@ -78,7 +78,7 @@ class ReportWriter:
 
     @property
     def tensorboard(self) -> Any:
-        """Torch's SummaryWriter of this run, or None without a TensorBoard tracker."""
+        """Torch's SummaryWriter of this run, or None if there is no TensorBoard tracker."""
         return next((item.writer for item in self.trackers if isinstance(item, TensorBoard)), None)
 
     def push_for_checkpoint(self) -> None:

@@ -54,7 +54,7 @@ class TensorBoard:
         self._run = run
 
     def on_rewind(self, step: int) -> None:
-        """Let a TensorBoard hide what it has already read after `step`, which is no longer in the files."""
+        """Make TensorBoard hide points after `step` that it has already read; they are no longer in the files."""
         if self._writer is not None:
             self._writer.close()
         self._writer, self._purge_step = None, step + 1 if step else None
@@ -217,7 +217,7 @@ class MLflow:
 
     Args:
         tracking_uri: like `http://host:5000`; None keeps a SQLite file in the run's folder.
-        experiment: name of the experiment; None means that of the run.
+        experiment: name of the experiment; None uses the run's.
     """
 
     files = ("mlflow-run-id", "mlflow.db")

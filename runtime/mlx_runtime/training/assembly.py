@@ -98,7 +98,7 @@ def dataset_shards(
 
 
 def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
-    """Return readers of streams of Ray Data by name. Rank 0 starts the assigners of their rows to all workers."""
+    """Return the readers of Ray Data streams by name. Rank 0 starts the assigners that share the rows out."""
     if not nodes:
         return {}
     assigners = {}

@@ -57,7 +57,7 @@ class Remote:
         self._connection: Connection[Any, Any] | None = None
         self._display: Any = None
         self._stop = threading.Event()
-        self._sending = threading.Lock()  # checkpoints are reported from a thread of their own
+        self._sending = threading.Lock()  # checkpoints are reported from another thread
         with contextlib.suppress(OSError, EOFError):
             self._connection = Client(address, authkey=key)
             threading.Thread(target=self._listen, args=(self._connection,), name="driver", daemon=True).start()

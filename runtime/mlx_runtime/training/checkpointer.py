@@ -127,7 +127,7 @@ class Checkpointer:
         """Restore what `worker_loop` created or changed before its first pass, as if it had never been interrupted.
 
         It may have created a scheduler, drawn random numbers, and reset the metrics; the reset is correct before
-        a whole pass, and undone before the rest of one. An evaluation that comes before the interrupted pass changes
+        a whole pass, and undone before the rest of one. An evaluation before the interrupted pass restores
         nothing. `loader` is the name of the loader whose pass begins.
         """
         state = self._to_resume

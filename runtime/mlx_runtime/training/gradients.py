@@ -1,6 +1,6 @@
 """Gradient norms by layer, a picture of them per epoch, and detection of NaN and infinity.
 
-A layer is a module with parameters of its own, named after its model and its path in there, like `net.layers.0`.
+A layer is a module that owns parameters, named after its model and its path in that model, like `net.layers.0`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which metrics of a pass are recorded, and when: read at a step, exchanged in the background, reported at the next."""
+"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported at the next step."""
 
 import time
 import weakref
@@ -28,7 +28,7 @@ from mlx_runtime.training.reporting import Reporter
 class PassRecord:
     """What was saved in a pass."""
 
-    sent_step: int = 0  # when numbers were recorded last
+    sent_step: int = 0  # step of the last record
     sent_at: float = field(default_factory=time.monotonic)
     groups: set[str] = field(default_factory=set)  # saved since the pass began, of `losses` and `metrics`
     new: set[str] = field(default_factory=set)  # those saved since numbers were last recorded
@@ -102,7 +102,7 @@ class MetricRecorder:
                 self._unfinished = None
 
     def flush(self) -> None:
-        """Record what was saved in a pass that the loop has left, or is about to forget."""
+        """Record what was saved in a pass that the loop has left, before it is discarded."""
         item, self._unfinished = self._unfinished, None
         if item is None or item.recorded:
             return

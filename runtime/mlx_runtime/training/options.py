@@ -83,7 +83,7 @@ class TrainConfig(_Checked):
         prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
         prepared_max_days: when preparing, remove prepared datasets not used for this many days.
         prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
-        precision: `bf16` or `fp16` runs the models' forward in autocast of that type, and returns float32.
+        precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type; outputs are float32.
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
         gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
             not clip.

@@ -1,11 +1,11 @@
-"""Which pass the training loop is in.
+"""The pass that the training loop is in.
 
 A pass begins when a loader is iterated. It ends after its last batch, when the loop leaves it, or when its loader is
 iterated again. The rule:
 
     The training loader that yields a batch first leads until its pass ends: its steps are counted and its name is
     recorded; any other loader is only read alongside it, except an evaluation loader iterated within a step, which
-    is a pass of its own until the next step.
+    is a separate pass until the next step.
 
 Evaluation loaders follow the same rule among themselves, and yield to a training loader that they are read alongside.
 A training pass whose iterator is kept but no longer read also ends when the loop resets the metrics or saves a
@@ -118,7 +118,7 @@ class PassTracker:
         return False
 
     def leads(self, item: Pass) -> bool:
-        """Return True if a pass leads, or would if a pass begun within its step had ended."""
+        """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
         return any(item in block.stack for block in self._blocks)
 
     def is_within_training(self, item: Pass) -> bool:
@@ -127,7 +127,7 @@ class PassTracker:
         return any(other.training for other in stacked[: stacked.index(item)])
 
     def end(self, item: Pass) -> None:
-        """End a pass: all of it was read, the loop has left it, or its loader is iterated again."""
+        """End a pass that was read completely, that the loop has left, or whose loader is iterated again."""
         item.active = False
         for block in self._blocks:
             if item in block.stack:

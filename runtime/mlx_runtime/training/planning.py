@@ -69,7 +69,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
 @contextlib.contextmanager
 def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
-    """Provide an embedded Ray instead of this machine if only that can read the datasets."""
+    """Yield a cluster that can read the datasets: an embedded Ray if the local engine cannot."""
     with contextlib.ExitStack() as stack:
         streams = []
         if cluster.engine == "local":

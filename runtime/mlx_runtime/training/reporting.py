@@ -59,7 +59,7 @@ class EventSender:
 
 
 class Reporter:
-    """The numbers of a run. Every worker keeps them, and rank 0 records them with `tracking`."""
+    """Latest values of all recorded numbers. Every worker keeps them; rank 0 records them with `tracking`."""
 
     def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
         self._context, self.events, self.tracking = context, events, tracking

@@ -1,4 +1,4 @@
-"""Which run a command refers to: a new one, one to resume, one to begin, or a checkpoint to evaluate."""
+"""The run that a command refers to: a new one, one to resume or to begin, or a checkpoint to evaluate."""
 
 import contextlib
 import re

@@ -40,7 +40,7 @@ MAY_START = {"lr", "weight_decay"}
 
 @dataclass(frozen=True)
 class Change:
-    """A value of the config that differs from that of the run; `MISSING` is the value where there is none."""
+    """A value of the config that differs from the run's; `MISSING` stands for no value."""
 
     key: str
     before: Any

@@ -169,7 +169,7 @@ def test_a_stream_is_shared_out_without_touching_the_random_numbers_of_training(
 
 
 def test_a_stream_that_ends_early_is_told() -> None:
-    message = r"datasets.train: Numbers ended after \d+ samples, but its __len__ is 37"
+    message = r"datasets.train: Numbers ended after \d+ samples, but __len__\(\) is 37"
     with pytest.raises(DatasetError, match=message):
         read(shard(Numbers(given=30)).iter_torch_batches())
 

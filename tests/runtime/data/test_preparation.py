@@ -122,7 +122,7 @@ def test_other_code_is_another_set(project: SimpleNamespace, module: str, old: s
     assert old in text
     project.edit(module, text.replace(old, new))
     assert project.find() is None
-    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale, the code has changed")
+    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale because its code changed")
 
 
 @pytest.mark.parametrize(("old", "new"), [("# a comment", "# another"), ("return 1", "return 2")])
@@ -144,7 +144,7 @@ def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequenc
     project.prepare()
     project.data.write_text("\n".join(map(str, lines)))
     assert project.find() is None
-    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale, the data has changed")
+    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale because its data changed")
     assert project.prepare() == project.find() == [3 * value for value in lines]
 
 

@@ -148,7 +148,7 @@ def test_who_asks_ahead_in_a_pass_that_all_have_left_gets_nothing() -> None:
     [
         ({"broken": True}, "datasets.train cannot be read: ValueError: no such column"),
         ({"text": True}, "datasets.train: column 'x' is .*, not numbers of one shape"),
-        ({"said": ROWS + 1}, r"datasets.train: to_ray\(\) returned 3000 rows, but its __len__ is 3001"),
+        ({"said": ROWS + 1}, r"datasets.train: to_ray\(\) returned 3000 rows, but __len__\(\) is 3001"),
         ({"said": ROWS - 1}, r"datasets.train: to_ray\(\) returned more rows than its __len__, 2999"),
     ],
 )

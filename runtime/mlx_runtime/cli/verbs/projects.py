@@ -94,7 +94,7 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
 
 
 def bind_first(kind: Kind, folder: Path) -> None:
-    """Bind if there is no conf.yaml yet, in a process of its own: it may import what a run must not."""
+    """Bind if there is no conf.yaml yet, in a separate process, because it may import what a run must not."""
     if (folder / CONF).exists():
         return
     prepare_fork()

@@ -93,7 +93,7 @@ class Checkpoints:
         return _loaded(self._storage, checkpoint.name, checkpoint)
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest checkpoint that is not damaged, None without checkpoints; ConfigError if all are damaged.
+        """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
 
         `warn` is called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
         """

@@ -80,7 +80,7 @@ class OnRay:
                 **({"elastic_resize_monitor_interval_s": RESIZE_S} if self._elastic else {}),
             ),
             run_config=ray.train.RunConfig(
-                name=uuid.uuid4().hex,  # Ray would look for checkpoints of its own under a known name
+                name=uuid.uuid4().hex,  # under a known name, Ray would look for its own checkpoints
                 storage_path=self._scratch,
                 logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
                 failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),

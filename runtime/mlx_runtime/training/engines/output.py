@@ -44,7 +44,7 @@ class Output:
             yield self._lines.get_nowait()
 
     def close(self) -> None:
-        """Read the rest, for a last call of `lines`. The workers must have ended."""
+        """Read the remaining output, for a last call of `lines`. The workers must have ended."""
         self._close.close()
         self._thread.join()
         for end in (*(reader.end for reader in self._readers), *(end for pair in self.writers for end in pair)):

@@ -180,7 +180,7 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
 
     if not Settings.read().quiet:
         print(f"ray       starting on {os.cpu_count()} cores", flush=True)
-    release_threads()  # Ray's processes have cores of their own
+    release_threads()  # processes of Ray are not limited to the cores of this one
     # Ray places workers by logical CPUs: with more of them than cores, any number of workers runs on a laptop.
     # Some are for Ray Data.
     needed = (cfg.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2

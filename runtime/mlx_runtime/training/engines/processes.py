@@ -89,7 +89,7 @@ def kill_group(process: Any) -> None:
     """Kill a `multiprocessing.Process` together with all processes that it has started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # a new interpreter might not have a process group of its own yet
+    process.kill()  # a new interpreter may not lead a process group yet
 
 
 def exit_reason(code: int | None) -> str:
