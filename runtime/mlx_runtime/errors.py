@@ -62,6 +62,9 @@ class BindError(MlxError):
 class ConfigError(MlxError):
     """conf.yaml and the overrides do not describe a runnable experiment. Lists all problems at once."""
 
+    problems: tuple[str, ...] = ()
+    """One line each, without the file that has them; empty if there is only a message."""
+
 
 class DatasetError(MlxError):
     """The workers cannot read a dataset."""

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 ROOMS = (
     "cli",
+    "sweeps",
     "cluster",
     "training",
     "tracking",
@@ -43,6 +44,7 @@ HOMES = {
     "matplotlib": {"training.gradients"},
     "mlflow": {"tracking.trackers"},
     "omegaconf": {"config", "storage.documents", "training.request"},
+    "optuna": {"sweeps.study"},
     "pathspec": {"storage.uploads"},
     "plotly": {"runs.report"},
     "pyarrow": {"data.mapping", "storage.files"},

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -83,24 +84,27 @@ def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool =
     checker = Checker(imports=not look)
     problems += ambiguous_words(path)
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
-    _raise_if([problem.text for problem in problems], title)
+    raise_if([problem.text for problem in problems], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
-    _raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], title)
+    raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], title)
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
 
 
-def _raise_if(problems: Sequence[str], title: object) -> None:
-    if len(problems) == 1:
-        raise ConfigError(f"{title}: {problems[0]}")
-    if problems:
-        raise ConfigError("\n  ".join([f"{title} has {len(problems)} problems:", *problems]))
+def raise_if(problems: Sequence[str], title: object) -> None:
+    """Raise ConfigError if there are problems; `title` is what has them."""
+    if not problems:
+        return
+    listed = "\n  ".join([f"{title} has {len(problems)} problems:", *problems])
+    error = ConfigError(listed if len(problems) > 1 else f"{title}: {problems[0]}")
+    error.problems = tuple(problems)
+    raise error
 
 
 def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
     """Compose conf.yaml with the environment and the overrides, through Hydra."""
     title = title or path
     storage = Settings.read().storage
-    overrides = [*([storage_override(storage)] if storage is not None else []), *map(_quote_value, overrides)]
+    overrides = [*([storage_override(storage)] if storage is not None else []), *overrides]
     if not path.is_file():
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
     try:
@@ -108,7 +112,7 @@ def read(path: Path, overrides: Sequence[str], title: object = None) -> Composit
         if "hydra" in keys:  # its search path would import packages
             raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
         problems, known = [], []
-        for item in OverridesParser.create().parse_overrides(overrides):
+        for item in parse_overrides(overrides):
             key = item.key_or_group
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
@@ -128,10 +132,17 @@ def read(path: Path, overrides: Sequence[str], title: object = None) -> Composit
         return Composition(tree, resolved(config, environment=False), problems)
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
-    except OverrideParseException as error:
-        raise ConfigError(f"the override {error.override!r} is not understood; write key=value") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{title}: {short_message(error)}") from error
+
+
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides in Hydra's grammar; ConfigError names the one that is not in it."""
+    try:
+        return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
+    except OverrideParseException as error:
+        why = f": {short_message(error.__cause__)}" if error.__cause__ else "; write key=value"
+        raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
 
 
 def storage_override(root: str) -> str:

@@ -1,0 +1,203 @@
+"""The space that a sweep searches: overrides in Hydra's sweep grammar.
+
+`lr=1e-3,1e-4`, `choice(...)` and `range(...)` list values; `interval(...)`, `tag(log, interval(...))` and
+`int(interval(...))` span them, with both ends.
+"""
+
+import contextlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.composition import parse_overrides, raise_if
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.training.request import load_config
+
+Values = dict[str, str]
+"""Values of a trial by key, as text: `f"{key}={text}"` is the override that applies one."""
+
+LARGE_GRID = 1000
+"""Trials of a grid that need no confirmation."""
+
+MOST_VALUES = 100_000
+"""How many values one override may list."""
+
+COMMON = ("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode", "cfg.folds", "cfg.fold")
+"""Settings that all runs of a sweep have in common."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A key that takes different values: the `choices`, or those between `low` and `high`."""
+
+    key: str  # as typed before the `=`, like `optimizers.adam.lr`
+    text: str  # the override as typed
+    choices: tuple[str, ...] = ()  # texts of the values; empty for an interval
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    integer: bool = False
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """All choices, or the ends of the interval."""
+        return self.choices or (self.written(self.low), self.written(self.high))
+
+    def __contains__(self, text: str) -> bool:
+        if self.choices:
+            return text in self.choices
+        with contextlib.suppress(ValueError):
+            value = float(text)
+            return self.low <= value <= self.high and (value.is_integer() or not self.integer)
+        return False
+
+    def written(self, value: float) -> str:
+        """Return a value of the interval as text, with four significant digits: of itself, or of the width."""
+        if self.integer:
+            return str(int(value))
+        digits = 3 - math.floor(math.log10(value if self.log else self.high - self.low))
+        return repr(min(max(round(value, digits), self.low), self.high))
+
+
+@dataclass(frozen=True)
+class Space:
+    """All overrides of a sweep, and the keys that vary."""
+
+    typed: tuple[str, ...]  # the overrides, in order
+    dimensions: tuple[Dimension, ...]
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Overrides and options, like `--from=RUN`, that apply to every trial."""
+        swept = {dimension.text for dimension in self.dimensions}
+        return tuple(text for text in self.typed if text not in swept)
+
+    @property
+    def size(self) -> int | None:
+        """Points of the grid; None with an interval."""
+        counts = [len(dimension.choices) for dimension in self.dimensions]
+        return math.prod(counts) if all(counts) else None
+
+    def grid(self) -> Iterator[Values]:
+        """Yield each combination of the choices; those of the last key change fastest."""
+        keys = [dimension.key for dimension in self.dimensions]
+        for texts in itertools.product(*(dimension.choices for dimension in self.dimensions)):
+            yield dict(zip(keys, texts, strict=True))
+
+    def __contains__(self, values: Mapping[str, str]) -> bool:
+        dimensions = {dimension.key: dimension for dimension in self.dimensions}
+        return values.keys() == dimensions.keys() and all(text in dimensions[key] for key, text in values.items())
+
+    def applied(self, values: Mapping[str, str]) -> tuple[str, ...]:
+        """Return the overrides of one trial, in the order typed: one below a key that varies applies after it.
+
+        Values of keys that do not vary come last; a trial has some if the sweep was resumed with another space.
+        """
+        keys = {dimension.text: dimension.key for dimension in self.dimensions}
+        rest, overrides = dict(values), []
+        for text in self.typed:
+            if text not in keys:
+                overrides.append(text)
+            elif keys[text] in rest:
+                overrides.append(f"{keys[text]}={rest.pop(keys[text])}")
+        return (*overrides, *(f"{key}={text}" for key, text in rest.items()))
+
+
+def parse(overrides: Sequence[str]) -> Space:
+    """Parse the overrides of a sweep. Words that begin with a dash are options, which apply to every trial.
+
+    Raises:
+        UsageError, ConfigError: an override is none, or cannot be swept; in one line.
+    """
+    dimensions, keys = [], Counter[str]()
+    for text in overrides:
+        if text.startswith("-"):
+            continue
+        (override,) = parse_overrides([text])
+        keys[override.key_or_group] += 1
+        if override.is_sweep_override():
+            dimensions.append(_dimension(override, text))
+    for dimension in dimensions:
+        if keys[name := dimension.key.lstrip("+")] > 1:
+            raise UsageError(f"{name} is given {keys[name]} times; give all its values in one override")
+    return Space(tuple(overrides), tuple(dimensions))
+
+
+def check(space: Space, experiment: type, path: Path = CONF) -> None:
+    """Check every value, each with the first value of the other keys.
+
+    Raises:
+        ConfigError: values do not fit; one line per problem.
+    """
+    first = {dimension.key: dimension.samples[0] for dimension in space.dimensions}
+    others = [first | {item.key: text} for item in space.dimensions for text in item.samples[1:]]
+    problems: dict[str, None] = {}
+    for values in [first, *others]:
+        try:
+            load_config(experiment, [*space.applied(values), "cfg.resume=null"], path)
+        except ConfigError as error:
+            for problem in error.problems or [str(error)]:
+                for item in space.dimensions:  # an unknown key is one problem, whatever its values
+                    problem = problem.replace(f"override {item.key}={values[item.key]}:", f"override {item.text}:")
+                problems[problem] = None
+    raise_if([*problems], path)
+
+
+def trial_count(space: Space, search: str, trials: int | None, *, large: bool = False) -> int:
+    """Return how many trials a search runs at most, given `--trials`; `large` is `--yes`.
+
+    Raises:
+        UsageError: it would not end without `--trials`, a grid has an interval, or it is a large grid.
+    """
+    if space.size is None:
+        interval = next(item.text for item in space.dimensions if not item.choices)
+        if search == "grid":
+            raise UsageError(f"--search grid needs lists of values; {interval} is an interval")
+        if trials is None:
+            raise UsageError(f"{interval} is an interval; pass the number of trials, like --trials 20")
+        return trials
+    count = min(trials or space.size, space.size)
+    if count > LARGE_GRID and not large:
+        raise UsageError(f"these are {count:,} trials; run fewer with --trials 100, or confirm them with --yes")
+    return count
+
+
+def _dimension(override: Any, text: str) -> Dimension:
+    """Return what an override with several values spans; `override` is Hydra's."""
+    sweep, key = override.value(), override.get_key_element()
+    if why := _refusal(override, sweep):
+        raise UsageError(f"{text}: {why}")
+    if override.is_interval_sweep():
+        integer = isinstance(sweep.start, int) and isinstance(sweep.end, int)
+        return Dimension(key, text, low=sweep.start, high=sweep.end, log="log" in sweep.tags, integer=integer)
+    choices = dict.fromkeys(itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1))
+    if not 0 < len(choices) <= MOST_VALUES:
+        raise UsageError(f"{text}: an override lists 1 to {MOST_VALUES:,} values")
+    return Dimension(key, text, tuple(choices))
+
+
+def _refusal(override: Any, sweep: Any) -> str:
+    """Return why an override cannot be swept, or nothing."""
+    interval = override.is_interval_sweep()
+    if override.is_delete():
+        return "a key is deleted in all trials or in none"
+    if override.key_or_group in COMMON:
+        return f"{override.key_or_group} is the same for all runs of a sweep"
+    if override.value_type.name == "GLOB_CHOICE_SWEEP":
+        return "glob() is not supported; list the values"
+    if sweep.tags - {"log"} or (sweep.tags and not interval):
+        return "the only tag is log, of an interval: tag(log, interval(1e-5, 1e-1))"
+    if interval and not -math.inf < sweep.start < sweep.end < math.inf:
+        return "an interval begins below its end, and both are finite"
+    if sweep.tags and sweep.start <= 0:
+        return "a logarithmic interval begins above 0"
+    if not interval and sweep.shuffle:
+        return "shuffle() is not supported; --search random runs a grid in random order"
+    if override.is_range_sweep() and sweep.step == 0:
+        return "the step of a range is not 0"
+    return ""
