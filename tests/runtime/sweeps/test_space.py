@@ -180,8 +180,9 @@ def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:
 
 
 def test_written_values_stay_in_the_interval() -> None:
-    dimension = Dimension("a", "", low=1e-5, high=0.1, log=True)
-    assert [dimension.written(value) for value in (1e-5, 0.0123456, 0.1)] == ["1e-05", "0.01235", "0.1"]
+    dimension = Dimension("a", "", low=1.23443e-5, high=0.123456, log=True)
+    written = [dimension.written(value) for value in (1.23443e-5, 0.0123456, 0.123456)]
+    assert written == ["1.23443e-05", "0.01235", "0.123456"]
     narrow = Dimension("a", "", low=100.00012, high=100.0011)
     assert [narrow.written(value) for value in (100.00012, 100.00054321, 100.0011)] == [
         "100.00012",

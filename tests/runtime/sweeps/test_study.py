@@ -146,6 +146,14 @@ def test_asha_ends_most_trials_early_but_not_the_best_and_none_at_its_last_epoch
     assert min(found.values, key=lambda number: loss(found.values[number])) not in pruned
 
 
+def test_asha_never_ends_a_trial_at_its_last_epoch() -> None:
+    found = study(["a=1,2"], search="grid", scheduler="asha")
+    for number in (1, 2):
+        found.ask(number)
+        losses = [1.0 / number] * (EPOCHS - 1) + [float(number)]
+        assert not any(found.report(number, epoch, value) for epoch, value in enumerate(losses))
+
+
 def test_a_trial_that_repeats_an_epoch_after_a_resume_gets_the_same_decision() -> None:
     found = study(["a=1,2"], search="grid", scheduler="asha")
     for number in (1, 2):
