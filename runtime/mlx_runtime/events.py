@@ -223,7 +223,7 @@ class StopRequested(Event):
 class RunEnded(Event):
     """The last event of a run."""
 
-    status: str  # `SUCCEEDED`, `FAILED` or `STOPPED`
+    status: str  # `SUCCEEDED`, `FAILED`, `STOPPED` or `PRUNED`
     metrics: Mapping[str, float]  # latest value of every recorded number, like `{"test/accuracy": 0.98}`
     best: Mapping[str, Any] | None = None  # epoch, path and value of the best checkpoint by `cfg.monitor`
     error: BaseException | None = None  # what ended the run early

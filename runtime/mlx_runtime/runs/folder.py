@@ -33,6 +33,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
 from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
 
@@ -178,6 +179,13 @@ def has_begun(run: RunFolder) -> bool:
     return True
 
 
+def in_sweep(run: RunFolder) -> bool:
+    """Return True if the record of a run says that it belongs to a sweep."""
+    with contextlib.suppress(OSError, ValueError):
+        return bool(from_json(run.read(run.record.name), {}).get("sweep"))
+    return False
+
+
 def reserve_space(run: RunFolder) -> None:
     """Reserve a megabyte for recording the end of a run: a full disk still accepts empty files and folders."""
     with (run.path / RESERVE).open("wb") as stream:
@@ -245,13 +253,19 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
 
 
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
-    """Return a run by name (`run_003`), number (`3`) or `latest`; raise UsageError with similar names without one."""
+    """Return a run by name (`run_003`), number (`3`) or `latest`, which is none of a sweep.
+
+    Raise UsageError, with similar names, if there is none.
+    """
     runs = list_runs(root, experiment)
     if not runs:
         known = {folder.experiment for folder in list_runs(root)}
         raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
     if run == "latest":
-        return runs[-1]
+        for folder in reversed(runs):
+            if not in_sweep(folder):
+                return folder
+        raise UsageError(f"all runs of {experiment} are of sweeps, so none is the latest; name one: {runs[-1].title}")
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
     named = {folder.name: folder for folder in runs}
     if wanted not in named:
@@ -265,7 +279,7 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     Root and experiment are those to look in if the text does not name them.
     """
     base, options = split_options(text.rstrip("/"))
-    if is_uri(text) or Path(text, "run.json").is_file():
+    if is_uri(text) or any(Path(text, name).is_file() for name in ("run.json", RESERVE)):  # claimed, at least
         parts = base if is_uri(text) else str(Path(base).resolve())
         if parts.count("/") < 2 + 2 * is_uri(text):
             raise UsageError(f"{text!r} is not the folder of a run; those end with name/run_003")

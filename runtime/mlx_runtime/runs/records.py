@@ -68,13 +68,16 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
     "files": COUNT,
+    "sweep": mapping_with(
+        {"name": TEXT, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
+    ).or_null(),
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }
 """Types of the fields of the record of a run or a data job. Anybody may have written the file."""
 
 
 class Record:
-    """The record of a run, kept up to date on disk. Statuses: PENDING RUNNING SUCCEEDED FAILED STOPPED.
+    """The record of a run, kept up to date on disk. Statuses: PENDING RUNNING SUCCEEDED FAILED STOPPED PRUNED.
 
     Methods raise StorageError if the run folder cannot be written.
 
@@ -203,7 +206,7 @@ def parsed(content: bytes) -> dict[str, Any]:
 
 
 def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
-    """Return the status of a run: PENDING RUNNING SUCCEEDED FAILED STOPPED, or STALE if its driver died silently.
+    """Return the status of a run: PENDING RUNNING SUCCEEDED FAILED STOPPED PRUNED, or STALE if its driver died.
 
     `job` is the status of its job according to the cluster, if known.
     """

@@ -12,7 +12,8 @@ WRAPPED = ("experiment", "metric")
 COLUMNS = ("experiment", "run", "status", "epoch", "metric", "best", "last", "workers", "age", "duration")
 """Columns of a listing of runs."""
 
-COLORS = {"RUNNING": "cyan", "SUCCEEDED": "green", "FAILED": "red", "STALE": "red", "UNREADABLE": "red"}
+COLORS = {"RUNNING": "cyan", "SUCCEEDED": "green", "PRUNED": "dim"}
+COLORS |= dict.fromkeys(("FAILED", "STALE", "UNREADABLE"), "red")
 
 MIN_WIDTH = 80
 
@@ -40,7 +41,7 @@ def _draw(rows: Sequence[Mapping[str, str]], stream: TextIO, width: int) -> None
     from rich.table import Column, Table
     from rich.text import Text
 
-    fixed = [name for name in COLUMNS if name not in WRAPPED]
+    fixed = {*COLUMNS, "trial", "fold"} - {*WRAPPED}
     columns = [Column(name, no_wrap=name in fixed, min_width=None if name in fixed else 8) for name in rows[0]]
     gap = 2 if width >= 100 else 1
     table = Table(*columns, box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))

@@ -8,7 +8,8 @@ on every worker and should only store its arguments; open files and connections 
     on_epoch_end(epoch, values)   an epoch has ended: its last value of each metric
     on_checkpoint(checkpoint)     one is stored: a dict of path, epoch, finished, step and metrics
     on_exception(error)           an exception ends the run early
-    on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric
+    on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric; of a run that its
+                                  sweep ended early, trackers get STOPPED and callbacks PRUNED
     on_rewind(step)               trackers only: training resumes from this step; discard later numbers
 
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so

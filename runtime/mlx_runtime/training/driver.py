@@ -76,6 +76,10 @@ class Driver:
         """End the run, after a checkpoint if workers train. May be called from any thread."""
         self.control.request(reason)
 
+    def prune(self, reason: str = "prune()") -> None:
+        """End the run like `stop`, but mark it PRUNED: nothing resumes it unless a user names it."""
+        self.control.request(reason, prune=True)
+
     def run(self) -> Iterator[events.Event]:
         """Train, and yield each event after the listeners have seen it. The last one is `RunEnded`.
 
@@ -106,7 +110,8 @@ class Driver:
                     text = f"{record.folder.title} was taken over by another driver; this one has ended"
                     raise MlxError(text) from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
-                ended = recorder.end_early("STOPPED" if stopped else "FAILED", error)
+                status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
+                ended = recorder.end_early(status, error)
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
                     raise

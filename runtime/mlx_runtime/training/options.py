@@ -57,7 +57,8 @@ class TrainConfig(_Checked):
     Attributes:
         name: experiment name, and folder of its runs in the storage.
         resume: `auto` resumes the latest run of this name unless it has succeeded, and starts a new one if there is
-            none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one.
+            none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one. The
+            latest run is never one of a sweep, which has its own `--resume`.
         restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from; None starts from scratch.
         restore_strict: everything must match that checkpoint; `false` loads the weights that match, lists the others,
             and initializes everything else.

@@ -3,10 +3,10 @@
 import contextlib
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
@@ -15,7 +15,7 @@ from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, has_begun, list_runs, named_run
+from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
 from mlx_runtime.storage.files import Storage, is_uri, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
@@ -43,6 +43,7 @@ class RunConfig(Config):
     changes: tuple[Change, ...] = ()  # differences from the config that the run had before
     fast: bool = False  # run a few batches to see that all code works, and keep nothing
     checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
+    sweep: Mapping[str, Any] | None = None  # of a new run of a sweep, for its record: name, trial, fold and values
 
     @property
     def kept(self) -> bool:
@@ -98,10 +99,10 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         if run is not None:
             assert conf is not None
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed
-                _refuse_finished(run, conf, config.cfg)
+                _refuse_finished(run, conf, config.cfg, declared=True)
             changes = _changes(run, conf, config)
             if not choice.declared:
-                _refuse_finished(run, conf, config.cfg)
+                _refuse_finished(run, conf, config.cfg, declared=False)
     return RunConfig(
         **{**vars(config), "overrides": choice.overrides},
         run=run,
@@ -131,8 +132,9 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     if name in ("auto", "latest"):
-        begun = [run for run in list_runs(root, experiment) if has_begun(run)]  # others died in their first second
-        name = begun[-1].name if begun else "" if name == "auto" else name
+        runs = reversed(list_runs(root, experiment))
+        begun = (run.name for run in runs if has_begun(run) and not in_sweep(run))  # others died in their first second
+        name = next(begun, "" if name == "auto" else name)
     if not name:
         return choice
     run = named_run(str(name), root, experiment)
@@ -143,7 +145,7 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
 def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Return the runs after `--resume`, `--from` and `--run`, or empty strings, and the remaining overrides.
 
-    The name of the run may follow an option as a separate word; without a name, the latest run is used.
+    The name of the run may follow an option as a separate word; without a name, it is `latest`.
     """
     options = {"--resume": "", "--from": "", "--run": ""}
     typed: list[str] = []
@@ -180,8 +182,11 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         yield conf
 
 
-def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
-    """Refuse to resume a run that another driver is training, or a completed one unless more epochs are requested."""
+def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: bool) -> None:
+    """Refuse to resume a run that another driver is training, or a completed one unless more epochs are requested.
+
+    A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
+    """
     record = records.refuse_living(run)
     before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
     if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:
@@ -189,6 +194,9 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig) -> None:
             f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train further, raise it; "
             "for a new run, leave out --resume and cfg.resume"
         )
+    if declared and record.get("status") == "PRUNED":
+        title = f"{run.experiment} {run.name}"
+        raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
 
 
 def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:

@@ -72,9 +72,11 @@ class RunRecorder:
         return events.RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
 
     def end_early(self, status: str, error: BaseException) -> events.RunEnded:
-        """Record how the run ended before it was done. A run that has not resumed yet stays as it was."""
+        """Record an early end. A run that has not resumed yet stays as it was, unless it is pruned."""
         fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
         try:
+            if status == "PRUNED":
+                self.begin()
             if self.record.held:
                 self.record.withdraw()
             else:
@@ -116,10 +118,12 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             facts |= {"attempts": records.attempts(previous), "job": None}
         withdraw_stop(folder)
     else:
-        folder, attempt = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name), 1
+        folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
+        has_record = config.claimed is not None and Storage(folder.location).size_bytes(folder.record.name) is not None
+        previous = records.refuse_living(folder) if has_record else {}
+        attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
         if not folder.claim_attempt(attempt, leases.lease()):
             raise UsageError(f"another driver has just started {folder.title}")
-        previous = records.refuse_living(folder) if config.claimed else {}
         if config.origin:
             facts["from"] = config.origin.title
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -144,6 +148,7 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         "epochs": cfg.num_epochs,
         "monitor": cfg.monitor,
         "mode": cfg.mode,
+        **({"sweep": dict(plan.config.sweep)} if plan.config.sweep else {}),
     }
 
 

@@ -32,6 +32,7 @@ class StopRequests:
 
     def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
         self.reason: str | None = None  # of the first request
+        self.pruned = False  # that request was to prune the run
         self.taken_over = False  # another driver owns the run
         self._interrupt = interrupt
         self._requested_at = 0.0
@@ -41,10 +42,10 @@ class StopRequests:
         """Record that workers are training, and can save a checkpoint before they stop."""
         self._graceful = True
 
-    def request(self, reason: str) -> None:
-        """Ask the run to end."""
+    def request(self, reason: str, *, prune: bool = False) -> None:
+        """Ask the run to end, with `prune` for good."""
         if self.reason is None:
-            self.reason, self._requested_at = reason, time.monotonic()
+            self.reason, self.pruned, self._requested_at = reason, prune, time.monotonic()
         if not self._graceful:
             self._interrupt()
 

@@ -144,6 +144,21 @@ class TestObjectStore:
         assert not asked_to_stop(run)
 
 
+def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
+    runs = [claim_run(str(tmp_path), "digits") for _ in range(3)]
+    for run in runs[1:]:
+        run.record.write_text('{"status": "SUCCEEDED", "sweep": {"name": "sweep_001", "trial": 1}}')
+    assert find_run(str(tmp_path), "digits") == runs[0]
+    runs[0].record.write_text(runs[1].record.read_text())
+    with pytest.raises(UsageError, match=r"all runs of digits are of sweeps, .*; name one: digits/run_003"):
+        find_run(str(tmp_path), "digits")
+
+
+def test_a_run_that_was_only_claimed_is_named_by_its_path(tmp_path: Path) -> None:
+    run = claim_run(str(tmp_path / "runs"), "digits")
+    assert named_run(run.location, "elsewhere", "other") == run
+
+
 @pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])
 def test_a_run_is_named_in_several_ways(tmp_path: Path, text: str) -> None:
     runs = [claim_run(str(tmp_path), "digits") for _ in range(2)]

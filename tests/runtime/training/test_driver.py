@@ -1,12 +1,14 @@
 """A run driven from Python: no terminal, no main thread, typed events, and the record at the end."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Mlx
 
 pytestmark = pytest.mark.process
 
@@ -36,13 +38,16 @@ def drive(driver):
 def stop(event):
     heard.append(event)
     if isinstance(event, EpochEnded) and str(event.epoch) == STOP_AFTER:
-        driver.stop("enough")
+        end("enough")
 
 
-STOP_AFTER, *overrides = sys.argv[1:]
+VERB, STOP_AFTER, *overrides = sys.argv[1:]
 config = load_config(Experiment, overrides)
 with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
     driver = Driver(plan, [stop])
+    end = getattr(driver, VERB)
+    if STOP_AFTER == "before":
+        end("enough")
     thread = threading.Thread(target=drive, args=(driver,))
     thread.start()
     thread.join()
@@ -60,12 +65,11 @@ print(json.dumps({
 """
 
 
-def driven(folder: Path, environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+def driven(folder: Path, environment: dict[str, str], *arguments: str, verb: str = "stop") -> dict[str, Any]:
     """What a script that drives a run in a thread has seen; it must be all that the process prints."""
-    command = [sys.executable, "-c", SCRIPT, *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", SCRIPT, verb, *arguments]
+    settings = environment | {"PYTHONPATH": os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return dict(json.loads(done.stdout))
@@ -93,6 +97,27 @@ def test_a_run_is_stopped_with_a_checkpoint(digits: Path, environment: dict[str,
     assert (found["status"], found["errors"]) == (["STOPPED"], [])
     assert found["record"]["status"] == "STOPPED"
     assert found["record"]["latest"]["epoch"] >= 1
+
+
+def test_a_pruned_run_resumes_only_if_it_is_named(digits: Path, environment: dict[str, str], mlx: Mlx) -> None:
+    here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
+    found = driven(digits, environment, "1", *here, verb="prune")
+    assert (found["status"], found["errors"], found["record"]["status"]) == (["PRUNED"], [], "PRUNED")
+    assert found["record"]["latest"]["epoch"] >= 1
+    again = mlx(digits, "train", "run", *here, "cfg.resume=auto")
+    assert (again.returncode, again.stdout) == (0, "loading   src/experiment.py\n")
+    assert again.stderr == "digits run_001 was pruned. To train it further: mlx train run --resume=run_001\n"
+    named = driven(digits, environment, "never", "--resume=run_001", "cfg.num_epochs=3")
+    assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
+
+
+def test_a_run_that_is_pruned_before_it_resumes_is_pruned(digits: Path, environment: dict[str, str]) -> None:
+    here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
+    assert driven(digits, environment, "0", *here)["record"]["status"] == "STOPPED"
+    before = driven(digits, environment, "before", "--resume=run_001")
+    assert (before["status"], before["record"]["attempt"]) == (["STOPPED"], 1)  # as it was
+    found = driven(digits, environment, "before", "--resume=run_001", verb="prune")
+    assert (found["status"], found["record"]["status"], found["record"]["attempt"]) == (["PRUNED"], "PRUNED", 3)
 
 
 def test_an_error_of_user_code_is_raised_after_the_last_event(digits: Path, environment: dict[str, str]) -> None:

@@ -32,6 +32,14 @@ def test_workers_that_train_have_time_for_a_checkpoint(monkeypatch: pytest.Monke
         stop.check()
 
 
+@pytest.mark.parametrize("prune", [True, False])
+def test_the_first_request_decides_whether_a_run_is_pruned(prune: bool) -> None:
+    stop = StopRequests()
+    stop.request("first", prune=prune)
+    stop.request("second", prune=not prune)
+    assert (stop.reason, stop.pruned) == ("first", prune)
+
+
 def test_a_run_that_was_taken_over_ends_at_once() -> None:
     stop = StopRequests()
     stop.allow_checkpoint()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mlx_runtime.cluster.dashboard import Dashboard
 
 FOLLOW_S = 1.0  # interval at which the stored log of a live run is read; five times as long on an object store
-EXIT_CODES = {"SUCCEEDED": 0, "STOPPED": 143}  # of runs whose process can no longer be asked; otherwise 1
+EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of runs whose process can no longer be asked; otherwise 1
 MIRROR_S = 10.0  # interval at which local copies of an object store are refreshed
 STOP_S = 60  # how long `stop` waits for the run to finish a step and save a checkpoint
 
