@@ -33,13 +33,20 @@ def group() -> None:
     help="Best first: by the mode of the runs that monitor METRIC, else smallest first.",
 )
 @click.option("--mode", type=MODES, help="Whether the max or the min of METRIC comes first.")
+@click.option("--sweep", metavar="SWEEP", type=word, help="Only runs of this sweep, with their values.")
 @options.json
 @click.option("--html", type=PAGE, help="Write a web page to this file instead.")
 def ls(
-    name: str | None, status: str | None, sort: str | None, mode: str | None, as_json: bool, html: Path | None
+    name: str | None,
+    status: str | None,
+    sort: str | None,
+    mode: str | None,
+    sweep: str | None,
+    as_json: bool,
+    html: Path | None,
 ) -> None:
-    """List all runs, or those of NAME, on this machine and on clusters."""
-    rows = listing.list_rows(name, status=status, sort=sort, mode=mode, ask=job_statuses)
+    """List all runs, or those of NAME, on this machine and on clusters; those of a sweep below it."""
+    rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses)
     if html is not None:
         from mlx_runtime.runs import report
 
@@ -48,7 +55,7 @@ def ls(
     elif as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
-        print_table([row.cells(sort) for row in rows], sys.stdout)
+        print_table(listing.table(rows, sort=sort, sweep=sweep), sys.stdout)
     else:
         say(listing.empty_message(status), err=True)
 

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import lookup, records
-from mlx_runtime.runs.folder import RunFolder, find_run, list_runs
+from mlx_runtime.runs.folder import RunFolder, find_run, list_runs, run_folder
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage import documents
 
 UNREADABLE = "UNREADABLE"
 """Status of a run whose run.json is missing or not a record."""
 
-STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "STALE", UNREADABLE)
+STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "PRUNED", "STALE", UNREADABLE)
 
 THREADS = 16
 """Records read at the same time; an object store is slow, but answers many requests at once."""
@@ -43,6 +43,11 @@ class Row:
     status: str
     record: Mapping[str, Any]
     problem: str | None = None
+
+    @property
+    def sweep(self) -> Mapping[str, Any]:
+        """Name of the sweep that the run belongs to, with its trial, fold and values; empty without one."""
+        return self.record.get("sweep") or {}
 
     @property
     def monitor(self) -> str | None:
@@ -114,6 +119,7 @@ class Row:
             "duration_s": self.duration_s,
             "error": self.record.get("error"),
             "job": self.record.get("job"),
+            "sweep": self.record.get("sweep"),
             "place": self.folder.location,
         }
 
@@ -142,12 +148,14 @@ def list_rows(
     name: str | None = None,
     *,
     status: str | None = None,
+    sweep: str | None = None,
     sort: str | None = None,
     mode: str | None = None,
     ask: AskJobs | None = None,
 ) -> list[Row]:
-    """List the runs of an experiment, or of the whole storage, oldest first, optionally only those with a status.
+    """List the runs of an experiment, or of the whole storage, oldest first.
 
+    Optionally only those with a status, or of a sweep, named with or without `sweep_`.
     `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
     smallest first. Runs without a value come last.
     """
@@ -156,9 +164,62 @@ def list_rows(
     if name is not None and not folders:
         find_run(root, name)  # raises, with the experiments that exist
     found = summarize(folders, ask)
+    if sweep is not None:
+        known = {row.sweep["name"] for row in found if row.sweep}
+        found = [row for row in found if row.sweep and row.sweep["name"] in (sweep, f"sweep_{sweep}")]
+        if not found:
+            raise UsageError(f"no run in {root} belongs to a sweep {sweep!r}.{suggest(sweep, known)}")
     if sort is not None:
         found = _sort(found, sort, mode)
     return [row for row in found if status in (None, row.status)]
+
+
+def table(rows: Sequence[Row], *, sort: str | None = None, sweep: str | None = None) -> list[dict[str, str]]:
+    """Return a listing as rows of a table: sorted, of a sweep, or with the runs of each sweep below a line about it."""
+    if sweep is not None:
+        return _sweep_table(rows, sort)
+    if sort is not None:
+        return [row.cells(sort) for row in rows]
+    sweeps: dict[RunFolder, list[Row]] = {}
+    for row in rows:
+        if row.sweep:
+            sweeps.setdefault(_sweep_folder(row), []).append(row)
+    own = {row.folder: row for row in summarize(list(sweeps))}
+    lines = []
+    for row in rows:
+        if not row.sweep:
+            lines.append(row.cells())
+        elif runs := sweeps.pop(_sweep_folder(row), None):
+            lines.append(_sweep_cells(own[_sweep_folder(row)], runs))
+            lines += [cells | {"run": f"  {cells['run']}"} for cells in (run.cells() for run in runs)]
+    return lines
+
+
+def _sweep_folder(row: Row) -> RunFolder:
+    return run_folder(row.folder.root, row.folder.experiment, row.sweep["name"])
+
+
+def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
+    """Return the line of a sweep: how many trials have begun, and the best value of all."""
+    trials, values = {run.sweep["trial"] for run in runs}, [run.best for run in runs if run.best is not None]
+    best = (max if runs[0].record.get("mode") == "max" else min)(values, default=None)
+    cells = sweep.cells() | {"epoch": f"{len(trials)} trial{'s' * (len(trials) != 1)}"}
+    cells |= {"metric": runs[0].monitor or "-", "best": format_number(best) or "-"}
+    return cells if sweep.problem is None else cells | {"status": "-"}
+
+
+def _sweep_table(rows: Sequence[Row], metric: str | None) -> list[dict[str, str]]:
+    """Return the runs of a sweep with their trials, folds and values."""
+    names = dict.fromkeys(name for row in rows for name in row.sweep.get("values", {}))
+    folds = any(row.sweep.get("fold") is not None for row in rows)
+    lines = []
+    for row in rows:
+        cells, sweep = row.cells(metric), row.sweep
+        line = {"experiment": cells.pop("experiment"), "run": cells.pop("run"), "trial": str(sweep["trial"])}
+        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"])} if folds else {}
+        line |= {name: sweep.get("values", {}).get(name, "-") for name in names}
+        lines.append(line | {name: cells[name] for name in cells if name not in ("workers", "age")})
+    return lines
 
 
 def empty_message(status: str | None) -> str:

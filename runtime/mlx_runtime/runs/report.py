@@ -141,6 +141,7 @@ def _facts(row: Row) -> dict[str, str]:
         "started": (row.start or "").replace("T", " ").replace("+00:00", " UTC"),
         "took": format_duration(row.duration_s),
         "attempts": record["attempt"] if record.get("attempt", 1) != 1 else None,
+        "sweep": _sweep(row),
         "workers": "none: in the driver's process" if workers == 0 else workers,
         "device": record.get("device"),
         "parameters": f"{parameters:,}" if parameters is not None else None,
@@ -154,6 +155,14 @@ def _facts(row: Row) -> dict[str, str]:
         "folder": row.folder.location,
     }
     return {name: str(value) for name, value in facts.items() if value not in (None, "", "-")}
+
+
+def _sweep(row: Row) -> str:
+    if not row.sweep:
+        return ""
+    fold = "" if row.sweep.get("fold") is None else f", fold {row.sweep['fold']}"
+    values = " ".join(f"{name}={value}" for name, value in row.sweep.get("values", {}).items())
+    return f"{row.sweep['name']}, trial {row.sweep['trial']}{fold}: {values}"
 
 
 def _checkpoints(row: Row) -> list[dict[str, str]]:

@@ -26,7 +26,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import comparison, listing, records, removal, tables
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.storage import leases
 
@@ -149,19 +149,59 @@ class TestLs:
 
     def test_every_status(self, storage: str, made: Made) -> None:
         here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
-        for status in ("SUCCEEDED", "FAILED", "STOPPED"):
+        for status in ("SUCCEEDED", "FAILED", "PRUNED", "STOPPED"):
             made(status=status)
         made(status="RUNNING", **here)
         made(status="RUNNING", **here | {"pid_started": "1"})
         made(status="PENDING", **elsewhere)
         found = listing.list_rows()
-        wanted = ["SUCCEEDED", "FAILED", "STOPPED", "RUNNING", "STALE", "PENDING"]
+        wanted = ["SUCCEEDED", "FAILED", "PRUNED", "STOPPED", "RUNNING", "STALE", "PENDING"]
         assert [row.status for row in found] == wanted
-        assert [row.folder.name for row in listing.list_rows(status="STALE")] == ["run_005"]
+        assert [row.folder.name for row in listing.list_rows(status="STALE")] == ["run_006"]
         assert {row.folder.location for row in found} == {
             f"{storage.partition('?')[0]}/digits/run_{number:03d}{''.join(storage.partition('?')[1:])}"
-            for number in range(1, 7)
+            for number in range(1, 8)
         }
+
+    def test_runs_of_a_sweep_are_below_it(self, storage: str, made: Made) -> None:
+        def trial(number: int, fold: int | None, best: float, **fields: Any) -> None:
+            values = {"optimizers.adam.lr": f"1e-{number}"}
+            sweep = {"name": "sweep_001", "trial": number, "fold": fold, "values": values}
+            scores = {"monitor": "val/loss", "mode": "min", "best": {"epoch": 0, "value": best, "path": ""}}
+            made(sweep=sweep, metrics={"val/loss": best + 1}, **scores | fields)
+
+        trial(1, 0, 0.5)
+        made()
+        trial(1, 1, 0.3)
+        trial(2, 0, 0.4, status="PRUNED")
+        made(sweep={"name": "sweep_lr", "trial": 1})
+        sweep = run_folder(storage, "digits", "sweep_001")
+        sweep.path.mkdir(parents=True)
+        records.Record(sweep, status="STOPPED")
+        table = listing.table(listing.list_rows())
+        assert [(line["run"], line["status"], line["epoch"], line["best"]) for line in table] == [
+            ("sweep_001", "STOPPED", "2 trials", "0.3000"),
+            ("  run_001", "SUCCEEDED", "-", "0.5000"),
+            ("  run_003", "SUCCEEDED", "-", "0.3000"),
+            ("  run_004", "PRUNED", "-", "0.4000"),
+            ("run_002", "SUCCEEDED", "-", "-"),
+            ("sweep_lr", "-", "1 trial", "-"),  # its folder is gone
+            ("  run_005", "SUCCEEDED", "-", "-"),
+        ]
+        ranked = listing.table(listing.list_rows(sort="val/loss"), sort="val/loss")
+        assert [line["run"] for line in ranked] == ["run_003", "run_004", "run_001", "run_002", "run_005"]
+        assert [line["run"] for line in listing.table(listing.list_rows(status="PRUNED"))] == ["sweep_001", "  run_004"]
+        [short, full] = [listing.list_rows("digits", sweep=name) for name in ("001", "sweep_001")]
+        assert short == full
+        table = listing.table(full, sweep="001")
+        assert [[line[name] for name in ("run", "trial", "fold", "optimizers.adam.lr")] for line in table] == [
+            ["run_001", "1", "0", "1e-1"],
+            ["run_003", "1", "1", "1e-1"],
+            ["run_004", "2", "0", "1e-2"],
+        ]
+        assert "fold" not in listing.table(listing.list_rows(sweep="lr"), sweep="lr")[0]
+        with pytest.raises(UsageError, match=r"no run in .* belongs to a sweep 'sweep_02'. Did you mean 'sweep_001'\?"):
+            listing.list_rows(sweep="sweep_02")
 
     @pytest.mark.parametrize(
         ("content", "why"),
