@@ -1,4 +1,4 @@
-"""The fork server of the local engine: a process that starts workers on request and reports how each of them ended.
+"""The fork server: a process that starts others on request, workers or trials, and reports how each of them ended.
 
 It is forked from the driver as soon as the driver has imported the experiment, so that workers begin with torch and
 `src` loaded. Where forking is not safe, the server and the workers are new interpreters. The server never trains and
@@ -15,7 +15,7 @@ import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
@@ -37,21 +37,34 @@ from mlx_runtime.training.engines.processes import (
 Channel = Connection  # takes type parameters since Python 3.13
 
 PRELOADED = ("mlx_runtime.training.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
-"""What workers import in addition to the driver: imported once, in the server, while the driver prepares the run."""
+"""What workers import in addition to the driver."""
 
 EXIT_S = 10.0
 """How long the server may take to exit."""
 
-PRELOAD, KILL = "preload", "kill"
-"""Requests to import what workers need, and to kill all workers."""
+
+@dataclass(frozen=True)
+class Preload:
+    """Request to import what workers need."""
+
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Request to start one worker per environment, followed by two file descriptors each: its stdout and stderr."""
+    """Request to start a worker, followed by file descriptors: its stdout, its stderr, and those of its channels."""
 
-    job: bytes  # pickled `WorkerJob`
-    environments: list[dict[str, str]]  # by rank
+    number: int
+    target: bytes  # pickled function, called with the channels; returns the exit code
+    environment: dict[str, str]
+    descriptors: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Request to kill workers with the processes that they have started."""
+
+    numbers: tuple[int, ...]
 
 
 class ForkServer:
@@ -76,25 +89,34 @@ class ForkServer:
             atexit.register(self.close)  # before multiprocessing waits for its children
         servers_end.close()
 
-    def preload(self) -> None:
-        """Import what workers need, in the background."""
-        self._send(PRELOAD)
+    def fileno(self) -> int:
+        """Return what is readable once a worker has ended."""
+        return self._control.fileno()
 
-    def start(self, job: bytes, environments: list[dict[str, str]], streams: list[tuple[Any, Any]]) -> None:
-        """Start one worker per environment; `streams` are their stdout and stderr, and `job` a pickled `WorkerJob`."""
-        self._send(Start(job, environments))
+    def preload(self, *modules: str) -> None:
+        """Import what workers need, once for all of them, in the background."""
+        self._send(Preload((*PRELOADED, *modules)))
+
+    def start(
+        self, number: int, target: Callable[..., int], environment: dict[str, str], streams: Sequence[Any]
+    ) -> None:
+        """Start a worker, which calls a function that can be pickled and exits with the code that it returns.
+
+        `streams` are its stdout, its stderr, and connections that the function is called with.
+        """
+        self._send(Start(number, pickle.dumps(target), environment, len(streams)))
         try:
-            for stream in (stream for pair in streams for stream in pair):
+            for stream in streams:
                 send_handle(self._control, stream.fileno(), self._process.pid)
         except OSError as error:
             raise self._error() from error
 
-    def kill_workers(self) -> None:
-        """Kill all workers with the processes that they have started."""
-        self._send(KILL)
+    def kill(self, *numbers: int) -> None:
+        """Kill workers with the processes that they have started."""
+        self._send(Kill(numbers))
 
     def exits(self, timeout_s: float = 0.0) -> Iterator[tuple[int, int]]:
-        """Yield the ranks of workers that have ended and their exit codes, which are negative for signals.
+        """Yield the numbers of workers that have ended and their exit codes, which are negative for signals.
 
         Waits up to `timeout_s` for the first.
 
@@ -119,7 +141,7 @@ class ForkServer:
             self._process.kill()
             self._process.join()
 
-    def _send(self, request: str | Start) -> None:
+    def _send(self, request: Preload | Start | Kill) -> None:
         try:
             self._control.send(request)
         except OSError as error:
@@ -153,38 +175,38 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None")
         while True:
             ready = connection.wait([control, *(worker.sentinel for worker in workers.values())])
             if control in ready:
-                request = control.recv()
-                if isinstance(request, Start):
-                    for rank, environment in enumerate(request.environments):
-                        workers[rank] = _start(context, control, request.job, rank, environment)
-                elif request == PRELOAD and forks:
-                    _preload()
-                    if unsafe_to_fork():  # TensorBoard imports TensorFlow where that is installed
-                        context = multiprocessing.get_context("spawn")
-                elif request == KILL:
-                    for worker in workers.values():
-                        kill_group(worker)
-            for rank in [rank for rank, worker in workers.items() if worker.sentinel in ready]:
-                worker = workers.pop(rank)
+                match control.recv():
+                    case Start() as request:
+                        workers[request.number] = _start(context, control, request)
+                    case Preload(modules) if forks:
+                        _preload(modules)
+                        if unsafe_to_fork():  # TensorBoard imports TensorFlow where that is installed
+                            context = multiprocessing.get_context("spawn")
+                    case Kill(numbers):
+                        for worker in map(workers.get, numbers):
+                            if worker is not None:
+                                kill_group(worker)
+            for ended in [number for number, worker in workers.items() if worker.sentinel in ready]:
+                worker = workers.pop(ended)
                 kill_group(worker)  # what it has started
                 worker.join()
-                control.send((rank, worker.exitcode))
+                control.send((ended, worker.exitcode))
     except (EOFError, OSError):
         end()
 
 
-def _preload() -> None:
+def _preload(modules: Sequence[str]) -> None:
     with many_imports():
-        for name in PRELOADED:
+        for name in modules:
             with contextlib.suppress(Exception):  # the worker that needs it reports the error
                 importlib.import_module(name)
     gc.freeze()  # so that workers share the memory of imported modules
 
 
-def _start(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, environment: dict[str, str]) -> Any:
-    streams = [Connection(recv_handle(control), readable=False) for _ in range(2)]
+def _start(context: Any, control: "Channel[Any, Any]", request: Start) -> Any:
+    streams = [Connection(recv_handle(control)) for _ in range(request.descriptors)]
     inherited = control if context.get_start_method() == "fork" else None
-    worker = context.Process(target=_become_worker, args=(inherited, job, rank, environment, streams))
+    worker = context.Process(target=_become_worker, args=(inherited, request, streams))
     with held_signals():
         worker.start()
     for stream in streams:
@@ -194,14 +216,8 @@ def _start(context: Any, control: "Channel[Any, Any]", job: bytes, rank: int, en
     return worker
 
 
-def _become_worker(
-    control: "Channel[Any, Any] | None",
-    job: bytes,
-    rank: int,
-    environment: dict[str, str],
-    streams: "list[Channel[Any, Any]]",
-) -> None:
-    """Set up signals, streams and the environment of a worker, then train."""
+def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams: "list[Channel[Any, Any]]") -> None:
+    """Set up signals, streams and the environment of a worker, then call its function."""
     if control is not None:
         control.close()
     with contextlib.suppress(OSError):
@@ -213,13 +229,11 @@ def _become_worker(
     die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # the terminal would stop a background process that reads from it
-    for descriptor, stream in enumerate(streams, start=1):
+    for descriptor, stream in enumerate(streams[:2], start=1):
         os.dup2(stream.fileno(), descriptor)
         stream.close()
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     os.environ.clear()
-    os.environ.update(environment)
-    from mlx_runtime.training.engines import worker  # reads the environment
-
-    sys.exit(worker.run(pickle.loads(job), rank))
+    os.environ.update(request.environment)
+    sys.exit(pickle.loads(request.target)(*streams[2:]))  # its module reads the environment

@@ -3,11 +3,11 @@
 import contextlib
 import datetime
 import os
-import pickle
 import shutil
 import tempfile
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,17 @@ def warm_up() -> None:
         _warm_server = ForkServer()
 
 
+def warm_server() -> ForkServer:
+    """Return the server of `warm_up`, or a new one."""
+    global _warm_server
+    server, _warm_server = _warm_server or ForkServer(), None
+    return server
+
+
 def cool_down() -> None:
     """Close the server of `warm_up`, because another engine starts the workers."""
-    global _warm_server
-    server, _warm_server = _warm_server, None
-    if server is not None:
-        server.close()
+    if _warm_server is not None:
+        warm_server().close()
 
 
 class Local:
@@ -54,9 +59,8 @@ class Local:
     """
 
     def __init__(self, cfg: Any, *, use_gpu: bool, timeout_s: float) -> None:
-        global _warm_server
         self.cfg, self.use_gpu, self.timeout_s = cfg, use_gpu, timeout_s
-        self.server, _warm_server = _warm_server or ForkServer(), None
+        self.server = warm_server()
         self.server.preload()
 
     @property
@@ -114,7 +118,7 @@ class LocalGroup:
     def _start(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        from mlx_runtime.training.engines.worker import WorkerJob
+        from mlx_runtime.training.engines.worker import WorkerJob, run
 
         engine = self._engine
         timeout = datetime.timedelta(seconds=engine.timeout_s)
@@ -122,9 +126,10 @@ class LocalGroup:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         results = self._scratch / str(self._failures)
         results.mkdir()
-        job = pickle.dumps(WorkerJob(self._job, engine.use_gpu, engine.timeout_s, results))
+        job = WorkerJob(self._job, engine.use_gpu, engine.timeout_s, results)
         self._attempt = _Attempt(store, results)
-        engine.server.start(job, [self._environment(rank, store.port) for rank in self._ranks], self._output.writers)
+        for rank, streams in enumerate(self._output.writers):
+            engine.server.start(rank, partial(run, job, rank), self._environment(rank, store.port), streams)
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """Return torchrun's variables; as with torchrun, the launcher hosts the store."""
@@ -175,7 +180,7 @@ class LocalGroup:
         attempt = self._attempt
         if attempt is None:
             return []
-        self._engine.server.kill_workers()
+        self._engine.server.kill(*self._ranks)
         until = time.monotonic() + EXIT_S
         while len(attempt.codes) < len(self._ranks) and time.monotonic() < until:
             self._collect_exits(attempt, timeout_s=0.1)
