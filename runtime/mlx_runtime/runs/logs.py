@@ -1,7 +1,9 @@
 """Output of a run's processes, stored in its folder: `logs/driver.log` and one `logs/rank_N.log` per worker."""
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -44,6 +46,24 @@ class LogFile:
                 self._file.write(text)
             except (OSError, ValueError):
                 self._file = None
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Send what this process and its native libraries print to the log within the block, then close it."""
+        streams = (1, sys.stdout), (2, sys.stderr)
+        before = [os.dup(descriptor) for descriptor, _ in streams]
+        try:
+            for descriptor, stream in streams:
+                stream.flush()
+                if self._file is not None:
+                    os.dup2(self._file.fileno(), descriptor)
+            yield
+        finally:
+            for (descriptor, stream), saved in zip(streams, before, strict=True):
+                stream.flush()
+                os.dup2(saved, descriptor)
+                os.close(saved)
+            self.close()
 
     def close(self) -> None:
         self._pushing.close()

@@ -1,0 +1,244 @@
+"""The engine of sweeps for one machine: trials are processes, forked from a server that has imported the experiment.
+
+Start that server with `training.engines.local.warm_up`, right after the import and before the first thread.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import ConfigError, MlxError, UsageError, full_message
+from mlx_runtime.events import Event, RunEnded, RunStarted
+from mlx_runtime.runs.logs import LogFile, log_name
+from mlx_runtime.sweeps.engines.base import Trials
+from mlx_runtime.sweeps.trial import TrialJob, record_end, run_trial
+from mlx_runtime.training.engines import local
+from mlx_runtime.training.engines.placement import shortage, uses_gpus
+from mlx_runtime.training.engines.processes import exit_reason
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.stop_requests import StopRequests, interrupt_main
+
+PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
+"""What trials import in addition to what workers do."""
+
+POLL_S = 0.2
+"""Interval at which requests to stop are noticed."""
+
+EXIT_S = 10.0
+"""How long the process of a trial may take to exit once its run has ended."""
+
+PRUNE = "the scheduler of the sweep"
+"""Reason with which a trial is pruned; any other one stops it."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Room for the trials that run at the same time on this machine."""
+
+    environments: tuple[Mapping[str, str], ...]  # variables of the trial in each slot
+    gpus: float  # per trial; below 1, trials share a GPU
+
+
+def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float | None = None) -> Slots:
+    """Return as many slots as asked for, by default as many as fit: GPUs, else cores, over what a trial needs.
+
+    Raises:
+        ConfigError: not even one trial fits.
+        UsageError: fewer fit than asked for, or workers and GPUs do not match.
+    """
+    import torch
+
+    cores, total, workers = os.cpu_count() or 1, torch.cuda.device_count(), max(1, cfg.start_workers)
+    if lacking := shortage(cfg, cores, total, cluster=False):
+        raise ConfigError(f"{lacking.text}. {lacking.hint}")
+    gpus = gpus_per_trial if gpus_per_trial is not None else workers if uses_gpus(cfg, total) else 0
+    if gpus_per_trial is not None and cfg.use_gpu is not None and cfg.use_gpu != bool(gpus):
+        raise UsageError(f"--gpus-per-trial {gpus:g} contradicts cfg.use_gpu={str(cfg.use_gpu).lower()}")
+    if gpus < 0 or (workers > 1 and 0 < gpus < workers) or (gpus > 1 and gpus % 1):
+        raise UsageError(
+            f"--gpus-per-trial is {gpus:g} for {workers} workers; each needs a whole GPU, or a share if there is one"
+        )
+    if gpus:
+        need, fitting = f"{gpus:g} of {total} GPUs", int(total // gpus) if gpus >= 1 else total * int(1 / gpus)
+    else:
+        cpus = workers * cfg.cpus_per_worker
+        need, fitting = f"{cpus} of {cores} cores", max(1, cores // cpus)
+    if fitting < (asked := parallel or 1):
+        trials = f"{asked} trial{'s' * (asked > 1)}"
+        raise UsageError(f"cannot run {trials} at a time: each needs {need}, so at most {fitting} fit")
+    number = range(parallel or fitting)
+    if not gpus:
+        return Slots(tuple({"CUDA_VISIBLE_DEVICES": ""} for _ in number), 0)
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(total)))).split(",")[:total]
+    whole = int(gpus)
+    own = [visible[slot * whole : (slot + 1) * whole] if whole else [visible[slot % total]] for slot in number]
+    return Slots(tuple({"CUDA_VISIBLE_DEVICES": ",".join(devices)} for devices in own), gpus)
+
+
+class Local:
+    """Runs trials in processes of this machine. Construct it in the main thread, before other threads are started.
+
+    Args:
+        cfg: settings that all trials have in common.
+        parallel: trials at the same time.
+        gpus_per_trial: GPUs, or the share of one, of each trial.
+
+    Raises:
+        ConfigError, UsageError: this does not fit; see `slots`.
+    """
+
+    def __init__(self, cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float | None = None) -> None:
+        self._room = slots(cfg, parallel, gpus_per_trial)
+        self._free = list(range(len(self._room.environments)))
+        self._server = local.warm_server()
+        self._server.preload(*PRELOADED)
+        self._numbers = itertools.count()
+        self._running: dict[int, _Trial] = {}
+
+    def run(self, sweep: Trials) -> None:
+        """Run all that the sweep gives, until nothing is left.
+
+        Raises:
+            MlxError: the fork server has ended, and all trials with it.
+        """
+        while True:
+            while self._free and not sweep.stopping and (job := sweep.next()) is not None:
+                self._start(job)
+            if not self._running:
+                return
+            connection.wait([self._server.fileno(), *(trial.events for trial in self._running.values())], POLL_S)
+            for trial in self._running.values():
+                self._forward(trial, sweep)
+            for number, code in self._server.exits():
+                self._end(self._running.pop(number), code, sweep)
+            self._stop(sweep)
+
+    def close(self) -> None:
+        """Kill the trials that are still running, and end the server."""
+        self._server.close()
+
+    def _start(self, job: TrialJob) -> None:
+        slot, number = self._free.pop(0), next(self._numbers)
+        ours, theirs = multiprocessing.Pipe()
+        target = partial(work, replace(job, gpus=self._room.gpus))
+        with theirs, Path(os.devnull).open("w") as nowhere:  # until its log is open
+            variables = {**os.environ, **self._room.environments[slot]}
+            self._server.start(number, target, variables, [nowhere, nowhere, theirs])
+        self._running[number] = _Trial(job, slot, ours)
+
+    def _forward(self, trial: "_Trial", sweep: Trials) -> None:
+        """Pass the events of a trial on, and prune all of its runs if the sweep wants that."""
+        for event in trial.read():
+            if sweep.handle(trial.job, event):
+                for other in self._running.values():
+                    if other.job.trial == trial.job.trial:
+                        other.ask(PRUNE)
+
+    def _stop(self, sweep: Trials) -> None:
+        """Stop or kill trials if the sweep wants that, and kill those that do not exit."""
+        for number, trial in self._running.items():
+            if sweep.stopping:
+                trial.ask("the sweep stops")
+            if sweep.killing or (trial.ended is not None and time.monotonic() - trial.ended_at > EXIT_S):
+                self._server.kill(number)
+
+    def _end(self, trial: "_Trial", code: int, sweep: Trials) -> None:
+        """Report the end of a trial whose process has ended."""
+        self._forward(trial, sweep)
+        trial.events.close()
+        self._free.append(trial.slot)
+        if (ended := trial.ended) is not None:
+            failed = ended.error if ended.status == "FAILED" else None
+            sweep.ended(trial.job, ended.status, full_message(failed) if failed is not None else "")
+            return
+        status, error = ("STOPPED", "") if sweep.killing else ("FAILED", f"its process {exit_reason(code)}")
+        record_end(trial.job, status, error)
+        with contextlib.closing(LogFile(trial.job.folder, log_name())) as log:
+            log.write(f"{'error: ' if error else ''}{error or 'killed'}\n")
+        sweep.ended(trial.job, status, error)
+
+
+class _Trial:
+    """A run in a process of its own, seen from the engine."""
+
+    def __init__(self, job: TrialJob, slot: int, events: Any) -> None:
+        self.job, self.slot, self.events = job, slot, events
+        self.ended: RunEnded | None = None
+        self.ended_at = 0.0
+        self._asked = False
+
+    def read(self) -> Iterator[Event]:
+        """Yield the events that have arrived, except the end of the run, which `ended` holds."""
+        with contextlib.suppress(EOFError, OSError):
+            while self.events.poll():
+                event = self.events.recv()
+                if isinstance(event, RunEnded):
+                    self.ended, self.ended_at = event, time.monotonic()
+                else:
+                    yield event
+
+    def ask(self, reason: str) -> None:
+        """Ask the run to end, once."""
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(OSError):
+                self.events.send(reason)
+
+
+def work(job: TrialJob, engine: Any) -> int:
+    """Run a trial in this process, which the server has just started; `engine` is the connection to it."""
+    local.warm_up()  # before the storage starts threads
+    link = _Link(engine, StopRequests(interrupt_main))
+    ended = run_trial(job, link.emit, link.control)
+    error = ended.error if isinstance(ended.error, MlxError | None) else MlxError(full_message(ended.error))
+    link.finish(replace(ended, error=error))
+    return 0
+
+
+class _Link:
+    """The connection of a trial to the engine.
+
+    Only threads use it, because a request to stop interrupts the main thread anywhere. They start with the run, because
+    nothing can be forked once there are threads.
+    """
+
+    def __init__(self, engine: Any, control: StopRequests) -> None:
+        self.control = control
+        self._engine = engine
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, name="events", daemon=True)
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._sender.start()
+            threading.Thread(target=self._listen, name="requests", daemon=True).start()
+        if not isinstance(event, RunEnded):
+            self._events.put(event)
+
+    def finish(self, ended: RunEnded) -> None:
+        """Send the end of the run, and wait until everything is sent."""
+        self._events.put(ended)
+        self._events.put(None)
+        if not self._sender.is_alive():
+            self._sender.start()
+        self._sender.join()
+
+    def _send(self) -> None:
+        while (event := self._events.get()) is not None:
+            self._engine.send(event)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                reason = self._engine.recv()
+                self.control.request(reason, prune=reason == PRUNE)

@@ -1,0 +1,125 @@
+"""One run of a sweep from the inside: what the process of a trial does, and what is recorded if it dies."""
+
+import contextlib
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
+from mlx_runtime.events import Event, RunEnded, RunStarted
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.logs import LogFile, log_name
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import split_options
+from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
+from mlx_runtime.training.channel import Direct
+from mlx_runtime.training.console_lines import ConsoleLines
+from mlx_runtime.training.driver import Driver
+from mlx_runtime.training.engines.placement import Cluster, connect
+from mlx_runtime.training.engines.processes import held_signals
+from mlx_runtime.training.planning import planned
+from mlx_runtime.training.request import RunConfig, load_config
+from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """A run of a sweep, as the process that trains it receives it."""
+
+    sweep: str  # like `sweep_001`
+    trial: int  # from 1
+    fold: int | None  # from 0; None without folds
+    values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
+    run: str  # path or URI of its folder, which is claimed
+    overrides: tuple[str, ...]  # all that its config differs by, and `--run=`
+    gpus: float = 0  # GPUs reserved for it, or the share of one; it does not fall back to the CPU
+
+    @property
+    def folder(self) -> RunFolder:
+        base, options = split_options(self.run)
+        root, experiment, name = base.rsplit("/", 2)
+        return run_folder(root + options, experiment, name)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the record of the run holds about its sweep."""
+        return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
+
+
+def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
+    """Train a run of a sweep in this process, in the folder of the experiment. Call it in the main thread.
+
+    Everything that the process prints goes to the log of the run. Errors do not leave this function: they end the run.
+    """
+    ended: RunEnded | None = None
+
+    def handle(event: Event) -> None:
+        nonlocal ended
+        if isinstance(event, RunEnded):
+            ended = event
+        elif isinstance(event, RunStarted) and event.run.attempt > 1:
+            print(f"\n--- {documents.now()}: attempt {event.run.attempt}")
+        emit(event)
+
+    with LogFile(job.folder, log_name()).capturing():
+        try:
+            _train(job, handle, control)
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            if isinstance(error, MlxError):
+                print(f"error: {full_message(error)}", file=sys.stderr)
+            elif not stopped:
+                traceback.print_exception(error)
+            if ended is None:  # before there was a run
+                status = "FAILED" if not stopped else "PRUNED" if control.pruned else "STOPPED"
+                ended = RunEnded(status, {}, error=error)
+                record_end(job, status, "" if stopped else full_message(error))
+    assert ended is not None, "a run without an error has an end"
+    return ended
+
+
+def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests) -> None:
+    """Do what `mlx train run` does once the experiment is imported."""
+    experiment = main_class(AN_EXPERIMENT, Path.cwd())
+    config = replace(load_config(experiment, job.overrides), sweep=job.facts)
+    with connect(config.cfg) as cluster:
+        _refuse_fallback(job, config, cluster)
+        with contextlib.ExitStack() as stack:
+            plan = stack.enter_context(planned(experiment, config, cluster))  # forks, so before any threads
+            stack.enter_context(sigterm_stops(control))
+            stack.enter_context(at_breakpoint(no_pdb(Direct(handle, lambda: False))))
+            display = stack.enter_context(contextlib.closing(Display(sys.stdout, epochs=config.cfg.num_epochs)))
+            driver = Driver(plan, [handle, ConsoleLines(display, plan).handle], control=control, guard=held_signals)
+            deque(driver.run(), maxlen=0)
+
+
+def _refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None:
+    """Refuse to train on CPUs what was to train on GPUs."""
+    if job.gpus and not cluster.use_gpu and config.cfg.use_gpu is not False:
+        raise ConfigError(
+            f"trial {job.trial} should train on {job.gpus:g} GPUs, but its process finds {cluster.gpus:g} for "
+            f"{max(1, config.cfg.start_workers)} workers; free them, or pass --gpus-per-trial 0"
+        )
+
+
+def record_end(job: TrialJob, status: str, error: str = "") -> None:
+    """Record the end of a run that cannot do so itself: its process has died, or failed before the run began.
+
+    A run that was about to resume stays as it was, and so does a stopped one that has not begun.
+    """
+    folder, before = job.folder, dict[str, Any]()
+    with contextlib.suppress(StorageError):
+        before = records.recorded(folder)
+    if before.get("status") not in (None, *records.LIVING) or (not before and status == "STOPPED"):
+        return
+    with contextlib.suppress(StorageError):
+        record = records.Record(folder, before, sweep=job.facts)
+        record.finish(status, **({"error": redacted(error)} if error else {}))
