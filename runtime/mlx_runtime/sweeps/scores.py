@@ -1,0 +1,132 @@
+"""How well a trial does: the metrics of its runs, epoch by epoch, and their mean over folds."""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.listing import UNREADABLE, Row
+from mlx_runtime.runs.report import LAST_CHARTS, read_curves
+
+STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "PENDING", "SUCCEEDED")
+"""A trial has the first of these that one of its runs has."""
+
+Epochs = Mapping[int, Mapping[str, float]]
+"""Last value of each metric in each epoch, counted from 1."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run of a sweep."""
+
+    row: Row
+    fold: int | None  # from 0; None without folds
+    epochs: Epochs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration that a sweep has tried."""
+
+    number: int  # from 1
+    overrides: tuple[str, ...]  # its values as overrides, like `optimizers.adam.lr=0.001`
+    values: Mapping[str, Any]  # the same by key, as numbers where they are numbers
+    status: str  # of its run; with folds, the worst one
+    runs: tuple[RunResult, ...]  # those that were started; with folds, one per fold
+    curve: Mapping[int, float]  # the metric of the sweep by epoch, from 1; with folds, its mean
+    epoch: int | None  # best one of the curve; None if the curve is empty
+    metrics: Mapping[str, float]  # all metrics at that epoch, else their latest values; with folds, means
+    spread: Mapping[str, float]  # standard deviations of the metrics over the folds
+
+    @property
+    def score(self) -> float | None:
+        """Value of the sweep's metric at the best epoch."""
+        return None if self.epoch is None else self.curve[self.epoch]
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds spent in its runs."""
+        known = [run.row.duration_s for run in self.runs if run.row.duration_s is not None]
+        return sum(known) if known else None
+
+    @property
+    def error(self) -> str | None:
+        """Error of the first run that failed."""
+        problems = (run.row.problem or run.row.record.get("error") for run in self.runs)
+        return next((problem for problem in problems if problem), None)
+
+
+def scored(
+    number: int, values: Mapping[str, str], runs: Sequence[RunResult], folds: int, metric: str, mode: str
+) -> Trial:
+    """Return a trial with its score, which it has once each of its `folds` runs has recorded the metric."""
+    statuses = {run.row.status for run in runs} | ({"PENDING"} if len(runs) < folds else set())
+    curve = mean_curve([run.epochs for run in runs], metric) if len(runs) == folds else {}
+    epoch = best_epoch(curve, mode)
+    found = [metrics_at(run.epochs, epoch) for run in runs] if epoch is not None else []
+    names = [name for name in found[0] if all(name in one for one in found)] if found else []
+    shared = {name: [one[name] for one in found] for name in names}
+    return Trial(
+        number=number,
+        overrides=tuple(f"{key}={text}" for key, text in values.items()),
+        values={key: typed(text) for key, text in values.items()},
+        status=min(statuses, key=_rank),
+        runs=tuple(runs),
+        curve=curve,
+        epoch=epoch,
+        metrics={name: statistics.fmean(known) for name, known in shared.items()},
+        spread={name: _deviation(known) for name, known in shared.items()} if folds > 1 else {},
+    )
+
+
+def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
+    """Read the metrics of a run; nothing if there are none yet."""
+    found: dict[int, dict[str, float]] = {}
+    with contextlib.suppress(OSError, StorageError):
+        curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
+        for name, points in curves.items():
+            if name.partition("/")[0] not in LAST_CHARTS:
+                for _, value, epoch in points:
+                    found.setdefault(epoch, {})[name] = math.nan if value is None else value
+    return dict(sorted(found.items()))
+
+
+def mean_curve(folds: Sequence[Epochs], metric: str) -> dict[int, float]:
+    """Return the mean of a metric over folds, at each epoch in which all of them have recorded it."""
+    shared = [epoch for epoch in folds[0] if all(metric in epochs.get(epoch, {}) for epochs in folds)]
+    return {epoch: statistics.fmean(epochs[epoch][metric] for epochs in folds) for epoch in shared}
+
+
+def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
+    """Return the epoch with the best value, the first of equals; None if no value is finite."""
+    known = [epoch for epoch, value in curve.items() if math.isfinite(value)]
+    return (max if mode == "max" else min)(known, key=curve.__getitem__, default=None)
+
+
+def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
+    """Return the metrics of an epoch, and the latest values of those not recorded in it, like that of a final test."""
+    latest = {name: value for values in epochs.values() for name, value in values.items()}
+    return latest | dict(epochs.get(epoch or 0, {}))
+
+
+def typed(text: str) -> Any:
+    """Return a value of an override as a number, a boolean or None, else its text."""
+    words = {"true": True, "false": False, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def _rank(status: str) -> int:
+    return STATUSES.index(status) if status in STATUSES else 0
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan

@@ -1,0 +1,125 @@
+"""The results of sweeps, from the records and metrics of their runs."""
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from stored_sweeps import LR, WIDTH, store_run, store_sweep
+
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.sweeps.results import SweepResult
+from mlx_runtime.sweeps.scores import typed
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty storage of either kind."""
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    found = str(tmp_path / "runs")
+    return found if request.param == "folder" else request.getfixturevalue("s3").format(f"sweep-{tmp_path.name}")
+
+
+@pytest.fixture
+def searched(root: str) -> RunFolder:
+    """A sweep whose four trials ended in different ways."""
+    losses = [[0.9, 0.5, 0.7], [0.8, 0.6], [0.1], [math.nan, 0.55, None]]
+    statuses = ["SUCCEEDED", "PRUNED", "FAILED", "SUCCEEDED"]
+    names = [
+        store_run(root, {"val/loss": values, "val/f1": [0.1, 0.2, 0.3]}, status)
+        for values, status in zip(losses, statuses, strict=True)
+    ]
+    values = [{LR: lr, WIDTH: width} for lr, width in (("0.1", "8"), ("1e-3", "8"), ("0.01", "16"), ("0.001", "16"))]
+    trials = [{"values": own, "runs": [name]} for own, name in zip(values, names, strict=True)]
+    return store_sweep(root, [*trials, {"values": values[0], "runs": [None]}])
+
+
+def test_a_row_per_trial(searched: RunFolder) -> None:
+    table = SweepResult(searched).table()
+    assert [*table.columns] == [LR, WIDTH, "status", "epoch", "val/loss", "train/loss", "val/f1", "duration_s"]
+    assert [*table.index] == [1, 2, 3, 4, 5]
+    assert [*table["status"]] == ["SUCCEEDED", "PRUNED", "FAILED", "SUCCEEDED", "PENDING"]
+    assert [*table["val/loss"].iloc[:4]] == [0.5, 0.6, 0.1, 0.55]
+    assert [*table["epoch"].iloc[:4]] == [2, 2, 1, 2]
+    assert [*table["val/f1"].iloc[:4]] == [0.2, 0.2, 0.1, 0.2]
+    assert [*table[LR].iloc[:3]] == [0.1, 0.001, 0.01]
+    assert table[WIDTH].dtype == int
+    assert [*table["duration_s"].iloc[:4]] == [30.0] * 4
+    assert table.loc[5, ["epoch", "val/loss", "duration_s"]].isna().all()
+
+
+def test_the_best_is_one_that_did_not_fail(searched: RunFolder) -> None:
+    result = SweepResult(searched)
+    assert (result.best.number, result.best.score, result.best.epoch) == (1, 0.5, 2)
+    assert result.best.values == {LR: 0.1, WIDTH: 8}
+    assert [trial.number for trial in result.ranked()] == [1, 4, 2, 3, 5]
+    assert result.command == f"mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8"
+    assert result.best_config()["cfg"]["seed"] == 0
+    assert [run.record["run"] for run in result.runs] == ["run_001", "run_002", "run_003", "run_004"]
+    assert repr(result) == f"<SweepResult digits/sweep_001, 5 trials, best val/loss 0.5000 with {LR}=0.1 {WIDTH}=8>"
+    assert "<td>PRUNED</td>" in result._repr_html_()
+
+
+def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
+    """The best epochs of the single folds would favor trial 2."""
+    curves = [([0.5, 0.4, 0.5], [0.6, 0.2, 0.7]), ([0.1, 0.9, 0.4], [0.9, 0.1, 0.4]), ([0.0], [0.0])]
+    last = [None, None, 7.0]
+    runs = [[store_run(root, {"val/loss": fold, "test/loss": last}) for fold in folds] for folds in curves]
+    trials = [{"values": {"a": str(number)}, "runs": own} for number, own in enumerate(runs)]
+    trials[2]["runs"] = [runs[2][0], None]
+    result = SweepResult(store_sweep(root, trials, folds=2))
+    first, second, third = result.trials
+    assert (first.epoch, first.score, second.epoch, second.score) == (2, pytest.approx(0.3), 3, pytest.approx(0.4))
+    assert result.best is first
+    assert (third.status, third.score, third.curve) == ("PENDING", None, {})
+    table = result.table()
+    assert table.loc[1, "val/loss_std"] == pytest.approx(math.sqrt(0.02))
+    assert table.loc[1, ["test/loss", "test/loss_std"]].tolist() == [7.0, 0.0]
+    assert table.loc[1, "duration_s"] == 60
+    runs_table = result.table(runs=True)
+    assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
+    assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
+    assert [*runs_table.index[:2]] == ["run_001", "run_002"]
+    assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("1e-4", 1e-4), ("true", True), ("null", None), ("relu", "relu"), ("[1,2]", "[1,2]"), ("-0.5", -0.5)],
+)
+def test_values_are_typed(text: str, value: object) -> None:
+    assert typed(text) == value
+    assert type(typed(text)) is type(value)
+
+
+def test_without_any_value_there_is_no_best(root: str) -> None:
+    empty = store_sweep(root, [])
+    assert len(SweepResult(empty).table()) == 0
+    with pytest.raises(UsageError, match="no trial of digits/sweep_001 has recorded val/loss. There are none"):
+        _ = SweepResult(empty).best
+    shutil.rmtree(empty.path)
+    name = store_run(root, {"val/los": [0.5]})
+    with pytest.raises(UsageError, match=r"has recorded val/loss. Did you mean 'val/los'\?"):
+        _ = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": [name]}])).best
+    failed = store_run(root, {}, "FAILED", error="ValueError: no\n  src/experiment.py")
+    shutil.rmtree(empty.path)
+    result = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": [failed]}]))
+    with pytest.raises(UsageError, match="recorded val/loss; trial 1: ValueError: no$"):
+        _ = result.best
+    assert repr(result) == "<SweepResult digits/sweep_001, 1 trials>"
+    with pytest.raises(UsageError, match="run_001 is a run, not a sweep"):
+        SweepResult(run_folder(root, "digits", "run_001"))
+
+
+def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
+    if searched.uri is not None:
+        pytest.skip("the same code reads both kinds of storage")
+    for name in ("run.json", "metrics.jsonl"):
+        run_folder(searched.root, "digits", "run_001").path.joinpath(name).write_text("{")
+    shutil.rmtree(run_folder(searched.root, "digits", "run_002").path)
+    result = SweepResult(searched)
+    assert [trial.status for trial in result.trials][:2] == ["UNREADABLE", "UNREADABLE"]
+    assert result.best.number == 4
