@@ -44,7 +44,7 @@ HOMES = {
     "matplotlib": {"training.gradients"},
     "mlflow": {"tracking.trackers"},
     "omegaconf": {"config", "storage.documents", "training.request"},
-    "optuna": {"sweeps.study"},
+    "optuna": {"sweeps.charts", "sweeps.study"},
     "pathspec": {"storage.uploads"},
     "plotly": {"runs.report"},
     "pyarrow": {"data.mapping", "storage.files"},

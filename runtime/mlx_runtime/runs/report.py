@@ -51,16 +51,13 @@ Point = tuple[int, float | None, int]
 
 def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
     """Render the page of a run: facts, config, curves, checkpoints and the end of its log, as far as readable."""
-    from plotly.offline import get_plotlyjs
-
     [row] = summarize([folder], ask)
     charts = group_charts(read_curves(_text(folder, folder.metrics.name) or ""), row.monitor)
-    return _render(
-        "run.html",
-        scripts=[get_plotlyjs(), (PAGES / "charts.js").read_text()] if charts else [],
+    return render(
+        PAGES / "run.html",
         title=folder.title,
         row=row,
-        facts=_facts(row),
+        facts=known_facts(row),
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
         checkpoints=_checkpoints(row),
@@ -75,8 +72,9 @@ def render_runs(rows: Sequence[Row]) -> str:
     for index, row in enumerate(rows):
         experiments.setdefault(row.folder.experiment, []).append((index, row))
     columns = [name for name in COLUMNS if name != "experiment"]
-    facts = [_facts(row) for row in rows]
-    return _render("runs.html", title="Runs", experiments=experiments, columns=columns, facts=facts, count=len(rows))
+    facts = [known_facts(row) for row in rows]
+    page = PAGES / "runs.html"
+    return render(page, title="Runs", experiments=experiments, columns=columns, facts=facts, count=len(rows))
 
 
 def write(page: str, file: Path) -> None:
@@ -101,13 +99,13 @@ def store(page: str, folder: RunFolder) -> str:
     return path
 
 
-def _render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
-    """Render a page in which no other scripts can run."""
+def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values: Any) -> str:
+    """Render a page in which no scripts can run except those that draw its charts."""
     import jinja2
     from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGES),
+        loader=jinja2.FileSystemLoader([template.parent, PAGES]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -115,10 +113,15 @@ def _render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str
         finalize=_without_secrets,
     )
     environment.filters["number"] = format_number
+    scripts = []
+    if charts:
+        from plotly.offline import get_plotlyjs
+
+        scripts = [get_plotlyjs(), (PAGES / "charts.js").read_text()]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{item}'" for item in hashes) or "'none'"
-    page = environment.get_template(template)
-    return page.render(scripts=[Markup(script) for script in scripts], allowed=allowed, **values)
+    page = environment.get_template(template.name)
+    return page.render(scripts=[Markup(script) for script in scripts], allowed=allowed, charts=charts, **values)
 
 
 def _without_secrets(value: Any) -> Any:
@@ -130,7 +133,7 @@ def _without_secrets(value: Any) -> Any:
 _redacted_cached = functools.lru_cache(maxsize=1 << 16)(redacted)
 
 
-def _facts(row: Row) -> dict[str, str]:
+def known_facts(row: Row) -> dict[str, str]:
     """Describe a run in words, leaving out what is not known."""
     record = row.record
     best, git, job = record.get("best") or {}, record.get("git") or {}, record.get("job")
@@ -220,10 +223,13 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
         chart = charts.setdefault(title, {"title": title, "order": 2 if title in LAST_CHARTS else 1, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
         steps, values, epochs = zip(*thin(points), strict=True)
-        # Plotly interprets tags and %{...} in names as markup.
-        escaped = html.escape(label or title).replace("%", "&#37;")
-        chart["curves"].append({"name": escaped, "x": steps, "y": values, "epochs": epochs})
+        chart["curves"].append({"name": escaped(label or title), "x": steps, "y": values, "epochs": epochs})
     return sorted(charts.values(), key=lambda chart: chart["order"])
+
+
+def escaped(text: str) -> str:
+    """Escape what Plotly would interpret in a text: tags and `%{...}`."""
+    return html.escape(text).replace("%", "&#37;")
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:

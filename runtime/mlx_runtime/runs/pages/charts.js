@@ -1,12 +1,15 @@
 "use strict";
-// Draws the curves of the page with Plotly, in the colours of the page, and redraws them when the colour scheme changes.
+// Draws the charts of the page with Plotly, in the colours of the page, and redraws them when the colour scheme changes.
+// A chart has `curves` over steps, or `traces` and a `layout` of Plotly, whose colours are named like those of the page.
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const plots = document.querySelectorAll(".plot");
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
 function layout() {
-  const styles = getComputedStyle(document.documentElement);
-  const colour = (name) => styles.getPropertyValue(name).trim();
   const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true};
   return {
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -36,9 +39,18 @@ function trace(curve) {
   };
 }
 
+function figure(chart) {
+  const common = layout();
+  if (chart.curves) return [chart.curves.map(trace), common];
+  const paint = (key, value) => (/color$/.test(key) ? colour(value) : value);
+  const [traces, own] = JSON.parse(JSON.stringify([chart.traces, chart.layout]), paint);
+  const axes = {xaxis: {...common.xaxis, ...own.xaxis}, yaxis: {...common.yaxis, ...own.yaxis}};
+  return [traces, {...common, hovermode: "closest", ...own, ...axes}];
+}
+
 function draw() {
   charts.forEach((chart, index) => {
-    Plotly.react(plots[index], chart.curves.map(trace), layout(), {responsive: true, displaylogo: false, displayModeBar: false});
+    Plotly.react(plots[index], ...figure(chart), {responsive: true, displaylogo: false, displayModeBar: false});
   });
 }
 

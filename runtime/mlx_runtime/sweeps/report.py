@@ -1,0 +1,109 @@
+"""The web page of a sweep: a single file that opens anywhere, like the pages of runs."""
+
+import collections
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.runs.listing import AskJobs, summarize
+from mlx_runtime.runs.report import known_facts, render
+from mlx_runtime.runs.tables import format_duration
+from mlx_runtime.sweeps import charts
+from mlx_runtime.sweeps.charts import Axis, Chart, spread_text
+from mlx_runtime.sweeps.results import SweepResult
+from mlx_runtime.sweeps.scores import Trial
+
+PAGE = Path(__file__).parent / "pages" / "sweep.html"
+
+
+def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
+    """Render the page of a sweep: facts, charts, and a table of all trials, best first."""
+    [row] = summarize([result.folder], ask)
+    ranked = result.ranked()
+    shown = [trial for trial in ranked if trial.score is not None and trial.status != "FAILED"]
+    sections = _sections(result, shown) if shown else []
+    return render(
+        PAGE,
+        charts=[chart for section in sections for chart in section["charts"]],
+        title=result.folder.title,
+        row=row,
+        facts=_facts(result, shown) | known_facts(row),
+        sections=sections,
+        table=_table(result, ranked),
+        errors={trial.number: trial.error for trial in ranked if trial.error},
+    )
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the shortest ending of each key that belongs to no other: `optimizers.adam.lr` → `lr`."""
+
+    def short(key: str) -> str:
+        words = key.split(".")
+        endings = (".".join(words[first:]) for first in range(len(words) - 1, 0, -1))
+        return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
+
+    return {key: short(key) for key in keys}
+
+
+def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, Any]]:
+    metric = result.metric
+    scores = Axis(metric, metric, [trial.score for trial in trials])
+    axes = _parameters(result, trials)
+    few = f"The estimate needs {charts.MIN_TRIALS} finished trials, and parameters that differ between them."
+    sections = [
+        _section("Parallel coordinates", [charts.parallel(trials, [*axes, scores])] if axes else []),
+        _section("Parameters", [charts.against(trials, axis, scores) for axis in axes], narrow=True),
+        _section("Importance of parameters", charts.importance(trials, axes), few),
+        _section("Learning curves", [charts.curves(metric, trials)]),
+    ]
+    return [*sections, _section("Folds", [charts.folds(metric, trials)])] if result.folds else sections
+
+
+def _section(
+    title: str, found: Sequence[Chart], missing: str = "No parameter differs between trials.", *, narrow: bool = False
+) -> dict[str, Any]:
+    return {"title": title, "charts": found, "missing": missing, "narrow": narrow}
+
+
+def _parameters(result: SweepResult, trials: Sequence[Trial]) -> list[Axis]:
+    """Return the axes of the parameters that differ between trials."""
+    # The parser of overrides would import torch.
+    typed = {text.partition("=")[0]: text for text in result.definition["overrides"] if "interval(" in text}
+    logarithmic = {key: bool(re.search(r"\btag\(\s*log\b", text)) for key, text in typed.items()}
+    names = short_names([*trials[0].values])
+    axes = [
+        Axis(key, name, [trial.values[key] for trial in trials], logarithmic.get(key)) for key, name in names.items()
+    ]
+    return [axis for axis in axes if len(set(axis.positions)) > 1]
+
+
+def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
+    statuses = collections.Counter(trial.status for trial in result.trials)
+    facts = {
+        "trials": ", ".join(f"{count} {status}" for status, count in statuses.items()),
+        "search": f"{result.definition['search']}, scheduler {result.definition['scheduler']}",
+        "metric": f"{result.metric} ({result.mode})",
+        "folds": str(result.folds or ""),
+    }
+    if shown:
+        facts["best"] = f"{spread_text(shown[0], result.metric)} in trial {shown[0].number}, epoch {shown[0].epoch}"
+        facts["its values"] = " ".join(shown[0].overrides)
+        facts["train it"] = result.command
+    return {name: text for name, text in facts.items() if text}
+
+
+def _table(result: SweepResult, ranked: Sequence[Trial]) -> list[dict[str, str]]:
+    names = short_names([*ranked[0].values]) if ranked else {}
+    return [
+        {
+            "trial": str(trial.number),
+            "status": trial.status,
+            **{name: str(trial.values[key]) for key, name in names.items()},
+            "epoch": str(trial.epoch or ""),
+            **{name: spread_text(trial, name) for name in result.metric_names()},
+            "took": format_duration(trial.duration_s),
+            "runs": ", ".join(run.row.folder.name for run in trial.runs),
+        }
+        for trial in ranked
+    ]
