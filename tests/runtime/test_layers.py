@@ -62,7 +62,7 @@ HOMES = {
     "ruamel": {"config"},
     "tensorboard": {"tracking.trackers"},
     "wandb": {"tracking.trackers"},
-    "yaml": {"config.composition", "storage.documents"},
+    "yaml": {"storage.documents"},
 }
 """The rooms or modules that import each outside library."""
 

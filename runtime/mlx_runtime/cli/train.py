@@ -21,16 +21,20 @@ group.add_command(commands.new_command(AN_EXPERIMENT))
 group.add_command(commands.bind_command(AN_EXPERIMENT))
 
 prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if needed.")
+variant_option = click.option(
+    "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
+)
 from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 
 @group.command(context_settings=commands.OVERRIDES)
 @options.json
 @options.debug
+@variant_option
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
-def show(as_json: bool, arguments: tuple[str, ...]) -> None:
+def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Print the config that a run would have, and where each changed value came from."""
-    click.echo(projects.show(arguments, as_json=as_json), nl=False)
+    click.echo(projects.show([*arguments, *_words(variants)], as_json=as_json), nl=False)
 
 
 @group.command(context_settings=commands.OVERRIDES)
@@ -42,6 +46,7 @@ def show(as_json: bool, arguments: tuple[str, ...]) -> None:
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
 @from_option
+@variant_option
 @click.argument("overrides", nargs=-1)
 def run(
     fast: bool,
@@ -51,6 +56,7 @@ def run(
     never: bool,
     resume: str | None,
     origin: str | None,
+    variants: tuple[str, ...],
     overrides: tuple[str, ...],
 ) -> None:
     """Train on this machine. OVERRIDES are Hydra's: cfg.num_epochs=3 optimizers.adam.lr=1e-4"""
@@ -67,13 +73,15 @@ def run(
         f"--from={origin}": origin,
     }
     resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
-    projects.run(AN_EXPERIMENT, [*overrides, *(option for option, given in implied.items() if given), *resumed])
+    words = [*_words(variants), *(option for option, given in implied.items() if given), *resumed]
+    projects.run(AN_EXPERIMENT, [*overrides, *words])
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
 @options.verbosity
+@variant_option
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
-def evaluate(arguments: tuple[str, ...]) -> None:
+def evaluate(variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
 
     RUN is run_003, 3 or latest (the default), or name/run_003; its latest checkpoint is evaluated. PATH is the folder
@@ -81,7 +89,8 @@ def evaluate(arguments: tuple[str, ...]) -> None:
     """
     named = [item for item in arguments[:1] if is_uri(item) or not ("=" in item or item.startswith("~"))]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
-    projects.run(AN_EXPERIMENT, [f"--from={folder.location}", f"--eval={checkpoint}", *arguments[len(named) :]])
+    words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
+    projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]])
 
 
 @group.command(context_settings=commands.OVERRIDES)
@@ -89,20 +98,32 @@ def evaluate(arguments: tuple[str, ...]) -> None:
 @prepare_option
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
 @from_option
+@variant_option
 @commands.launch_options
 def launch(
-    make: bool, name: str | None, resume: str | None, origin: str | None, overrides: tuple[str, ...], **settings: Any
+    make: bool,
+    name: str | None,
+    resume: str | None,
+    origin: str | None,
+    variants: tuple[str, ...],
+    overrides: tuple[str, ...],
+    **settings: Any,
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
     implied = {"cfg.prepared=make": make, f"cfg.name={name}": name, f"--resume={resume}": resume}
     implied |= {f"--from={origin}": origin}
-    words = [*overrides, *(option for option, given in implied.items() if given)]
+    words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]
     commands.launch_and_exit(AN_EXPERIMENT, words, **settings)
 
 
 @group.command(context_settings=commands.OVERRIDES)
 @options.verbosity
+@variant_option
 @click.argument("overrides", nargs=-1)
-def prepare(overrides: tuple[str, ...]) -> None:
+def prepare(variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Map every dataset through ray_map_batches once and store it for later runs."""
-    projects.prepare(overrides)
+    projects.prepare([*overrides, *_words(variants)])
+
+
+def _words(variants: tuple[str, ...]) -> list[str]:
+    return [f"--variant={name}" for name in variants]

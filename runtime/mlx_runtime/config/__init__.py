@@ -3,7 +3,8 @@
 Writing: `nodes` describes the defaults of the code (with `signatures` and `expressions`), and `binding` writes them
 (with `merging`, `text` and `schema`) if they can be built again without a difference (`equality`).
 
-Reading: `composition` applies overrides and checks the result (`checks`), and `building` builds it.
+Reading: `composition` applies variants (`variants`) and overrides and checks the result (`checks`), and `building`
+builds it.
 
 This package exports nothing: most commands start without OmegaConf, Hydra and torch.
 """

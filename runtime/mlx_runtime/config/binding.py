@@ -1,24 +1,32 @@
-"""Write conf.yaml from the defaults of the code, verify that it re-creates them, and keep what the user edited."""
+"""Write conf.yaml from the defaults of the code, verify that it re-creates them, and keep what the user edited.
+
+The variants of nodes are completed from their classes and merged in the same way.
+"""
 
 import difflib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from mlx_runtime.config.building import declare
+from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import recorded_default
-from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config.interpolation import parsed, resolved
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.nodes import DUMMY_PARAMS, Description, Node
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
-from mlx_runtime.config.signatures import MISSING, fitted, groups, is_factory, parameters
+from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, parameters
 from mlx_runtime.config.text import commented_map, yaml_text
-from mlx_runtime.errors import BindError, ConfigError, short_message
+from mlx_runtime.config.variants import Selection, Variants, values_by_key
+from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
 from mlx_runtime.storage.local import write_atomic
 
 SCHEMA = "conf.schema.json"
@@ -39,7 +47,11 @@ def header(path: Path) -> str:
 
 @dataclass
 class Binding:
-    """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file."""
+    """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file.
+
+    `variants` are the same for each variant of a node, without a schema; `invalid` has one line per value in a variant
+    that no run could use.
+    """
 
     path: Path
     before: str
@@ -47,40 +59,104 @@ class Binding:
     changes: Changes
     schema: str = ""
     notices: list[str] = field(default_factory=list)
+    variants: list["Binding"] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
 
     @property
-    def stale(self) -> bool:
-        """True if the file must change to fit the code."""
-        return self.before != self.after
+    def stale(self) -> list[Path]:
+        """The files that must change to fit the code."""
+        return [part.path for part in (self, *self.variants) if part.before != part.after]
 
     def lines(self) -> list[str]:
         """Return one line per key that the user should know about."""
-        return [*self.changes.lines(), *(f"notice   {text}" for text in self.notices)]
+        variants = [f"{line} in {part.path}" for part in self.variants for line in part.changes.lines()]
+        notices = [*(f"notice   {text}" for text in self.notices), *(f"invalid  {text}" for text in self.invalid)]
+        return [*self.changes.lines(), *variants, *notices]
 
     def write(self) -> None:
-        """Store both files, each atomically."""
-        write_atomic(self.path, self.after)
+        """Store all files, each atomically."""
+        for part in (*self.variants, self):
+            write_atomic(part.path, part.after)
         write_atomic(self.path.with_name(SCHEMA), self.schema)
 
     def diff(self) -> str:
-        """Return what writing would change in conf.yaml, as a unified diff."""
-        lines = (self.before.splitlines(keepends=True), self.after.splitlines(keepends=True))
-        return "".join(difflib.unified_diff(*lines, str(self.path), f"{self.path} (bound)"))
+        """Return what writing would change, as a unified diff."""
+        parts = (self, *self.variants)
+        return "".join(line for part in parts for line in _diff(part.before, part.after, part.path))
+
+
+def _diff(before: str, after: str, path: Path) -> Iterator[str]:
+    lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
+    return difflib.unified_diff(*lines, str(path), f"{path} (bound)")
 
 
 def bind(experiment: type, path: Path) -> Binding:
     """Return the conf.yaml of an experiment. Nothing is stored yet.
 
-    BindError if conf.yaml cannot re-create a default of the code, or the existing file is not YAML.
+    BindError if conf.yaml cannot re-create a default of the code, or an existing file is not YAML.
     """
     description = Description(experiment)
     _verify(experiment, description.tree, yaml_text(description.tree))
     schema = path.with_name(SCHEMA)
-    former = former_defaults(json.loads(schema.read_text(encoding="utf-8"))) if schema.exists() else {}
-    binding = merge(path, description.tree, former, description.of_class)
+    former = json.loads(schema.read_text(encoding="utf-8")) if schema.exists() else {}
+    binding = merge(path, description.tree, former_defaults(former), description.of_class)
     binding.notices = description.notices
-    binding.schema = json.dumps(schema_of(experiment, description.tree), indent=1) + "\n"
+    variants, nodes = Variants(path), dict[str, dict[str, Node]]()
+    for key, files in variants.nodes.items():
+        for name, file in files.items():
+            defaults = former_defaults(former.get("definitions", {}).get(f"{key}/{name}", {}), key)
+            part, node = _merge_variant(file, key, description, defaults)
+            variants.texts[file] = part.after
+            nodes.setdefault(key, {})[name] = node
+            binding.variants.append(part)
+    binding.invalid = list(_invalid(experiment, variants, binding.after))
+    binding.schema = json.dumps(schema_of(experiment, description.tree, nodes), indent=1) + "\n"
     return binding
+
+
+def _merge_variant(file: Path, key: str, description: Description, former: Mapping[str, Any]) -> tuple[Binding, Node]:
+    """Update a variant of the node at a key to match its class. Returns the node with all defaults, or an empty one."""
+    before = file.read_text(encoding="utf-8")
+    merged, changes = commented_map(before, file), Changes()
+    default = values_by_key(description.tree).get(key)
+    target = merged.get("_target_", default.get("_target_") if isinstance(default, dict) else None)
+    try:
+        node = description.of_class(target, key) if isinstance(target, str) else None
+    except BindError as error:
+        raise BindError(f"{file}: {target} cannot be described: {error}") from error
+    if node is not None:
+        passed = {name: value for name, value in node.items() if name in merged} if merged.get("_partial_") else node
+        same_class = former.get(f"{key}._target_") == target
+        Merge(former, description.of_class, changes).into(merged, passed, key, same_class=same_class)
+    changes.kept.clear()  # a variant is there to differ
+    return Binding(file, before, yaml_text(merged) if changes else before, changes), node or {}
+
+
+def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
+    """Describe the values in variants that a run would refuse, each variant applied to conf.yaml alone."""
+    classes, base = groups(experiment), base_of(experiment)
+    keys = values_by_key(Selection(variants, conf.encode()).tree)
+    named = [(file, key, name) for key, files in variants.nodes.items() for name, file in files.items()]
+    for file, key, name in [*named, *((file, "", name) for name, file in variants.partial.items())]:
+        selection = Selection(variants, conf.encode())
+        if not key:
+            selection.apply(name)
+        elif key in keys:
+            selection.choose(key, name)
+        else:
+            if not any(key.startswith(f"{other}.") for other in variants.nodes):  # else a variant may have it
+                yield f"{file.parent}: there is no key {key!r}.{suggest(key, keys)}"
+            continue
+        try:
+            tree = resolved(OmegaConf.create(selection.tree), environment=True)
+        except OmegaConfBaseException as error:
+            yield f"{file}: {short_message(error)}"
+            continue
+        values = values_by_key(tree)
+        for problem in Checker(variants=variants.nodes).check(tree, classes, base):
+            value = values.get(problem.key)
+            if selection.source(problem.key) == file and not _is_open(value) and "${" not in str(value):
+                yield f"{file}: {problem.text}"
 
 
 def merge(

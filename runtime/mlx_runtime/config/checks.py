@@ -1,7 +1,7 @@
 """Check a config against the signatures of the constructors that it names; all problems at once."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,11 +24,12 @@ class Checker:
     """Compares the values of a config with the parameters that take them.
 
     Without `imports`, the targets that conf.yaml names are not imported; `unseen` lists those that were not before,
-    and therefore stayed unchecked.
+    and therefore stayed unchecked. `variants` are the names that may stand for a node, by its key.
     """
 
-    def __init__(self, *, imports: bool = True) -> None:
+    def __init__(self, *, imports: bool = True, variants: Mapping[str, Iterable[str]] | None = None) -> None:
         self._object_at = object_at if imports else loaded_object_at
+        self._variants = variants or {}
         self.unseen: list[str] = []
 
     def check(self, tree: Tree, wanted: dict[str, type], base: type) -> Iterator[Problem]:
@@ -68,7 +69,9 @@ class Checker:
             try:
                 convert(value, hint)
             except TypeError:
-                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}")
+                names = ", ".join(self._variants.get(key, ())) if isinstance(value, str) else ""
+                choice = f", or one of the variants: {names}" if names else ""
+                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}{choice}")
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
@@ -120,10 +123,9 @@ def _makes_another(target: Any, hint: Any) -> bool:
     return "__new__" not in vars(target) and not issubclass(target, hint)
 
 
-def ambiguous_words(path: Path) -> Iterator[Problem]:
-    """Yield lines like `flag: yes`: Hydra's YAML 1.1 reads a boolean where editors and YAML 1.2 see a word."""
+def ambiguous_words(path: Path) -> Iterator[str]:
+    """Describe lines like `flag: yes`: Hydra's YAML 1.1 reads a boolean where editors and YAML 1.2 see a word."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if match := re.fullmatch(r"\s*(?:- )?([\w.]+): *(yes|no|on|off) *(?:#.*)?", line, re.IGNORECASE):
             name, word = match.groups()
-            text = f'line {number}: {name}: {word} could be a word or a boolean; write "{word}", true or false'
-            yield Problem(f"line {number}", text)
+            yield f'line {number}: {name}: {word} could be a word or a boolean; write "{word}", true or false'

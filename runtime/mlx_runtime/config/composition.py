@@ -1,7 +1,7 @@
-"""conf.yaml and overrides → a checked config.
+"""conf.yaml, variants and overrides → a checked config.
 
-Precedence: constructor default < conf.yaml < `MLX_STORAGE` < command line. Everything is checked against the signatures
-of the constructors before anything starts, and all problems are reported at once.
+Precedence: constructor default < conf.yaml < `--variant` < `MLX_STORAGE` < command line. Everything is checked against
+the signatures of the constructors before anything starts, and all problems are reported at once.
 """
 
 import re
@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
 from mlx_runtime.config.interpolation import resolved
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
+from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.redaction import redacted_tree
+
+SELECTED = "mlx-selected"
+"""Name by which Hydra finds conf.yaml with its variants; not that of a file in `src`."""
 
 
 @dataclass(frozen=True)
@@ -63,31 +66,46 @@ class Composition(NamedTuple):
     """conf.yaml with overrides applied, not checked against any signature; trees as in `Config`.
 
     `problems` are unknown keys in overrides and interpolations that lead nowhere; the trees are without them.
+    `selection` is the config before all other overrides were applied.
     """
 
     tree: Tree
     unresolved: Tree
     problems: list[Problem]
+    selection: Selection
 
 
-def load(experiment: type, overrides: Sequence[str], path: Path, *, look: bool = False, title: object = None) -> Config:
+def load(
+    experiment: type,
+    overrides: Sequence[str],
+    path: Path,
+    *,
+    look: bool = False,
+    title: object = None,
+    project: Path | None = None,
+) -> Config:
     """Compose and check a config; ConfigError has one line per problem.
 
     `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class. `title` is what messages
-    call the file, if not its path.
+    call the file, if not its path. `project` is as in `read`.
     """
     title = title or path
-    tree, unresolved, problems = read(path, overrides, title)
+    tree, unresolved, problems, selection = read(path, overrides, title, project)
     classes, base = groups(experiment), base_of(experiment)
     reported = {problem.key for problem in problems}
     ignored = _ignored_settings([tree.get("cfg"), unresolved.get("cfg")], classes["cfg"], base)
-    checker = Checker(imports=not look)
-    problems += ambiguous_words(path)
+    checker = Checker(imports=not look, variants=selection.variants.nodes)
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
-    raise_if([problem.text for problem in problems], title)
+    words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
+    raise_if([*words, *(problem.text + _in(selection.source(problem.key)) for problem in problems)], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
-    raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], title)
+    files = " and ".join(map(str, [title, *selection.files]))
+    raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], files)
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
+
+
+def _in(file: Path | None) -> str:
+    return f" (in {file})" if file else ""
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:
@@ -100,27 +118,32 @@ def raise_if(problems: Sequence[str], title: object) -> None:
     raise error
 
 
-def read(path: Path, overrides: Sequence[str], title: object = None) -> Composition:
-    """Compose conf.yaml with the environment and the overrides, through Hydra."""
+def read(path: Path, overrides: Sequence[str], title: object = None, project: Path | None = None) -> Composition:
+    """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
+
+    `project` is the conf.yaml of the project if `path` is that of a run. Overrides then choose from the project's
+    variants, while strings in the run's file are only strings: it holds the nodes of its variants.
+    """
     title = title or path
-    storage = Settings.read().storage
-    overrides = [*([storage_override(storage)] if storage is not None else []), *overrides]
     if not path.is_file():
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
     try:
-        keys = list(values_by_key(OmegaConf.to_container(from_yaml(path.read_bytes()))))
+        selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
+        items = _choose(overrides, selection)
+        keys = list(values_by_key(selection.tree))
         if "hydra" in keys:  # its search path would import packages
             raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
         problems, known = [], []
-        for item in parse_overrides(overrides):
+        for item in items:
             key = item.key_or_group
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
                 text = f"override {item.input_line}: there is no key {key!r}.{suggest(key, keys)}"
                 problems.append(Problem(key, text))
+        ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
-            config = compose(config_name=path.stem, overrides=known)
+            config = compose(config_name=SELECTED, overrides=known)
         OmegaConf.set_struct(config, False)
         for key in values_by_key(OmegaConf.to_container(config)):
             try:
@@ -129,11 +152,33 @@ def read(path: Path, overrides: Sequence[str], title: object = None) -> Composit
                 problems.append(Problem(key, f"{key}: {short_message(error)}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
-        return Composition(tree, resolved(config, environment=False), problems)
-    except (YAMLError, ValueError) as error:
+        return Composition(tree, resolved(config, environment=False), problems, selection)
+    except ValueError as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{title}: {short_message(error)}") from error
+
+
+def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
+    """Choose the variants that overrides and options name, and return the other overrides, parsed.
+
+    Outer nodes are chosen before inner ones. Strings in place of a node go last, so that errors name the string and not
+    an override below the node.
+    """
+    options = [item for item in overrides if item.startswith(OPTION)]
+    for option in options:
+        selection.apply(option.removeprefix(OPTION))
+    storage = Settings.read().storage
+    words = [] if storage is None else [storage_override(storage)]
+    items = parse_overrides([*words, *(item for item in overrides if item not in options)])
+    by_depth = sorted(items, key=lambda item: item.key_or_group.count("."))
+    chosen = [item for item in by_depth if not item.is_delete() and selection.choose(item.key_or_group, item.value())]
+    selection.chosen += [*options, *(str(item.input_line) for item in chosen)]
+    others = [item for item in items if item not in chosen]
+    for item in others:
+        selection.mark(item.key_or_group, None)
+    nodes = selection.variants.nodes
+    return sorted(others, key=lambda item: isinstance(item.value(), str) and item.key_or_group in nodes)
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -153,16 +198,6 @@ def storage_override(root: str) -> str:
 def quoted(value: Any) -> str:
     """Quote any string for an override."""
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
-
-
-def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return everything below a mapping by its full key, mappings before what they hold."""
-    if not isinstance(tree, dict):
-        return {}
-    values = {f"{prefix}{name}": value for name, value in tree.items()}
-    for name, value in tree.items():
-        values |= values_by_key(value, f"{prefix}{name}.")
-    return values
 
 
 def _quote_value(override: str) -> str:

@@ -1,4 +1,4 @@
-"""Where the values of a config come from: the code's default, conf.yaml, or an override."""
+"""Where the values of a config come from: the code's default, conf.yaml, a variant, or an override."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,9 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config.composition import read, values_by_key
+from mlx_runtime.config.composition import read
 from mlx_runtime.config.text import yaml_text
+from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import UsageError, suggest
 
 
@@ -17,14 +18,17 @@ def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key
 
     As YAML the origins are comments; `defaults` is the tree that the code describes.
     """
-    tree: Any = read(path, overrides).tree
+    tree, _, _, selection = read(path, overrides)
     every_key = values_by_key(tree)
-    file, code = (_leaves(values_by_key(one)) for one in (read(path, []).tree, defaults))
+    selected = read(path, selection.chosen)
+    file, code = (_leaves(values_by_key(one)) for one in (selected.tree, defaults))
     changed = {}
     for name, value in _leaves(every_key).items():
-        origin = "override" if name not in file or file[name] != value else "file"
-        if origin == "override" or name not in code or code[name] != value:
-            changed[name] = {"value": value, "from": origin, "default": code.get(name)}
+        variant = selected.selection.source(name)
+        origin = "override" if name not in file or file[name] != value else str(variant or "file")
+        if origin != "file" or name not in code or code[name] != value:
+            default = {"default": code[name]} if name in code else {}
+            changed[name] = {"value": value, "from": origin, **default}
     for part in key.split(".") if key else ():
         if not isinstance(tree, dict) or part not in tree:
             raise UsageError(f"there is no {key!r} in {path}.{suggest(key or '', every_key)}")
@@ -50,9 +54,10 @@ def _with_comments(tree: Any, key: str, changed: Mapping[str, Any]) -> Any:
         commented[name] = _with_comments(value, here, changed)
         if here not in changed:
             continue
-        origin = changed[here]["from"]
+        entry = changed[here]
+        default = f" (default: {json.dumps(entry['default'])})" if "default" in entry else ""
         if isinstance(value, list):
-            commented.yaml_set_comment_before_after_key(name, before=f"{origin}:", indent=2 * here.count("."))
+            commented.yaml_set_comment_before_after_key(name, before=f"{entry['from']}:", indent=2 * here.count("."))
         else:
-            commented.yaml_add_eol_comment(f"{origin} (default: {json.dumps(changed[here]['default'])})", name)
+            commented.yaml_add_eol_comment(f"{entry['from']}{default}", name)
     return commented

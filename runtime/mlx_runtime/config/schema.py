@@ -24,16 +24,22 @@ OPEN: Schema = {"type": "string", "pattern": r"\$\{.*\}|^\?\?\?$"}
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
-def schema_of(experiment: type, tree: Mapping[str, Node]) -> Schema:
-    """Return the schema of an experiment's conf.yaml, whose nodes are `tree`."""
-    return {
+def schema_of(experiment: type, tree: Mapping[str, Node], variants: Mapping[str, Mapping[str, Node]]) -> Schema:
+    """Return the schema of an experiment's conf.yaml, whose nodes are `tree`.
+
+    `variants` are the nodes that may stand in their place, by key and name; the schema accepts their names.
+    """
+    schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": f"conf.yaml of {experiment.__module__}.{experiment.__qualname__}",
         "type": "object",
         "required": list(groups(experiment)),
         "additionalProperties": False,
-        "properties": {name: _node(node, "") for name, node in tree.items()},
+        "properties": {name: _node(node, "", name, variants) for name, node in tree.items()},
     }
+    nodes = {f"{key}/{name}": (node, key) for key, named in variants.items() for name, node in named.items() if node}
+    definitions = {title: _node(node, "", key, {}) for title, (node, key) in nodes.items()}
+    return schema | ({"definitions": definitions} if definitions else {})
 
 
 def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
@@ -48,7 +54,7 @@ def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
     return defaults
 
 
-def _node(node: Node, description: str) -> Schema:
+def _node(node: Node, description: str, key: str, variants: Mapping[str, Mapping[str, Node]]) -> Schema:
     """Return the schema of a node. It is valid only for the code's `_target_`; another class has other arguments."""
     target = object_at(node["_target_"])
     items = parameters(target) or []
@@ -62,14 +68,15 @@ def _node(node: Node, description: str) -> Schema:
     for name, value in node.items():
         if name in properties:
             continue
-        text = texts.get(name, "")
+        text, here = texts.get(name, ""), f"{key}.{name}"
         if isinstance(value, dict) and "_target_" in value:
-            properties[name] = _node(value, text)
+            properties[name] = _node(value, text, here, variants)
         else:
-            described = _or_open(_type(hints.get(name, Any))) | ({"description": text} if text else {})
+            kind = _or_named(_or_open(_type(hints.get(name, Any))), variants.get(here))
+            described = kind | ({"description": text} if text else {})
             properties[name] = described | ({} if value == "???" else {"default": value})
     return {
-        "type": "object",
+        **_or_named({"type": "object"}, variants.get(key)),
         "description": description or (inspect.getdoc(target) or "").partition("\n")[0],
         "if": {"properties": {"_target_": {"const": node["_target_"]}}},
         "then": {"properties": properties, "additionalProperties": takes_any_keyword(items) or not items},
@@ -78,6 +85,10 @@ def _node(node: Node, description: str) -> Schema:
 
 def _or_open(schema: Schema) -> Schema:
     return {"anyOf": [schema, OPEN]} if schema else {}
+
+
+def _or_named(schema: Schema, variants: Mapping[str, Node] | None) -> Schema:
+    return {"anyOf": [schema, {"enum": list(variants)}]} if variants else schema
 
 
 def _type(hint: Any) -> Schema:

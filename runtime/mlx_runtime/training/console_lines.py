@@ -78,7 +78,8 @@ class ConsoleLines:
             self._print(f"changed   {change}{when}")
         for item in config.overrides:
             key = item.lstrip("+~").partition("=")[0]
-            if not any(f"{change.key}.".startswith(f"{key}.") for change in config.changes):
+            used = key.startswith("-") or any(f"{change.key}.".startswith(f"{key}.") for change in config.changes)
+            if not used:
                 self._print(f"unchanged {redacted_override(item)}")
 
     def _workers(self) -> None:

@@ -29,7 +29,7 @@ EVAL = "--eval="
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
 
-_OVERRIDE = re.compile(r"~|[+]{0,2}[A-Za-z_][\w.@/]*=")
+_OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """The start of an override, as opposed to the name of a run."""
 
 
@@ -70,7 +70,8 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         overrides: Hydra's, and options. `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN` starts a
             new run. Both read the conf.yaml of that run. `--run=RUN` resumes a run if it has begun, and begins it if
             it was only claimed. `--fast-dev-run` stands for `FAST`, in temporary storage that is removed at the end.
-            `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`.
+            `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`. `--variant=NAME` applies
+            `variants/NAME.yaml`.
         path: path of conf.yaml.
         look: run no code that only conf.yaml names. No module is imported for it, `cfg` is of the runtime's own class,
             without fields of your own, and trackers and callbacks are not built.
@@ -95,7 +96,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
         title = f"{source.location}/{source.conf.name}" if source and read_from is not path else None
-        config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title)
+        config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
         if run is not None:
             assert conf is not None
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed

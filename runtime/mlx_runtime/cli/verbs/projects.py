@@ -49,9 +49,9 @@ def new(kind: Kind, name: str, output: Path) -> Path:
 
 
 def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
-    """Write or update `src/conf.yaml` in the working directory, and its schema, and return what to print about it.
+    """Write or update `src/conf.yaml`, its variants and its schema, and return what to print about it.
 
-    With `check` or `diff`, write nothing: refuse a file that is not up to date, or return what would change.
+    With `check` or `diff`, write nothing: refuse files that are not up to date, or return what would change.
     """
     folder = kind.folder()
     existed = (folder / CONF).exists()
@@ -59,12 +59,15 @@ def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
     if diff:
         return bound.diff().splitlines()
     if check:
-        if bound.stale:
-            raise BindError("\n  ".join([f"{CONF} is not up to date; run: {kind.command} bind", *bound.lines()]))
+        if stale := " and ".join(map(str, bound.stale)):
+            verb = "is" if len(bound.stale) == 1 else "are"
+            raise BindError("\n  ".join([f"{stale} {verb} not up to date; run: {kind.command} bind", *bound.lines()]))
+        if bound.invalid:
+            raise BindError("\n  ".join(bound.invalid))
         return [f"{CONF} is up to date"]
     bound.write()
-    title = "wrote" if not existed else "updated" if bound.stale else "unchanged"
-    return [f"{title} {CONF}", *bound.lines()]
+    title = "wrote" if not existed else "updated" if CONF in bound.stale else "unchanged"
+    return [f"{title} {CONF}", *(f"updated {path}" for path in bound.stale if path != CONF), *bound.lines()]
 
 
 def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
@@ -168,7 +171,7 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
 
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     """Refuse words that look like options but are none of the verb's."""
-    known: tuple[str, ...] = ("--resume", "--from=") if kind == AN_EXPERIMENT else ()
+    known: tuple[str, ...] = ("--resume", "--from=", "--variant=") if kind == AN_EXPERIMENT else ()
     if kind == AN_EXPERIMENT and verb == "run":
         known += ("--fast-dev-run", "--eval=")
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]

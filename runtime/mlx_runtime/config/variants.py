@@ -1,0 +1,131 @@
+"""Variants: named alternatives for parts of conf.yaml, as files in the folder `variants` next to it.
+
+`models.net/resnet.yaml` is an alternative for the node at `models.net`; conf.yaml, an override or another variant
+chooses it by its name. `debug.yaml` holds values for any keys, which `--variant=debug` applies to conf.yaml.
+
+Config groups of Hydra would be merged into the node instead of replacing it, need a list of defaults in conf.yaml, and
+take every string at the key for a name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.storage.documents import from_yaml
+
+OPTION = "--variant="
+
+
+class Variants:
+    """The variants next to a conf.yaml.
+
+    Attributes:
+        nodes: files of alternatives for one node, by key and name.
+        partial: files that hold values for any keys, by name.
+        texts: contents to read instead of those on disk.
+    """
+
+    def __init__(self, conf: Path) -> None:
+        self.folder = conf.parent / "variants"
+        self.partial = _files(self.folder)
+        self.nodes = {item.name: files for item in sorted(self.folder.glob("*")) if (files := _files(item))}
+        self.texts: dict[Path, str] = {}
+
+    def file(self, key: str, name: Any) -> Path | None:
+        """Return the file of a variant of the node at `key`; None if `name` is any other value."""
+        return self.nodes.get(key, {}).get(name) if isinstance(name, str) else None
+
+    def read(self, file: Path) -> Any:
+        """Return what a variant holds, with `${...}` not resolved yet."""
+        text = self.texts.get(file)
+        try:
+            return OmegaConf.to_container(from_yaml(file.read_bytes() if text is None else text.encode()))
+        except ValueError as error:
+            raise ConfigError(f"{file} is not valid YAML: {error}") from error
+
+
+class Selection:
+    """A config in which variants are chosen, first those that conf.yaml names.
+
+    Attributes:
+        tree: the config, with `${...}` not resolved yet.
+        chosen: the overrides and options that chose a variant, as typed.
+    """
+
+    def __init__(self, variants: Variants, conf: bytes, *, names: bool = True) -> None:
+        """Read a conf.yaml; ValueError if it is not YAML. Without `names`, its strings are only strings."""
+        self.variants = variants
+        tree: Any = OmegaConf.to_container(from_yaml(conf))
+        self.tree: dict[str, Any] = tree
+        self.chosen: list[str] = []
+        self._sources: dict[str, Path | None] = {}  # by the key at the top of what comes from there; None: an override
+        for name, value in self.tree.items() if names else ():
+            self._set(self.tree, name, value, name)
+
+    @property
+    def files(self) -> list[Path]:
+        """The variants in use."""
+        return list(dict.fromkeys(file for file in self._sources.values() if file is not None))
+
+    def source(self, key: str) -> Path | None:
+        """Return the variant that the value at a key comes from; None if that is not a variant."""
+        tops = [top for top in self._sources if key == top or key.startswith((f"{top}.", f"{top}["))]
+        return self._sources[max(tops, key=len)] if tops else None
+
+    def mark(self, key: str, file: Path | None) -> None:
+        """Record the source of what is at a key and below it."""
+        others = {top: source for top, source in self._sources.items() if not f"{top}.".startswith(f"{key}.")}
+        self._sources = {**others, key: file}
+
+    def choose(self, key: str, name: Any) -> bool:
+        """Replace the node at a key by a variant; False if `name` is any other value."""
+        *parents, last = key.split(".")
+        node: Any = self.tree
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if self.variants.file(key, name) is None or not isinstance(node, dict):
+            return False
+        self._set(node, last, name, key)
+        return True
+
+    def apply(self, name: str) -> None:
+        """Apply the values of a partial config. A mapping changes what it holds; one with `_target_` is a new node."""
+        file = self.variants.partial.get(name)
+        if file is None:
+            known = suggest(name, self.variants.partial)
+            raise ConfigError(f"there is no variant {name!r} in {self.variants.folder}.{known}")
+        self._merge(self.tree, self.variants.read(file), file)
+
+    def _merge(self, tree: dict[str, Any], changes: dict[str, Any], file: Path, prefix: str = "") -> None:
+        for name, value in changes.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict) and "_target_" not in value and isinstance(tree.get(name), dict):
+                self._merge(tree[name], value, file, f"{key}.")
+            else:
+                self.mark(key, file)
+                self._set(tree, name, value, key)
+
+    def _set(self, holder: dict[str, Any], name: str, value: Any, key: str) -> None:
+        """Set a value, with variants in place of their names."""
+        if (file := self.variants.file(key, value)) is not None:
+            value = self.variants.read(file)
+            self.mark(key, file)
+        holder[name] = value
+        for child, item in value.items() if isinstance(value, dict) else ():
+            self._set(value, child, item, f"{key}.{child}")
+
+
+def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return everything below a mapping by its full key, mappings before what they hold."""
+    if not isinstance(tree, dict):
+        return {}
+    values = {f"{prefix}{name}": value for name, value in tree.items()}
+    for name, value in tree.items():
+        values |= values_by_key(value, f"{prefix}{name}.")
+    return values
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
