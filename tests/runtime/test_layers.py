@@ -60,6 +60,7 @@ HOMES = {
     "requests": {"cluster.dashboard"},
     "rich": {"runs.tables", "tracking.console"},
     "ruamel": {"config"},
+    "sklearn": {"data.folds"},
     "tensorboard": {"tracking.trackers"},
     "wandb": {"tracking.trackers"},
     "yaml": {"storage.documents"},

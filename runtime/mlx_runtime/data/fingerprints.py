@@ -54,7 +54,7 @@ class Candidate:
             for node in (self.node, self.shown)
         )
         content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *_code_of(self.cls, self.project)]
-        self.prefix = f"{self.cls.__name__}-{_digest(content)}"
+        self.prefix = f"{self.cls.__name__}-{digest(content)}"
 
     @property
     def refusal(self) -> str | None:
@@ -93,7 +93,7 @@ class Candidate:
             content = [rows, *_files_in(self.arguments)]
             for key, column in self.sample(dataset, some_rows(rows)).items():
                 content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
-        return f"{self.prefix}-{_digest(content)}"
+        return f"{self.prefix}-{digest(content)}"
 
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
         """Return a few rows, stacked one at a time, as a batch. DatasetError if they differ or are not tensors."""
@@ -159,12 +159,13 @@ def _file_facts(path: str, limit: int = 100_000) -> str:
     return f"{path} {len(files)} {sum(item.st_size for item in files)} {max(item.st_mtime_ns for item in files)}"
 
 
-def _digest(content: Sequence[Any]) -> str:
-    digest = hashlib.sha256()
+def digest(content: Sequence[Any]) -> str:
+    """Return a short digest of bytes, and of the texts of other things."""
+    found = hashlib.sha256()
     for item in content:
         data = item if isinstance(item, bytes) else str(item).encode()
-        digest.update(len(data).to_bytes(8, "big") + data)
-    return digest.hexdigest()[:12]
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()[:12]
 
 
 def _code_of(cls: type, project: Path) -> list[str]:

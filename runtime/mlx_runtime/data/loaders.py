@@ -23,7 +23,7 @@ from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.data.columns import PreparedReader
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
-from mlx_runtime.data.sampling import ShardPlan, WorkerPass, micro_batches, mix_seeds
+from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
 from mlx_runtime.data.stream_reader import StreamReader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
@@ -78,6 +78,7 @@ class DatasetShard:
         options: Settings of the run.
         prepared: Prepared dataset to read instead; None reads the dataset.
         stream: Reader of a stream of Ray Data; None for other datasets.
+        subset: Part of the dataset to read; None reads all of it.
         follow: Called with each new loader; returns the one to use. A session has one per dataset, to count its passes.
     """
 
@@ -87,6 +88,7 @@ class DatasetShard:
     options: LoaderOptions = LoaderOptions()
     prepared: PreparedSet | None = None
     stream: StreamReader | None = None
+    subset: Subset | None = None
     follow: "Callable[[Loader], Loader]" = lambda loader: loader
 
     @property
@@ -107,6 +109,8 @@ class DatasetShard:
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the dataset, without constructing it if it is prepared."""
+        if self.subset is not None and name in self.subset.attributes:
+            return self.subset.attributes[name]
         if self.prepared is not None:
             return self.prepared.attributes.get(name, default)
         return getattr(self.dataset, name, default)
@@ -260,7 +264,8 @@ class Loader:
         workers, limit = shard.topology.data_parallel_size, shard.options.limit
         limit = None if limit is None else limit * self.accumulate * size * workers
         chunk = max(1, self.reader.window_rows // size)
-        plan = ShardPlan(self.reader.rows(), workers, size, drop_last, chunk, limit=limit)
+        total = self.reader.rows() if shard.subset is None else len(shard.subset.rows)
+        plan = ShardPlan(total, workers, size, drop_last, chunk, limit=limit)
         rows = f"datasets.{shard.name} has {plan.rows} rows"
         if plan.rows == 0:
             raise DatasetError(f"datasets.{shard.name} has no rows")
@@ -348,7 +353,9 @@ class Loader:
                 seed = mix_seeds(shard.options.seed, self.epoch) if shuffles_shares else None
                 plan = replace(plan, read=before.read_after(state["steps"], seed))
         epoch = 0 if shard.options.repeats else self.epoch
-        return WorkerPass(plan, shard.topology.data_parallel_rank, skip, epoch, shard.options.seed, shard.shuffle)
+        subset = None if shard.subset is None else shard.subset.rows
+        rank, seed = shard.topology.data_parallel_rank, shard.options.seed
+        return WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, even in the middle of a pass, as plain values."""

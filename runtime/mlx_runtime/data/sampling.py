@@ -16,7 +16,7 @@ A *position* is an index into the order, and a *share* is a run of positions tha
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -202,6 +202,14 @@ class ShardPlan:
         return cls(state["rows"], world_size, batch_size, state["drop_last"], state["chunk"], read, state.get("most"))
 
 
+@dataclass(frozen=True)
+class Subset:
+    """The part of a dataset that a run reads."""
+
+    rows: torch.Tensor  # row numbers, int64
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # instead of the dataset's own
+
+
 @dataclass
 class WorkerPass:
     """The part of a pass that one worker reads, and how far it is."""
@@ -214,6 +222,7 @@ class WorkerPass:
     shuffle: bool
     given: int = 0  # batches that the loop has been given, without those before the interruption
     left: bool = False  # the loop has left the pass before its end
+    subset: torch.Tensor | None = None  # row numbers that the pass is over, int64; None means all rows
 
     @property
     def taken(self) -> int:
@@ -244,7 +253,8 @@ class WorkerPass:
         """Return the row numbers that are left, in order; int64."""
         order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
         skipped = sum(self.plan.sizes(self.rank)[: self.skip])
-        return order[self.plan.positions(self.rank)[skipped:]]
+        rows = order[self.plan.positions(self.rank)[skipped:]]
+        return rows if self.subset is None else self.subset[rows]
 
     def batch_rows(self) -> Iterator[list[int]]:
         """Yield the row numbers of each batch, in order."""

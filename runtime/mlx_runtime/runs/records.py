@@ -71,6 +71,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "sweep": mapping_with(
         {"name": TEXT, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),
+    "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }
 """Types of the fields of the record of a run or a data job. Anybody may have written the file."""

@@ -91,7 +91,16 @@ def dataset_shards(
     )
     return DatasetShards(
         {
-            name: DatasetShard(name, datasets, topology, options, job.prepared.get(name), streams.get(name), follow)
+            name: DatasetShard(
+                name=name,
+                group=datasets,
+                topology=topology,
+                options=options,
+                prepared=job.prepared.get(name),
+                stream=streams.get(name),
+                subset=job.subsets.get(name),
+                follow=follow,
+            )
             for name in nodes
         }
     )

@@ -10,6 +10,7 @@ from mlx_runtime.config.declarations import Declaration
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.data import loaders, preparation
 from mlx_runtime.data.fingerprints import Candidate
+from mlx_runtime.data.folds import with_held_out
 from mlx_runtime.data.prepared import PreparedSet, Store, prepared_root
 from mlx_runtime.data.streams import dataset_nodes, stream_names
 from mlx_runtime.errors import ConfigError
@@ -102,9 +103,10 @@ def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list
 
     The constructor of `Datasets` may replace the datasets of conf.yaml with others.
     """
-    nodes, shown = dataset_nodes(config.tree), config.shown.get("datasets", {})
+    tree, all_shown = (with_held_out(one, config.cfg.fold) for one in (config.tree, config.shown))
+    nodes, shown = dataset_nodes(tree), all_shown.get("datasets", {})
     try:
-        group = vars(declare_group(config.tree["datasets"], "datasets")) if nodes else {}
+        group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}
     except (ConfigError, TypeError):
         group = {}  # its constructor reads them
     held = {name: group.get(name) for name in nodes}

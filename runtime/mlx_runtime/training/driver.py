@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from mlx_runtime import events
 from mlx_runtime.config.targets import path_of
+from mlx_runtime.data.folds import leak_warning
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
@@ -130,6 +131,8 @@ class Driver:
         folder, attempt = record.folder, record["attempt"]
         run = events.RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
         self._emit(events.RunStarted(run))
+        if plan.fold is not None and (warning := leak_warning(config.tree)):
+            self._emit(events.Notice(warning))
         if plan.cluster.engine == "in_process" and stream_names(config.tree):
             stack.enter_context(start_ray(config.cfg))
         sets = prepare_datasets(config, plan.project, self._emit)
@@ -150,6 +153,7 @@ class Driver:
                 cluster=plan.cluster,
                 verbose=plan.verbose,
                 prepared=sets,
+                subsets=plan.fold.subsets() if plan.fold is not None else {},
                 receiver=(receiver.address, receiver.key),
                 evaluate=config.checkpoint is not None,
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.data.prepared import PreparedSet
+from mlx_runtime.data.sampling import Subset
 from mlx_runtime.events import RunInfo
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.training.engines.placement import Cluster
@@ -22,6 +23,7 @@ class Job:
     cluster: Cluster
     verbose: bool  # let Ray print
     prepared: dict[str, PreparedSet]  # by name of the dataset, which is not read itself
+    subsets: dict[str, Subset]  # by name of the dataset; others are read whole
     receiver: tuple[tuple[str, int], bytes]  # address and key of the driver's `Receiver`
     evaluate: bool  # run `eval_loop` instead of `worker_loop`
 

@@ -9,6 +9,8 @@ MINIMUM = {
     "accumulate_grad_batches": 1,
     "checkpoint_every_steps": 1,
     "cpus_per_worker": 1,
+    "fold": 0,
+    "folds": 2,
     "hang_timeout_s": 1,
     "keep_checkpoints": 1,
     "limit_batches": 1,
@@ -47,6 +49,14 @@ class _Checked:
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and clip <= 0:
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
+        folds, fold, splitter = (getattr(cfg, name, None) for name in ("folds", "fold", "splitter"))
+        if (folds is None) != (fold is None):
+            problems.append(f"cfg.folds is {folds} and cfg.fold is {fold}; set both, or neither")
+        elif folds is not None and fold >= folds:
+            problems.append(f"cfg.fold is {fold}; with cfg.folds={folds}, it is from 0 to {folds - 1}")
+        if isinstance(splitter, str) or not (splitter is None or hasattr(splitter, "split")):  # a str has `split`, too
+            example = "_target_: sklearn.model_selection.StratifiedKFold"
+            problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {{{example}}}")
         return problems
 
 
@@ -76,6 +86,12 @@ class TrainConfig(_Checked):
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
         overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
             a model that does not fit them has a bug.
+        folds: train on `datasets.train` without one of this many folds, whose rows take the place of `datasets.val`.
+            `mlx train sweep --folds` trains all; None means no cross-validation.
+        fold: number of the fold whose rows are held out, from 0.
+        splitter: splits the rows into folds: a class of `sklearn.model_selection`, or one with the same methods; labels
+            and groups come from the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`,
+            shuffled by `seed`.
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard.
         loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
             processes per worker.
@@ -127,6 +143,9 @@ class TrainConfig(_Checked):
     hang_timeout_s: float = 600
     limit_batches: int | None = None
     overfit_batches: int | None = None
+    folds: int | None = None
+    fold: int | None = None
+    splitter: Any = None
     profile: bool = False
     loader: str = "auto"
     prepared: Literal["auto", "make", "never"] = "auto"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.config.building import build_cfg
+from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records
 from mlx_runtime.runs.folder import RunFolder
@@ -33,6 +34,7 @@ class RunPlan:
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
+    fold: Fold | None = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
 
 
 @contextlib.contextmanager
@@ -43,9 +45,11 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
     Raises:
         DatasetError: a dataset cannot be batched.
-        ConfigError: the engine cannot train this, or the checkpoints to resume from are gone.
+        ConfigError: the engine cannot train this, the checkpoints to resume from are gone, or the rows of
+            `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with.
     """
+    config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
         raise UsageError(
@@ -64,7 +68,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None
-        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose)
+        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, _fold(config))
 
 
 @contextlib.contextmanager
@@ -109,6 +113,21 @@ def _require_checkpoint(run: RunFolder) -> None:
             f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
             f"{run.checkpoints}. Put one back, or start over in a new run: mlx train run --from {run.title}"
         )
+
+
+def _fold(config: RunConfig) -> Fold | None:
+    """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
+    if config.cfg.fold is None:
+        return None
+    fold: Fold = fold_rows(config)[config.cfg.fold]
+    run = config.run
+    recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
+    if run is not None and recorded not in (None, rows_digest([fold])):
+        raise ConfigError(
+            f"fold {config.cfg.fold} has other rows than when {run.title} started: the data, its labels or the "
+            f"splitter has changed. Start over in a new run: mlx train run --from {run.title}"
+        )
+    return fold
 
 
 @contextlib.contextmanager

@@ -28,7 +28,10 @@ from mlx_runtime.runs.checkpoints import State, state_of
 from mlx_runtime.storage.redaction import HIDDEN, is_secret, redacted
 from mlx_runtime.training.options import TrainConfig
 
-FIXED = {"limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"}
+FIXED = {
+    *("fold", "folds", "limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict"),
+    *("seed", "splitter", "start_epoch"),
+}
 """Settings that a run keeps: they determine where it starts and what it reads."""
 
 IGNORED = {"resume", "storage_path", *TrainConfig.removed_settings}

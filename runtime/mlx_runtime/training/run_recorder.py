@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import events
+from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space, withdraw_stop
@@ -139,6 +140,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
     cfg, facts = plan.config.cfg, provenance(plan.config.overrides)
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
+    if plan.fold is not None:
+        facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows_digest([plan.fold])}
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,

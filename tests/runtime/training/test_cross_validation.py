@@ -1,0 +1,58 @@
+"""Runs of one fold: the rows they read, what they record, and what they keep when they resume."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx, edit
+
+pytestmark = pytest.mark.process
+
+FOLD = ("cfg.folds=5", "cfg.fold=1", "cfg.start_workers=0", "cfg.num_epochs=1")
+
+ROWS = 1257
+"""Rows of `datasets.train` of the template."""
+
+
+def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
+    return dict(json.loads((folder / "runs" / "digits" / run / "run.json").read_text()))
+
+
+@pytest.mark.local
+def test_a_fold_takes_the_place_of_val(mlx: Mlx, digits: Path) -> None:
+    done = mlx(digits, "train", "run", *FOLD, "cfg.start_workers=2", "--prepare-batches")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = record(digits)
+    rows = {name: item["rows"] for name, item in found["datasets"].items()}
+    assert rows["train"] + rows["val"] == ROWS
+    assert rows["val"] in (ROWS // 5, ROWS // 5 + 1)
+    assert {key: found["fold"][key] for key in ("folds", "fold")} == {"folds": 5, "fold": 1}
+    assert found["prepared"]["train"] == found["prepared"]["val"] != found["prepared"].get("test")
+    assert "Digits has no argument training or augment that turns off augmentation" in done.stdout
+    assert "split: val" in (digits / "runs" / "digits" / "run_001" / "conf.yaml").read_text()
+
+
+def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
+    done = mlx(digits, "train", "run", *FOLD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = record(digits)["fold"]["rows"]
+    other = ("cfg.fold=2", "cfg.folds=6", "cfg.splitter={_target_: sklearn.model_selection.KFold}")
+    done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=2", *other)
+    assert (done.returncode, done.stderr.count("it cannot change within a run")) == (1, 3), done.stderr
+    done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (record(digits)["fold"]["rows"], record(digits)["attempt"]) == (rows, 2)
+    edit(digits / "src" / "datasets.py", "int(0.7 *", "int(0.6 *")
+    done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=3")
+    assert done.returncode == 1
+    assert "fold 1 has other rows than when digits/run_001 started" in done.stderr
+    assert record(digits)["attempt"] == 2
+
+
+def test_what_cannot_be_split_is_refused_before_anything_is_written(mlx: Mlx, digits: Path) -> None:
+    stratified = "cfg.splitter={_target_: sklearn.model_selection.StratifiedKFold}"
+    done = mlx(digits, "train", "run", *FOLD, stratified)
+    assert done.returncode == 1
+    assert "StratifiedKFold needs labels of the rows, but Digits has no method fold_labels" in done.stderr
+    assert not (digits / "runs" / "digits").exists()
