@@ -71,7 +71,7 @@ class EpochEnded(WorkerEvent):
     """The end of an epoch, or what user code recorded after its checkpoint."""
 
     epoch: int  # from 0
-    epochs: int  # `cfg.num_epochs`
+    epochs: int  # expected in total: `cfg.num_epochs`, or as many as `cfg.max_steps` allows
     values: Mapping[str, float]  # last value of each metric
     seconds: float
     samples_per_s: float | None = None  # of the training pass; None if there was none

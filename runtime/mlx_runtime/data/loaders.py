@@ -64,6 +64,8 @@ class LoaderOptions:
     accumulate: int = 1  # steps per update of a training dataset
     wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
     limit: int | None = None  # batches in a pass of `wanted_workers`; None means all
+    train_limit: int | None = None  # the same for training datasets only
+    eval_limit: int | None = None  # the same for the others
     repeats: bool = False  # the same rows in the same order in each pass
 
 
@@ -106,6 +108,12 @@ class DatasetShard:
     def shuffle(self) -> bool:
         """True if the order differs in each epoch: by default for training datasets; `shuffle` overrides it."""
         return not self.options.repeats and bool(self.attribute("shuffle", self.training))
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of batches in a pass; None means all."""
+        own = self.options.train_limit if self.training else self.options.eval_limit
+        return min((limit for limit in (self.options.limit, own) if limit is not None), default=None)
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the dataset, without constructing it if it is prepared."""
@@ -201,10 +209,10 @@ class LoaderObserver(Protocol):
     def pass_begins(self, loader: "Loader", part: WorkerPass) -> None:
         """The first batch of a pass is about to be read."""
 
-    def batch_given(self, loader: "Loader", part: WorkerPass) -> None:
+    def batch_given(self, loader: "Loader", part: WorkerPass, batch: Batch) -> None:
         """The loop is about to get a batch."""
 
-    def step_finished(self, loader: "Loader") -> None:
+    def step_finished(self, loader: "Loader", batch: Batch) -> None:
         """The loop has finished with a batch and asks for the next."""
 
     def pass_left(self, loader: "Loader") -> None:
@@ -261,7 +269,7 @@ class Loader:
         shard, size, drop_last = self.shard, self.batch_size, self.asked[1]
         if drop_last is None:
             drop_last = bool(shard.attribute("drop_last", False))
-        workers, limit = shard.topology.data_parallel_size, shard.options.limit
+        workers, limit = shard.topology.data_parallel_size, shard.limit
         limit = None if limit is None else limit * self.accumulate * size * workers
         chunk = max(1, self.reader.window_rows // size)
         total = self.reader.rows() if shard.subset is None else len(shard.subset.rows)
@@ -323,10 +331,10 @@ class Loader:
                 part.given += 1
                 self.waited_s += time.perf_counter() - asked
                 if observer is not None:
-                    observer.batch_given(self, part)
+                    observer.batch_given(self, part, batch)
                 yield batch
                 if observer is not None:
-                    observer.step_finished(self)
+                    observer.step_finished(self, batch)
                 asked = time.perf_counter()
         except GeneratorExit:  # the loop was left with `break`
             if self.current is part:  # else the loader was iterated again before this iterator was closed

@@ -50,13 +50,18 @@ def is_updated(metric: AnyMetric) -> bool:
 
 
 def state_of(metric: AnyMetric) -> State:
-    """Return the state; tensors are not copied."""
+    """Return the state; tensors are not copied, but lists of them are."""
     if isinstance(metric, MetricCollection):
         list(metric.values())  # gives members of one compute group their own, up-to-date states
     return {
-        path: {"states": {name: getattr(part, name) for name in part._reductions}, "updates": part._update_count}
+        path: {"states": {name: _value(part, name) for name in part._reductions}, "updates": part._update_count}
         for path, part in metric_parts(metric).items()
     }
+
+
+def _value(metric: Metric, name: str) -> Any:
+    value = getattr(metric, name)
+    return [*value] if isinstance(value, list) else value  # TorchMetrics empties lists in place
 
 
 def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> None:

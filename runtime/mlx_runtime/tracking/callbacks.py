@@ -12,11 +12,19 @@ on every worker and should only store its arguments; open files and connections 
                                   sweep ended early, trackers get STOPPED and callbacks PRUNED
     on_rewind(step)               trackers only: training resumes from this step; discard later numbers
 
+Callbacks only, in every worker, where the batches are; `stage` is the name of the pass, like `train`:
+
+    on_batch_start(experiment, stage, batch)  before the loop gets a batch
+    on_batch_end(experiment, stage, batch)    the loop asks for the next one; not after `break`
+    on_evaluate_start(experiment, stage)      before the first batch of a pass over an evaluation dataset
+    on_evaluate_end(experiment, stage)        after the last one, or when the loop leaves the pass
+
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so
 that they reach an object store. With `append_only = True`, they are cut back to the checkpoint before `on_rewind`.
 
 Trackers are called where the numbers are recorded, without delay: in the worker of rank 0, and `on_checkpoint` in the
-thread that stores checkpoints. Callbacks are called in the driver, which knows of all workers, including lost ones.
+thread that stores checkpoints. Callbacks are called in the driver, which knows of all workers, including lost ones;
+those with methods for workers have another object in each worker, which shares nothing with the one in the driver.
 An exception in a method is reported once and never ends the run.
 """
 
@@ -28,6 +36,8 @@ from mlx_runtime.errors import USER_ERRORS, short_message
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEnded, RunInfo, RunStarted
 
 __all__ = ["Listeners", "Report", "RunInfo"]
+
+_IN_WORKERS = ("on_batch_start", "on_batch_end", "on_evaluate_start", "on_evaluate_end")
 
 
 class Listeners:
@@ -78,3 +88,13 @@ class Listeners:
                         then = "the run continues" if name in self._objects else "the run continues without it"
                         why = f"{type(error).__name__}: {short_message(error)}"
                         self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {why}")
+
+
+def hooks_in_workers(
+    callbacks: Mapping[str, Any], experiment: Any, notify: Callable[[str], None]
+) -> Callable[..., None]:
+    """Return a function that calls a method for workers by name; it does nothing if no callback has any of them."""
+    if not any(hasattr(item, hook) for item in callbacks.values() for hook in _IN_WORKERS):
+        return lambda hook, *arguments: None
+    listeners = Listeners(callbacks, "callbacks", notify)
+    return lambda hook, *arguments: listeners.call(hook, experiment, *arguments)

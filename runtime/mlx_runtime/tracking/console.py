@@ -33,7 +33,7 @@ class Display:
 
     Args:
         copy: receives what a pipe would, whatever `stream` is.
-        epochs: total number, to estimate the remaining time.
+        epochs: total number, to estimate the remaining time; None if unknown until the first epoch ends.
         quiet: display only lines with `always=True`, warnings, and workers' output; `copy` still receives everything.
     """
 
@@ -182,6 +182,7 @@ class TimeLeft:
 
     def epoch(self, event: EpochEnded) -> None:
         """Take the duration of an epoch, or of what followed its checkpoint, into account."""
+        self._epochs = self._epochs or event.epochs
         self._seconds[event.epoch] = self._seconds.get(event.epoch, 0.0) + event.seconds
         self._epoch_started = time.monotonic()
 

@@ -87,6 +87,8 @@ def dataset_shards(
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=cfg.start_workers if keeps_global_batch else None,
         limit=min(limits, default=None),
+        train_limit=cfg.limit_train_batches,
+        eval_limit=cfg.limit_eval_batches,
         repeats=cfg.overfit_batches is not None,
     )
     return DatasetShards(

@@ -37,6 +37,7 @@ class Checkpointer:
         self.loaders: dict[str, Loader] = {}  # by dataset name
         self.positions: dict[str, Any] = {}  # of loaders that the loop has not asked for since the restore
         self.requested = False  # a checkpoint is saved as soon as the current update is complete
+        self.step: int | None = None  # global step of the one saved or restored last
         self._to_resume: State | None = None
         self._restored_names: dict[str, set[str]] = {}
         self._saver: AsyncCheckpointer | None = None
@@ -49,7 +50,7 @@ class Checkpointer:
 
     def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background. The best one is chosen by `numbers`."""
-        self.requested = False
+        self.requested, self.step = False, self._context.progress.global_step
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
@@ -109,7 +110,7 @@ class Checkpointer:
         self._load_rank(state, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
-        progress.global_step = state["global_step"]
+        self.step = progress.global_step = state["global_step"]
         context.cfg.start_epoch = progress.epoch = state["epoch"] + state["finished"]
         self.positions = dict(state["loaders"])
         for name in self.loaders.keys() & self.positions.keys():

@@ -1,5 +1,6 @@
 """What the parts of a session share: the run, its progress, and the objects of the experiment."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,11 +23,11 @@ class Groups:
     """The objects of an experiment, by group. User code may replace them at any time."""
 
     def __init__(self, experiment: Any) -> None:
-        self._experiment = experiment
+        self.experiment = experiment
 
     def __getitem__(self, name: str) -> Any:
         """Return a group; `own` holds the objects with a state that user code put on the experiment itself."""
-        return getattr(self._experiment, name) if name != "own" else SimpleNamespace(**self._own())
+        return getattr(self.experiment, name) if name != "own" else SimpleNamespace(**self._own())
 
     def members(self, name: str) -> dict[str, Any]:
         """Return the objects of a group by name."""
@@ -41,7 +42,7 @@ class Groups:
         grouped |= {id(unwrap(item)) for item in self.members("models").values()}
         return {
             name: item
-            for name, item in vars(self._experiment).items()
+            for name, item in vars(self.experiment).items()
             if name not in GROUPS
             and not isinstance(item, Loader | type)
             and hasattr(item, "state_dict")
@@ -55,6 +56,7 @@ class Progress:
     """How far a run has progressed."""
 
     epoch: int = 0  # counted from 0
+    epochs: int | None = None  # expected in total; None means `cfg.num_epochs`
     global_step: int = 0  # training steps taken in all epochs; steps that make one update together count once
     interrupted: bool = False  # restarted within an epoch whose training pass has not been resumed yet
 
@@ -72,6 +74,18 @@ class RunContext:
     evaluates: bool = False  # a checkpoint is evaluated and nothing is trained
     preemptible: bool = False  # the cluster may announce that a node is preempted
     progress: Progress = field(default_factory=Progress)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Training steps until `cfg.max_steps`; None without a limit."""
+        limit = None if self.evaluates else self.cfg.max_steps
+        return None if limit is None else max(0, limit - self.progress.global_step)
+
+    def plan_epochs(self, epoch: int, steps: int, steps_per_epoch: int) -> None:
+        """Estimate the number of epochs until `cfg.max_steps`, as an epoch with `steps` steps left begins."""
+        if self.steps_left is not None:
+            more = max(0, math.ceil((self.steps_left - steps) / steps_per_epoch))
+            self.progress.epochs = min(self.cfg.num_epochs, epoch + 1 + more)
 
     @cached_property
     def checkpoints(self) -> Checkpoints:

@@ -221,6 +221,23 @@ class BaseModule:
         """
         return self._session.checkpoints.restore()
 
+    def every(self, steps: int | None) -> bool:
+        """Return True if this training step completes a multiple of `steps`, counted like `global_step`.
+
+        For use within a training step, after the update:
+
+            if self.every(self.cfg.evaluate_every_steps):
+                self.evaluate(val, epoch)
+
+        Returns:
+            True in one step of each multiple, the last one of an update, on every worker. False outside a training
+            step, within a nested evaluation, and if `steps` is None. A resumed run gives the same answers.
+
+        Raises:
+            MlxError: `steps` is less than 1.
+        """
+        return self._session.every(steps)
+
     @property
     def global_step(self) -> int:
         """Training steps taken in all epochs so far, the x axis in TensorBoard."""

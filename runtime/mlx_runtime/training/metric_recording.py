@@ -9,7 +9,7 @@ import torch
 
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.metric_states import is_metric, is_updated
+from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of
 from mlx_runtime.tracking.metric_sync import (
     UPDATED_ON_SOME,
     MetricSync,
@@ -57,9 +57,12 @@ class MetricRecorder:
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
         self._unfinished: Pass | None = None
         self._in_flight: Exchange | None = None
+        self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
+        self._evaluated = False  # since that reset
 
     def begin(self, item: Pass) -> None:
         """Begin a pass at its current step, which a restart may have moved."""
+        self._evaluated |= not item.training
         self._records[item] = PassRecord(item.step)
 
     def values(self, item: Pass) -> Mapping[str, float]:
@@ -75,6 +78,28 @@ class MetricRecorder:
         """Record what was saved in another pass, before the metrics of this one are saved."""
         if self._unfinished is not item:
             self.flush()
+        if item.training:
+            self.restore(item)
+        self._evaluated |= not item.training
+
+    def before_reset(self, around: Pass | None) -> None:
+        """Record what was saved, and set it aside if the loop is within a step of a pass, where it may now evaluate."""
+        self.flush()
+        self._evaluated = False
+        if around is not None and self._set_aside is None:
+            metrics = self._of(("losses", "metrics")).items()
+            self._set_aside = around, {name: state_of(item.metric) for name, item in metrics}
+
+    def restore(self, item: Pass) -> None:
+        """Continue a training pass with its own metrics, unless the loop reset them after evaluating within a step."""
+        if self._set_aside is None:
+            return
+        if self._unfinished is not item:
+            self.flush()  # an evaluation that was left early
+        (before, states), self._set_aside = self._set_aside, None
+        if before is item and self._evaluated:
+            for name, metric in self._of(("losses", "metrics")).items():
+                load_state(metric.metric, states[name])
 
     def save(self, item: Pass, groups: tuple[str, ...]) -> None:
         """Record groups of metrics of a pass, now or when numbers are recorded next."""
@@ -92,6 +117,8 @@ class MetricRecorder:
 
     def step_finished(self, item: Pass) -> None:
         """Record numbers at the current step if they are due."""
+        if item.training:
+            self.restore(item)
         self.receive()
         if self.is_due(item):
             self.send(item, last=item.finished)

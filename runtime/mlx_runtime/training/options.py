@@ -9,13 +9,17 @@ MINIMUM = {
     "accumulate_grad_batches": 1,
     "checkpoint_every_steps": 1,
     "cpus_per_worker": 1,
+    "evaluate_every_steps": 1,
     "fold": 0,
     "folds": 2,
     "hang_timeout_s": 1,
     "keep_checkpoints": 1,
     "limit_batches": 1,
+    "limit_eval_batches": 1,
+    "limit_train_batches": 1,
     "log_every_steps": 1,
     "max_failures": -1,
+    "max_steps": 1,
     "max_workers": 1,
     "min_workers": 1,
     "num_epochs": 0,
@@ -74,6 +78,9 @@ class TrainConfig(_Checked):
             and initializes everything else.
         start_epoch: first epoch; set by the runtime when a checkpoint is restored.
         num_epochs: total number of epochs; a run restored after 3 of 10 trains 7 more.
+        max_steps: training steps in all epochs and attempts, after which the run ends successfully with a checkpoint,
+            even within an epoch. It counts updates, like `global_step`; None means no limit.
+        evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
         engine: starts the workers: `local` as processes on this machine; `ray` on a cluster, or on a Ray embedded
             here; `auto` is `local` on one machine unless only Ray can train the run.
         start_workers: number of DDP workers; 0 trains in this process, where a debugger works.
@@ -84,6 +91,8 @@ class TrainConfig(_Checked):
         max_failures: how many times lost workers are replaced before the run fails; -1 means no limit.
         hang_timeout_s: seconds without a step after which a deadlock is detected, and the run fails.
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
+        limit_train_batches: the same for training datasets only.
+        limit_eval_batches: the same for all other datasets.
         overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
             a model that does not fit them has a bug.
         folds: train on `datasets.train` without one of this many folds, whose rows take the place of `datasets.val`.
@@ -134,6 +143,8 @@ class TrainConfig(_Checked):
     restore_strict: bool = True
     start_epoch: int = 0
     num_epochs: int = 10
+    max_steps: int | None = None
+    evaluate_every_steps: int | None = None
     engine: Literal["auto", "local", "ray"] = "auto"
     start_workers: int = 2
     min_workers: int | None = None
@@ -142,6 +153,8 @@ class TrainConfig(_Checked):
     max_failures: int = 3
     hang_timeout_s: float = 600
     limit_batches: int | None = None
+    limit_train_batches: int | None = None
+    limit_eval_batches: int | None = None
     overfit_batches: int | None = None
     folds: int | None = None
     fold: int | None = None

@@ -12,6 +12,7 @@ A training pass whose iterator is kept but no longer read also ends when the loo
 checkpoint, and then turns to another training loader.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,10 @@ class Pass:
     @property
     def finished(self) -> bool:
         return self.loader is not None and self.step == self.steps
+
+    @property
+    def updates_left(self) -> int:
+        return math.ceil((self.steps - self.step) / self.accumulate)
 
 
 @dataclass
@@ -67,8 +72,22 @@ class PassTracker:
     @property
     def training(self) -> Pass | None:
         """The innermost training pass with batches left, which a checkpoint made now could resume."""
-        stacked = [item for block in self._blocks for item in block.stack]
-        return next((item for item in reversed(stacked) if item.training and not item.finished), None)
+        return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
+
+    @property
+    def in_training_step(self) -> bool:
+        """True within a training step, but not within an evaluation in that step."""
+        item = self.leading or self._blocks[-1].unknown
+        return item is not None and item.training
+
+    @property
+    def around(self) -> Pass | None:
+        """The innermost training pass, even in its last step; an evaluation may be nested in it."""
+        return next((item for item in reversed(self._stacked) if item.training), None)
+
+    @property
+    def _stacked(self) -> list[Pass]:
+        return [item for block in self._blocks for item in block.stack]
 
     @property
     def latest(self) -> Pass | None:
@@ -123,7 +142,7 @@ class PassTracker:
 
     def is_within_training(self, item: Pass) -> bool:
         """Return True if a pass that leads was begun within a step of another training pass."""
-        stacked = [other for block in self._blocks for other in block.stack]
+        stacked = self._stacked
         return any(other.training for other in stacked[: stacked.index(item)])
 
     def end(self, item: Pass) -> None:

@@ -48,14 +48,16 @@ class EventSender:
 
     def step(self, item: Pass, values: Mapping[str, float]) -> None:
         """Report the progress of a pass, unless that was done a moment ago."""
-        now = time.monotonic()
+        now, steps, left = time.monotonic(), item.steps, self._context.steps_left
+        if item.training and left is not None:
+            steps = min(steps, (math.ceil(item.step / item.accumulate) + left) * item.accumulate)
         shown, at = self._last_step
-        if item.step != item.steps and item is shown and now - at < SECONDS_PER_EVENT:
+        if item.step != steps and item is shown and now - at < SECONDS_PER_EVENT:
             return
         self._last_step = item, now
         rate = (item.loader.current.given - 1) / max(now - item.started, 1e-9)
         epoch = self._context.progress.epoch
-        self.send(StepProgress(item.name, epoch, item.step, item.steps, rate, dict(values)))
+        self.send(StepProgress(item.name, epoch, item.step, steps, rate, dict(values)))
 
 
 class Reporter:
@@ -155,7 +157,8 @@ class Reporter:
         if self._of_epoch:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
             picture = draw()
-            ended = EpochEnded(progress.epoch, cfg.num_epochs, dict(self._of_epoch), seconds, **self._input_speed)
+            epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
+            ended = EpochEnded(progress.epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
             self.events.send(ended)
             self.record({"time/epoch_s": seconds}, progress.global_step, progress.epoch)
             if self.tracking is not None:

@@ -79,7 +79,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     Raises:
         ConfigError: conf.yaml or overrides are wrong; one line per problem.
         UsageError: there is no such run, or options exclude each other.
-        RunFinished: the run to resume has succeeded, and no more epochs are requested.
+        RunFinished: the run to resume has succeeded, and no more epochs or steps are requested.
     """
     fast = FAST_DEV_RUN in overrides
     if fast:
@@ -184,15 +184,17 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 
 
 def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: bool) -> None:
-    """Refuse to resume a run that another driver is training, or a completed one unless more epochs are requested.
+    """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
 
     A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
     """
-    record = records.refuse_living(run)
-    before = OmegaConf.select(OmegaConf.load(conf), "cfg.num_epochs")
-    if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= before:
+    record, before = records.refuse_living(run), OmegaConf.load(conf)
+    epochs, steps = (OmegaConf.select(before, f"cfg.{name}") for name in ("num_epochs", "max_steps"))
+    more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
+    if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= epochs and not more_steps:
+        limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
         raise RunFinished(
-            f"{run.experiment} {run.name} has succeeded, with cfg.num_epochs={before}. To train further, raise it; "
+            f"{run.experiment} {run.name} has succeeded, with {limits}. To train further, raise it; "
             "for a new run, leave out --resume and cfg.resume"
         )
     if declared and record.get("status") == "PRUNED":

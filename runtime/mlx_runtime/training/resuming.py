@@ -29,8 +29,8 @@ from mlx_runtime.storage.redaction import HIDDEN, is_secret, redacted
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {
-    *("fold", "folds", "limit_batches", "name", "overfit_batches", "restore_checkpoint_path", "restore_strict"),
-    *("seed", "splitter", "start_epoch"),
+    *("fold", "folds", "limit_batches", "limit_eval_batches", "limit_train_batches", "name", "overfit_batches"),
+    *("restore_checkpoint_path", "restore_strict", "seed", "splitter", "start_epoch"),
 }
 """Settings that a run keeps: they determine where it starts and what it reads."""
 

@@ -46,8 +46,8 @@ class RunRecorder:
             case events.LoaderOpened(name, _, rows, steps, global_batch):
                 self._datasets[name] = {"rows": rows, "steps": steps, "global_batch": global_batch}
                 self.record.update(datasets=self._datasets)
-            case events.EpochEnded(epoch, _, values):
-                self.record.note(epoch=epoch, metrics={**(self.record["metrics"] or {}), **values})
+            case events.EpochEnded(epoch, epochs, values):
+                self.record.note(epoch=epoch, epochs=epochs, metrics={**(self.record["metrics"] or {}), **values})
             case events.CheckpointSaved():
                 self._checkpoint(event)
             case events.WorkersLost():

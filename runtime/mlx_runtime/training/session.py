@@ -12,17 +12,20 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.errors import MlxError
+from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
 from mlx_runtime.training.checkpointer import Checkpointer
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.metric_recording import MetricRecorder
 from mlx_runtime.training.optimization import Optimization, prepare_models
-from mlx_runtime.training.passes import PassTracker
+from mlx_runtime.training.passes import Pass, PassTracker
 from mlx_runtime.training.reporting import EventSender, Reporter
 from mlx_runtime.training.stopping import LoopStopped, StopPoll
 from mlx_runtime.training.strategies import Strategy
@@ -41,14 +44,17 @@ class Session:
         self.metrics = MetricRecorder(context, self.reporter)
         self.optimization = Optimization(context, self.reporter, strategy)
         self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
+        notice = self.reporter.events.notice
         fewer = context.cfg.min_workers is not None and context.cfg.min_workers < context.topology.world_size
         self.stopping = StopPoll(
             context.topology,
             sink.stop_asked,
             preemptible=context.preemptible,
             resumable_by_fewer=fewer,
-            notice=self.reporter.events.notice,
+            notice=notice,
         )
+        self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)
+        self._calls_every = False  # user code has called `self.every`
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
@@ -78,6 +84,9 @@ class Session:
         return self.reporter.latest
 
     def _end_epoch(self) -> None:
+        cfg, progress = self.context.cfg, self.progress
+        if cfg.evaluate_every_steps is not None and progress.global_step and not self._calls_every:
+            self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
         self.metrics.receive()
         self.reporter.end_epoch(self.optimization.monitor.picture)
 
@@ -102,7 +111,7 @@ class Session:
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> None:
         """Record what the previous pass left, and restore what an interrupted one needs."""
-        shard = loader.shard
+        shard, between_epochs = loader.shard, self.passes.training is None
         known = {"accumulate": loader.accumulate, "loader": loader, "step": part.skip}
         item = self.passes.begin(shard.name, training=shard.training, steps=part.plan.steps, **known)
         self.metrics.begin(item)
@@ -113,8 +122,17 @@ class Session:
         self.checkpoints.resume(shard.name)
         self.reporter.begin()
         self.reporter.events.pass_begun(loader)
+        if not self.passes.leads(item):
+            return
+        if not item.training:
+            self._call("on_evaluate_start", item.name)
+        elif self.context.steps_left == 0:
+            self._finish(item, finished=between_epochs)
+        elif not self.passes.is_within_training(item):
+            epoch = self.progress.epoch if self.progress.interrupted else loader.epoch - 1
+            self.context.plan_epochs(epoch, item.updates_left, -(-len(loader) // item.accumulate))
 
-    def batch_given(self, loader: Loader, part: WorkerPass) -> None:
+    def batch_given(self, loader: Loader, part: WorkerPass, batch: Batch) -> None:
         """Count a step."""
         self.beat()
         item = self.passes.of(loader.shard.name)
@@ -129,6 +147,7 @@ class Session:
             if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
                 self.checkpoints.requested = True
         self.reporter.events.step(item, self.metrics.values(item))
+        self._call("on_batch_start", item.name, batch)
 
     def _begin_epoch(self, epoch: int) -> None:
         if not self.progress.interrupted:
@@ -136,15 +155,16 @@ class Session:
             self.progress.epoch = epoch
         self.progress.interrupted = False
 
-    def step_finished(self, loader: Loader) -> None:
+    def step_finished(self, loader: Loader, batch: Batch) -> None:
         """Record, save, stop: the last two only between two updates, when all workers are at the same step."""
         self.beat()
         item = self.passes.of(loader.shard.name)
         if not self.passes.leads(item):
             return
+        self._call("on_batch_end", item.name, batch)
         self.metrics.step_finished(item)
         if item.finished:
-            self.passes.end(item)
+            self._end_pass(item)
         if item.training:
             self.step_done(self.progress.global_step)
         if not item.training or item.finished:
@@ -155,11 +175,18 @@ class Session:
             return
         if self.checkpoints.requested or self.stopping.agreed:
             self._store(self.progress.epoch, finished=False)
+        if self.context.steps_left == 0:
+            self._finish(item, finished=False)
         if self.stopping.agreed:
             self._stop()
 
     def pass_left(self, loader: Loader) -> None:
-        self.passes.end(self.passes.of(loader.shard.name))
+        self._end_pass(self.passes.of(loader.shard.name))
+
+    def _end_pass(self, item: Pass) -> None:
+        if not item.training and self.passes.leads(item):
+            self._call("on_evaluate_end", item.name)
+        self.passes.end(item)
 
     def updated(self) -> None:
         """Note that an optimizer has stepped."""
@@ -175,6 +202,8 @@ class Session:
         self.metrics.turn_to(item)
         self.progress.epoch = epoch
         if item.loader is None:  # the loop counts from 0, after a restart, too
+            if item.training and self.context.steps_left is not None:
+                raise MlxError("cfg.max_steps needs a loader of self.generate_loaders; read one, or set it to null")
             self.progress.global_step += item.training and batch_idx + 1 != item.step
             item.step = batch_idx + 1
         self.metrics.save(item, groups)
@@ -194,9 +223,19 @@ class Session:
             yield
             self.metrics.flush()
 
+    def every(self, steps: int | None) -> bool:
+        """Return True if the current training step completes a multiple of `steps`; see `BaseModule.every`."""
+        self._calls_every = True
+        if steps is None:
+            return False
+        if steps < 1:
+            raise MlxError(f"self.every({steps}) needs a number of steps, 1 or more, or None for never")
+        complete = self.passes.in_training_step and self.optimization.accumulation.last
+        return complete and self.progress.global_step % steps == 0
+
     def before_reset(self) -> None:
         """Record what metrics have seen; they are about to be reset."""
-        self.metrics.flush()
+        self.metrics.before_reset(self.passes.around)
         self.passes.close()
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
@@ -207,6 +246,8 @@ class Session:
         self.log(metrics, epoch)
         self.reporter.check_monitor()
         finished = self.passes.training is None
+        if self.passes.training is not None:
+            self.metrics.restore(self.passes.training)
         if not finished and not self.optimization.accumulation.last:
             self.checkpoints.requested = True  # gradients are not part of checkpoints
             return
@@ -220,6 +261,15 @@ class Session:
         self.reporter.begin()
         self.metrics.receive()
         self.checkpoints.save(epoch, self.reporter.latest, finished=finished)
+
+    def _finish(self, item: Pass, *, finished: bool) -> NoReturn:
+        """Leave the loop at `cfg.max_steps`, where a run with a higher limit would continue."""
+        step = self.progress.global_step
+        self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
+        if self.checkpoints.step != step:
+            self._store(self.progress.epoch, finished=finished)
+        self.passes.end(item)
+        raise LoopStopped
 
     def _stop(self) -> NoReturn:
         self.stopping.stopped = True

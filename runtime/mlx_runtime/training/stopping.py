@@ -19,7 +19,7 @@ VOTES_PER_PREEMPTION_CHECK = 10
 
 
 class LoopStopped(BaseException):
-    """Leaves `worker_loop` after a checkpoint was saved, because a stop was requested."""
+    """Leaves `worker_loop` after a checkpoint was saved: a stop was requested, or `cfg.max_steps` is reached."""
 
 
 class StopConsensus:

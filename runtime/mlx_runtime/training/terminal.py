@@ -135,7 +135,8 @@ class _Terminal:
         log = self._stack.enter_context(Log(self.driver.folder))
         if run.attempt > 1:
             log.write(f"\n--- {documents.now()}: attempt {run.attempt}\n")
-        epochs = self._plan.config.cfg.num_epochs
+        cfg = self._plan.config.cfg
+        epochs = cfg.num_epochs if cfg.max_steps is None else None
         if Settings.read().quiet:
             display = Display(log.screen, cast(TextIO, log), epochs=epochs, quiet=True)
         else:

@@ -81,7 +81,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
                 sink.send(_started(groups, topology))
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
-            stopped = _run_loop(experiment, shards, job, stack)
+            _run_loop(experiment, shards, job, stack)
+            stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
             if tracking is not None:
                 tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
@@ -105,20 +106,16 @@ def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[N
     return user_errors(project, translate)
 
 
-def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> bool:
-    """Run user code's loop. Return True if it was stopped before its end."""
+def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:
+    """Run user code's loop, to its end or until the session leaves it."""
     streams = [shard.stream for shard in shards if shard.stream is not None]
     for stream in streams:
         stack.callback(stream.close)
-    stopped = False
-    try:
+    with contextlib.suppress(LoopStopped):
         (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
-    except LoopStopped:
-        stopped = True
     if streams:
         with contextlib.suppress(RuntimeError):  # another worker failed, and reports why
             broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
-    return stopped
 
 
 def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:

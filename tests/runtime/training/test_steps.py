@@ -1,0 +1,424 @@
+"""Budgets in steps: `cfg.max_steps`, `self.every`, evaluation within an epoch, and callbacks around batches."""
+
+import contextlib
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx
+from sessions import ALONE, Events, attach
+from torch import nn
+from torch.utils.data import Dataset
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
+
+from mlx_runtime import BaseModule, MlxError, TrainConfig
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.training.stopping import LoopStopped
+
+pytestmark = pytest.mark.pure
+
+
+class Rows(Dataset):
+    batch_size = 2
+
+    def __init__(self, rows: int, first: float = 0.0) -> None:
+        self.values = first + torch.arange(rows, dtype=torch.float32)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.values[index : index + 1]
+
+    @staticmethod
+    def ray_map_batches(batch: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack(batch["item"])}
+
+
+class Total(CatMetric):
+    """Keeps every row, so it is recorded for a whole pass only."""
+
+    def compute(self) -> torch.Tensor:
+        return super().compute().sum()
+
+
+class Experiment(BaseModule):
+    """Three epochs of six steps. An evaluation reads two batches of much larger values, and resets the metrics."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Dropout(0.2), nn.Linear(1, 1))
+        super().__init__(
+            cfg=TrainConfig(**{"log_every_steps": 2, "num_epochs": 3} | settings),
+            models=SimpleNamespace(net=net),
+            optimizers=SimpleNamespace(sgd=torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)),
+            metrics=SimpleNamespace(
+                mean=MeanMetric(),
+                sum=SumMetric(),
+                total=Total(),
+                both=MetricCollection({"one": MeanMetric(), "two": MeanMetric()}),  # share one state
+            ),
+        )
+        self.evaluated: list[int] = []
+        self.answers: list[bool] = []
+        self.after_loop = False
+
+    def worker_loop(self, dataset_shards: DatasetShards) -> None:
+        train, val = self.generate_loaders(dataset_shards)
+        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            self.models.net.train()
+            self.reset_all_metrics_and_losses()
+            for batch_idx, batch in enumerate(train):
+                self.backward(self.models.net(batch["x"]).square().mean())
+                self.optimizer_step()
+                self.update(batch["x"])
+                self.save_metrics_and_losses(batch_idx, epoch)
+                self.answers.append(self.every(self.cfg.evaluate_every_steps))
+                if self.answers[-1]:
+                    self.evaluated.append(self.global_step)
+                    self.evaluate(val, epoch)
+                    self.models.net.train()
+            self.evaluate(val, epoch)
+            self.save_checkpoint(epoch=epoch)
+        self.after_loop = True
+
+    @torch.no_grad()
+    def evaluate(self, loader: Any, epoch: int) -> None:
+        self.models.net.eval()
+        self.reset_all_metrics_and_losses()
+        for batch_idx, batch in enumerate(loader):
+            self.update(batch["x"])
+            self.save_metrics_and_losses(batch_idx, epoch)
+
+    def update(self, values: torch.Tensor) -> None:
+        for metric in vars(self.metrics).values():
+            metric.update(values)
+
+
+def run(experiment: Experiment, folder: Path, **options: Any) -> tuple[Experiment, Events]:
+    """Run the loop in this process, as a worker does."""
+    sink = Events()
+    session = attach(experiment, folder, sink=sink)
+    session.begin()
+    group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
+    cfg = experiment.cfg
+    options = {"accumulate": cfg.accumulate_grad_batches, "eval_limit": cfg.limit_eval_batches, **options}
+    options |= {"train_limit": cfg.limit_train_batches}
+    shards = {
+        name: DatasetShard(name, group, ALONE, LoaderOptions(**options), follow=session.watch) for name in vars(group)
+    }
+    with contextlib.suppress(LoopStopped):
+        experiment.worker_loop(DatasetShards(shards))
+    assert not session.stopping.stopped  # the run succeeds
+    session.end()
+    return experiment, sink
+
+
+def state(experiment: Experiment) -> str:
+    """Return everything that a resumed run has to have in common with an uninterrupted one."""
+    weights, optimizer = experiment.models.net.state_dict(), experiment.optimizers.sgd.state_dict()
+    return f"{weights} {optimizer} {experiment._session.reporter.latest} {experiment.global_step} {torch.rand(1)}"
+
+
+def of_type(events: Events, kind: type) -> list[Any]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+class TestMaxSteps:
+    """The run ends after that many steps, as if it were interrupted there."""
+
+    @pytest.mark.parametrize("limit", [1, 4, 6, 9, 12, 17])
+    @pytest.mark.parametrize("every", [None, 3])
+    def test_a_raised_limit_continues_exactly(self, tmp_path: Path, limit: int, every: int | None) -> None:
+        whole, _ = run(Experiment(evaluate_every_steps=every), tmp_path / "whole")
+        expected = state(whole)
+        first, events = run(Experiment(max_steps=limit, evaluate_every_steps=every), tmp_path / "parts")
+        assert first.global_step == limit
+        assert not first.after_loop
+        saved = of_type(events, CheckpointSaved)
+        assert (saved[-1].step, saved[-1].finished) == (limit, limit % 6 == 0)
+        assert [item.step for item in saved] == [*range(6, limit + 1, 6), *([limit] if limit % 6 else [])]
+        again, _ = run(Experiment(evaluate_every_steps=every), tmp_path / "parts")
+        assert state(again) == expected
+        assert first.evaluated + again.evaluated == whole.evaluated
+
+    def test_steps_that_make_one_update_count_once(self, tmp_path: Path) -> None:
+        whole, _ = run(Experiment(accumulate_grad_batches=4, max_steps=5), tmp_path / "whole")
+        assert len(whole.answers) == 6 + 6 + 4
+        assert whole.global_step == 5
+        expected = state(whole)
+        run(Experiment(accumulate_grad_batches=4, max_steps=3), tmp_path / "parts")
+        again, _ = run(Experiment(accumulate_grad_batches=4, max_steps=5), tmp_path / "parts")
+        assert state(again) == expected
+
+    @pytest.mark.parametrize("log_every", [3, 50])
+    def test_metrics_of_the_unfinished_epoch_are_recorded(self, tmp_path: Path, log_every: int) -> None:
+        _, events = run(Experiment(max_steps=9, log_every_steps=log_every), tmp_path)
+        first, last = of_type(events, EpochEnded)
+        assert (first.epoch, first.epochs, last.epoch, last.epochs) == (0, 2, 1, 2)
+        assert set(last.values) == {f"train/{name}" for name in ("mean", "sum", "total", "both_one", "both_two")}
+        assert "val/mean" in first.values
+        assert last.values["train/mean"] < 12
+        assert [notice.text for notice in of_type(events, Notice)] == ["finished  step 9 of cfg.max_steps=9"]
+        steps = [(item.epoch, item.step, item.steps) for item in of_type(events, StepProgress) if item.stage == "train"]
+        assert (0, 6, 6) in steps
+        assert steps[-1] == (1, 3, 3)
+
+    def test_nothing_is_left_to_train(self, tmp_path: Path) -> None:
+        run(Experiment(max_steps=9), tmp_path)
+        for limit in (9, 5):
+            again, events = run(Experiment(max_steps=limit, num_epochs=20), tmp_path)
+            assert again.answers == []
+            assert of_type(events, CheckpointSaved) == []
+            assert f"finished  step 9 of cfg.max_steps={limit}" in [item.text for item in of_type(events, Notice)]
+
+    def test_a_loop_may_leave_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def loop(self: Experiment, dataset_shards: DatasetShards) -> None:
+            train, val = self.generate_loaders(dataset_shards)
+            epoch = self.cfg.start_epoch
+            while epoch < self.cfg.num_epochs and self.global_step != self.cfg.max_steps:
+                for _ in train:
+                    self.backward(self.models.net(torch.ones(1, 1)).sum())
+                    self.optimizer_step()
+                    if self.every(self.cfg.max_steps):
+                        break
+                self.save_checkpoint(epoch=epoch)
+                epoch += 1
+            self.evaluate(val, epoch - 1)
+            self.after_loop = True
+
+        monkeypatch.setattr(Experiment, "worker_loop", loop)
+        experiment, events = run(Experiment(max_steps=5, accumulate_grad_batches=4), tmp_path)
+        assert experiment.after_loop
+        assert experiment.global_step == 5
+        assert [(item.step, item.finished) for item in of_type(events, CheckpointSaved)] == [
+            (2, True),
+            (4, True),
+            (5, True),
+        ]
+
+    def test_it_needs_loaders_that_can_end_the_loop(self, tmp_path: Path) -> None:
+        experiment = Experiment(max_steps=9)
+        attach(experiment, tmp_path)
+        experiment.save_metrics_and_losses(0, 0, stage="val")
+        with pytest.raises(MlxError, match=r"^cfg.max_steps needs a loader of self.generate_loaders; read one, or"):
+            experiment.save_metrics_and_losses(0, 0)
+
+
+class TestEvery:
+    def test_it_is_true_in_one_step_of_each_multiple(self, tmp_path: Path) -> None:
+        experiment, _ = run(Experiment(evaluate_every_steps=4), tmp_path)
+        assert [number for number, answer in enumerate(experiment.answers, 1) if answer] == [4, 8, 12, 16]
+        assert not any(run(Experiment(), tmp_path / "never")[0].answers)
+
+    def test_an_update_of_several_steps_is_one(self, tmp_path: Path) -> None:
+        experiment, _ = run(Experiment(evaluate_every_steps=2, accumulate_grad_batches=4, num_epochs=2), tmp_path)
+        assert experiment.answers == [*[False] * 5, True] * 2  # updates of four and two steps
+        assert experiment.evaluated == [2, 4]
+
+    def test_outside_a_training_step_it_is_false(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        nested = []
+
+        def evaluate(self: Experiment, loader: Any, epoch: int) -> None:
+            nested.append(self.every(1))
+            for _ in loader:
+                nested.append(self.every(1))
+            nested.append(self.every(1))
+
+        monkeypatch.setattr(Experiment, "evaluate", evaluate)
+        run(Experiment(evaluate_every_steps=3, num_epochs=1), tmp_path)
+        within_step, after_pass = [True, False, False, True], [False] * 4
+        assert nested == within_step * 2 + after_pass
+
+    def test_with_data_that_the_runtime_does_not_know(self, tmp_path: Path) -> None:
+        experiment, seen = Experiment(), []
+        attach(experiment, tmp_path)
+        for number in range(4):
+            experiment.save_metrics_and_losses(number, 0)
+            seen.append(experiment.every(2))
+            experiment.save_metrics_and_losses(0, 0, stage="val")
+            assert not experiment.every(2)
+        assert seen == [False, True, False, True]
+
+    def test_steps_below_one_are_refused(self, tmp_path: Path) -> None:
+        experiment = Experiment()
+        attach(experiment, tmp_path)
+        with pytest.raises(MlxError, match=r"^self.every\(0\) needs a number of steps, 1 or more, or None for never"):
+            experiment.every(0)
+        assert TrainConfig.out_of_range(TrainConfig(evaluate_every_steps=0, max_steps=0, limit_train_batches=0)) == [
+            "cfg.evaluate_every_steps is 0; the minimum is 1",
+            "cfg.limit_train_batches is 0; the minimum is 1",
+            "cfg.max_steps is 0; the minimum is 1",
+        ]
+
+    def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        notice = Notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
+        assert notice not in run(Experiment(evaluate_every_steps=50), tmp_path / "read")[1]
+        monkeypatch.setattr(Experiment, "every", lambda *_: False)
+        assert notice in run(Experiment(evaluate_every_steps=50), tmp_path / "unread")[1]
+
+
+class TestEvaluationWithinAnEpoch:
+    """Metrics of the training pass continue after an evaluation that resets them."""
+
+    @pytest.fixture
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, float]]]:
+        """Return step and value of each record, by name."""
+        recorded: dict[str, list[tuple[int, float]]] = {}
+
+        def record(self: Any, values: dict[str, float], step: int, epoch: int) -> None:
+            for name, value in values.items():
+                recorded.setdefault(name, []).append((step, value))
+
+        monkeypatch.setattr("mlx_runtime.training.reporting.Reporter.record", record)
+        return recorded
+
+    def test_records_are_those_of_a_run_without_it(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        run(Experiment(), tmp_path / "without")
+        names = [f"train/{name}" for name in ("mean", "sum", "both_one", "both_two")]
+        expected = {name: recorded[name] for name in names}
+        assert [step for step, _ in expected["train/mean"]] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+        totals = dict(recorded["train/total"])
+        recorded.clear()
+        experiment, _ = run(Experiment(evaluate_every_steps=2), tmp_path / "with")
+        assert experiment.evaluated == [2, 4, 6, 8, 10, 12, 14, 16, 18]
+        assert {name: recorded[name] for name in names} == expected
+        assert totals.items() <= dict(recorded["train/total"]).items()
+        assert [step for step, _ in recorded["val/mean"]] == [2, 4, 6, 6, 8, 10, 12, 12, 14, 16, 18, 18]
+        assert {value for _, value in recorded["val/mean"]} == {1001.5}
+
+    @pytest.mark.parametrize("leave", [False, True])
+    def test_a_checkpoint_in_the_same_step(
+        self, tmp_path: Path, leave: bool, recorded: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Saved by the loop or by the runtime, after an evaluation that reads all of its data or not."""
+        evaluate = Experiment.evaluate
+
+        def evaluate_and_save(self: Experiment, loader: Any, epoch: int) -> None:
+            evaluate(self, itertools.islice(loader, 1) if leave else loader, epoch)
+            if self.evaluated[-1:] == [self.global_step] and self.global_step % 6:
+                self.save_checkpoint(epoch=epoch)
+
+        settings: dict[str, Any] = {"evaluate_every_steps": 4, "checkpoint_every_steps": 5}
+        plain, _ = run(Experiment(**settings | {"checkpoint_every_steps": None}), tmp_path / "plain")
+        recorded.clear()
+        monkeypatch.setattr(Experiment, "evaluate", evaluate_and_save)
+        whole, events = run(Experiment(**settings), tmp_path / "whole")
+        expected = state(whole)
+        assert [item.step for item in of_type(events, CheckpointSaved)][:3] == [4, 5, 6]
+        assert {value for _, value in recorded["val/mean"]} == {1000.5 if leave else 1001.5}
+        assert torch.equal(whole.models.net[1].weight, plain.models.net[1].weight)
+        for limit in (4, 5, 8, 15, 16):
+            run(Experiment(max_steps=limit, **settings), tmp_path / f"{limit}")
+            again, _ = run(Experiment(**settings), tmp_path / f"{limit}")
+            assert state(again) == expected, limit
+
+    def test_a_reset_after_the_evaluation_starts_over(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Windows(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                super().evaluate(loader, epoch)
+                super().evaluate(loader, epoch)  # the reset before it is not yet the last one
+                self.reset_all_metrics_and_losses()
+
+        run(Windows(evaluate_every_steps=2, num_epochs=1), tmp_path)
+        assert [step for step, _ in recorded["train/mean"]] == [2, 4, 6]
+        assert sum(value for _, value in recorded["train/sum"]) == sum(range(12))
+
+    def test_two_evaluations_in_one_step(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Twice(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                super().evaluate(loader, epoch)
+                with self.stage("val_again"):
+                    super().evaluate(loader, epoch)
+
+        run(Twice(evaluate_every_steps=3, num_epochs=1), tmp_path)
+        assert recorded["train/sum"][-1] == (6, sum(range(12)))
+        assert [step for step, _ in recorded["val_again/mean"]] == [3, 6, 6]
+
+
+class TestCallbacks:
+    class Heard:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def on_batch_start(self, experiment: BaseModule, stage: str, batch: dict[str, torch.Tensor]) -> None:
+            self.calls.append(f"{stage}[{experiment.global_step}")
+            batch["x"].zero_()
+
+        def on_batch_end(self, experiment: BaseModule, stage: str, batch: dict[str, torch.Tensor]) -> None:
+            assert not batch["x"].any()
+            self.calls.append("]")
+
+        def on_evaluate_start(self, experiment: BaseModule, stage: str) -> None:
+            self.calls.append("(")
+
+        def on_evaluate_end(self, experiment: BaseModule, stage: str) -> None:
+            self.calls.append(")")
+
+    def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
+        heard = self.Heard()
+        settings = {"limit_train_batches": 3, "limit_eval_batches": 1, "num_epochs": 1, "evaluate_every_steps": 2}
+        run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
+        assert "".join(heard.calls) == "train[1]train[2(val[2])]train[3](val[3])"
+
+    def test_an_evaluation_that_is_left_early_ends_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Experiment, "evaluate", lambda self, loader, epoch: next(iter(loader)))
+        heard = self.Heard()
+        run(Experiment(callbacks={"heard": heard}, limit_train_batches=1, num_epochs=2), tmp_path)
+        assert "".join(heard.calls) == "train[1](val[1)train[2](val[2)"
+
+    def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
+        heard = SimpleNamespace(on_batch_end=lambda *_: 1 / 0)
+        experiment, events = run(Experiment(callbacks={"heard": heard}), tmp_path)
+        assert experiment.global_step == 18
+        (notice,) = of_type(events, Notice)
+        assert notice.text.startswith(
+            "cfg.callbacks.heard failed in on_batch_end, the run continues: ZeroDivisionError"
+        )
+
+
+def test_limits_of_training_and_evaluation(tmp_path: Path) -> None:
+    """The lower of the limits applies; that of the other kind does not."""
+    for limits, wanted in (
+        ((4, None, None), (4, 2)),
+        ((4, 3, 1), (3, 1)),
+        ((1, 3, 2), (1, 1)),
+        ((None, None, 1), (6, 1)),
+    ):
+        every, training, evaluation = limits
+        options = LoaderOptions(limit=every, train_limit=training, eval_limit=evaluation)
+        group = SimpleNamespace(train=Rows(12), val=Rows(4))
+        loaders = [DatasetShard(name, group, ALONE, options).iter_torch_batches() for name in vars(group)]
+        assert tuple(map(len, loaders)) == wanted, limits
+
+
+@pytest.mark.local
+def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
+    """A run at its limit has succeeded; a higher limit continues it as if it had always been that high."""
+    runs = digits / "runs" / "digits"
+    done = mlx(digits, "train", "run", "cfg.max_steps=30", "cfg.limit_eval_batches=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nfinished  step 30 of cfg.max_steps=30\n" in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines() if "/2 " in line]
+    assert rows == ["1/2", "2/2"]
+    (row,) = json.loads(mlx(digits, "xp", "ls", "--json").stdout)
+    assert (row["status"], row["epoch"], row["epochs"]) == ("SUCCEEDED", 2, 2)
+    refused = mlx(digits, "train", "run", "--resume", "cfg.num_epochs=8")
+    assert refused.stderr.startswith(
+        "digits run_001 has succeeded, with cfg.num_epochs=30 and cfg.max_steps=30. To train"
+    )
+    for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", "cfg.limit_eval_batches=1")):
+        done = mlx(digits, "train", "run", *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+    states = [
+        torch.load(runs / name / "checkpoints" / "epoch_0002_step_00000035" / "state.pt", weights_only=True)
+        for name in ("run_001", "run_002")
+    ]
+    for one, other in zip(*(state["models"]["net"].values() for state in states), strict=True):
+        assert torch.equal(one, other)
+    assert states[0]["numbers"]["latest"] == pytest.approx(states[1]["numbers"]["latest"])
