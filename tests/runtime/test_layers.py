@@ -58,7 +58,7 @@ HOMES = {
         "training",
     },
     "requests": {"cluster.dashboard"},
-    "rich": {"runs.tables", "tracking.console"},
+    "rich": {"runs.tables", "sweeps.display", "tracking.console"},
     "ruamel": {"config"},
     "sklearn": {"data.folds"},
     "tensorboard": {"tracking.trackers"},

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -68,6 +69,14 @@ def word(text: str) -> str:
     if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise click.BadParameter(f"{text!a} contains a control character")
     return text
+
+
+def duration_s(text: str) -> float:
+    """Convert `90s`, `90m`, `1.5h` or `2d` to seconds, as the type of an option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no duration; write 90m, 2h or 1d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
 
 
 def _complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

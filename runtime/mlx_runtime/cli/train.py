@@ -77,6 +77,51 @@ def run(
     projects.run(AN_EXPERIMENT, [*overrides, *words])
 
 
+@group.command(context_settings=commands.OVERRIDES)
+@options.verbosity
+@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Number of trials. Default: the whole grid.")
+@click.option("--search", type=click.Choice(["grid", "random", "optuna"]), help="Default: grid; optuna for intervals.")
+@click.option("--scheduler", type=click.Choice(["none", "asha"]), help="Whether to end bad trials early.")
+@click.option("--metric", metavar="M", help="Metric that compares trials. Default: cfg.monitor.")
+@click.option("--mode", type=click.Choice(["max", "min"]), help="Which is best. Default: cfg.mode.")
+@click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
+@click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
+@click.option("--gpus-per-trial", metavar="X", type=click.FloatRange(min=0), help="Below 1, runs share a GPU.")
+@click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
+@click.option(
+    "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
+)
+@click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Run what a sweep lacks.")
+@click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
+@click.option("--force", is_flag=True, help="With --resume, although overrides or code have changed.")
+@from_option
+@options.yes
+@click.argument("overrides", nargs=-1)
+def sweep(
+    resume: str | None,
+    origin: str | None,
+    overrides: tuple[str, ...],
+    max_time_s: float | None,
+    name: str | None,
+    retry_failed: bool,
+    force: bool,
+    yes: bool,
+    **definition: Any,
+) -> None:
+    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
+
+    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
+    """
+    if resume is not None and ("=" in resume or resume.startswith("~")):  # it has no name
+        resume, overrides = "latest", (resume, *overrides)
+    if resume is None and (retry_failed or force):
+        raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
+    words = (*overrides, *([f"--from={origin}"] if origin else []))
+    given = {key: value for key, value in definition.items() if value is not None}
+    how = {"resume": resume, "retry_failed": retry_failed, "force": force, "large": yes, "max_time_s": max_time_s}
+    projects.sweep(words, given, name=name or "", **how)
+
+
 @group.command("eval", context_settings=commands.OVERRIDES)
 @options.verbosity
 @variant_option

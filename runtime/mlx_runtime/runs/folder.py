@@ -1,6 +1,6 @@
 """The folder of a run: its paths, its numbering, and which driver owns it.
 
-<storage>/<experiment>/run_001/
+<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip and logs/driver.log only
     run.json              status, versions, command, best metrics (see `records`)
     conf.yaml             the resolved config
     code.zip              the experiment's code (see `snapshots`)
@@ -25,7 +25,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,7 @@ from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
+RUN, SWEEP = "run_", "sweep_"
 ATTEMPT = ".attempt-"
 
 
@@ -207,8 +208,21 @@ def names_folder(name: str) -> bool:
     return bool(name) and name.isprintable() and name == name.strip() and name[0] != "." and not {*"/?#"} & {*name}
 
 
-def claim_run(root: str, experiment: str) -> RunFolder:
-    """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones."""
+def claim_run(
+    root: str,
+    experiment: str,
+    kind: str = RUN,
+    *,
+    name: str = "",
+    announce: Callable[[str], object] = lambda name: None,
+) -> RunFolder:
+    """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
+
+    Args:
+        kind: `RUN` or `SWEEP`.
+        name: what follows the kind instead of the next number; raise UsageError if there is such a folder.
+        announce: called with the name of each folder just before the attempt to create it.
+    """
     if not names_folder(experiment):
         raise UsageError(
             f"cfg.name is {experiment!r}, which is not a valid folder name; leave out / ? #, line breaks and other "
@@ -218,14 +232,21 @@ def claim_run(root: str, experiment: str) -> RunFolder:
     try:
         if storage.local:
             Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
-        latest = max((_number(name) for name in storage.names(experiment)), default=0)
-        folders = (run_folder(root, experiment, f"run_{number:03d}") for number in itertools.count(latest + 1))
-        folder = next(folder for folder in folders if claim_folder(storage, experiment, folder.name))
+        latest = max((_number(found, kind) for found in storage.names(experiment)), default=0)
+        names = iter([kind + name]) if name else (f"{kind}{number:03d}" for number in itertools.count(latest + 1))
+        folder = None
+        while folder is None:
+            folder = run_folder(root, experiment, next(names))
+            announce(folder.name)
+            if not claim_folder(storage, experiment, folder.name):
+                if name:
+                    raise UsageError(f"{folder.title} exists already; choose another name, or resume it")
+                folder = None
         try:
             if folder.uri is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)  # left by a storage that was emptied
                 folder.path.mkdir(parents=True)
-            else:
+            elif kind == RUN:
                 (folder.path / "checkpoints").mkdir()
             reserve_space(folder)
         except OSError:
@@ -252,12 +273,19 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
     return [run_folder(root, name, run) for name in runs for run in sorted(runs[name], key=_number)]
 
 
+def list_sweeps(root: str, experiment: str) -> list[RunFolder]:
+    """Return the folders of all sweeps of an experiment, by name."""
+    with storage_errors(f"cannot read {root}"):
+        names = Storage(root).names(experiment)
+    return [run_folder(root, experiment, name) for name in names if name.startswith(SWEEP)]
+
+
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     """Return a run by name (`run_003`), number (`3`) or `latest`, which is none of a sweep.
 
     Raise UsageError, with similar names, if there is none.
     """
-    runs = list_runs(root, experiment)
+    runs = list_sweeps(root, experiment) if run.startswith(SWEEP) else list_runs(root, experiment)
     if not runs:
         known = {folder.experiment for folder in list_runs(root)}
         raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
@@ -305,6 +333,6 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
         return [run for run, names in zip(runs, contents, strict=True) if names]
 
 
-def _number(name: str, prefix: str = "run_") -> int:
+def _number(name: str, prefix: str = RUN) -> int:
     match = re.fullmatch(rf"{re.escape(prefix)}(\d{{3,9}})", name)
     return int(match[1]) if match else 0

@@ -65,6 +65,22 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "metrics": mapping_of(NUMBER.or_null()).or_null(),
     "best": _CHECKPOINT.or_null(),
     "latest": _CHECKPOINT.or_null(),
+    "definition": mapping_with(
+        {
+            "overrides": list_of(TEXT),
+            **dict.fromkeys(("search", "scheduler", "metric"), TEXT),
+            **dict.fromkeys(("trials", "seed"), COUNT),
+            "folds": COUNT.or_null(),
+            "mode": one_of("max", "min"),
+        },
+        needs=("overrides", "search", "scheduler", "metric", "mode", "trials", "folds", "seed"),
+    ),
+    "trials": list_of(
+        mapping_with(
+            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(TEXT.or_null())},
+            needs=("trial", "values", "runs"),
+        )
+    ),
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
     "files": COUNT,

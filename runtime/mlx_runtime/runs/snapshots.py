@@ -70,6 +70,15 @@ def unpacked(folder: RunFolder) -> Path:
     return Path(_unpacked[digest].name)
 
 
+def changed_files(project: Path, folder: RunFolder) -> list[str]:
+    """Return the files in `src` of a project that differ from the stored code of a run, or of a sweep."""
+    stored = unpacked(folder)
+    before = {path.relative_to(stored): path.read_bytes() for path in (stored / "src").rglob("*") if path.is_file()}
+    files = [path for path, size in Upload.of(project).files if path.parts[0] == "src" and size <= FILE_BYTES]
+    present = {path: (project / path).read_bytes() for path in files}
+    return sorted(str(path) for path in before.keys() | present.keys() if before.get(path) != present.get(path))
+
+
 _unpacked: "dict[str, tempfile.TemporaryDirectory[str]]" = {}
 
 

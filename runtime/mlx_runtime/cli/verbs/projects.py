@@ -7,7 +7,7 @@ import re
 import runpy
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,9 +169,30 @@ def run(kind: Kind, overrides: Sequence[str]) -> None:
     runpy.run_path(str(main), run_name="__main__")
 
 
+def sweep(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> None:
+    """Run a sweep of the experiment in the working directory; see `sweeps.terminal.run_sweep`."""
+    folder = AN_EXPERIMENT.folder()
+    refuse_options(AN_EXPERIMENT, overrides, "sweep")
+    prepare_fork()
+    if not Settings.read().quiet:
+        print(f"loading   {AN_EXPERIMENT.file}", flush=True)
+    bind_first(AN_EXPERIMENT, folder)
+    experiment = main_class(AN_EXPERIMENT, folder)
+    if JOB_FLAG not in os.environ:
+        from mlx_runtime.training.engines import local
+
+        local.warm_up()
+    from mlx_runtime.sweeps import terminal
+    from mlx_runtime.sweeps.definition import Definition
+
+    terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
+
+
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     """Refuse words that look like options but are none of the verb's."""
-    known: tuple[str, ...] = ("--resume", "--from=", "--variant=") if kind == AN_EXPERIMENT else ()
+    known: tuple[str, ...] = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()
+    if kind == AN_EXPERIMENT and verb != "sweep":  # whose own option is another
+        known += ("--resume",)
     if kind == AN_EXPERIMENT and verb == "run":
         known += ("--fast-dev-run", "--eval=")
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]

@@ -1,0 +1,120 @@
+"""What a sweep runs: its parameters, how values are chosen, and the metric by which trials are compared."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.redaction import redacted_override
+from mlx_runtime.sweeps.space import Space, check, parse, trial_count
+from mlx_runtime.training.request import RunConfig, load_config
+
+CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
+"""Fields that a resumed sweep may change without `--force`."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a sweep runs, as its record holds it. What is left empty gets a default from `plan`.
+
+    Attributes:
+        overrides: As typed.
+        search: `grid`, `random` or `optuna`.
+        scheduler: `none` or `asha`.
+        metric: That trials are compared by.
+        mode: `max` or `min`, whichever is best.
+        trials: How many there are.
+        folds: Runs per trial; None without cross-validation.
+        seed: Of the search.
+        parallel: Runs at the same time; None for as many as fit.
+        gpus_per_trial: GPUs, or the share of one, of each run; None for what its workers need.
+    """
+
+    overrides: tuple[str, ...] = ()
+    search: str = ""
+    scheduler: str = ""
+    metric: str = ""
+    mode: str = ""
+    trials: int = 0
+    folds: int | None = None
+    seed: int = 0
+    parallel: int | None = None
+    gpus_per_trial: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that the record of the sweep holds, without secrets."""
+        return asdict(self) | {"overrides": [redacted_override(text) for text in self.overrides]}
+
+    @classmethod
+    def recorded(cls, found: Mapping[str, Any]) -> "Definition":
+        """Restore what `as_json` returned."""
+        known = {item.name: found[item.name] for item in fields(cls) if item.name in found}
+        return cls(**known | {"overrides": tuple(found["overrides"])})
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A checked definition."""
+
+    definition: Definition
+    space: Space
+    config: RunConfig  # that all trials have in common
+    folder: RunFolder | None = None  # of the sweep to resume; None for a new one
+
+
+def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPlan:
+    """Complete and check the definition of a sweep; with `large`, a grid may have any number of trials.
+
+    Raises:
+        UsageError, ConfigError: it is not one of a sweep, or a value of a parameter does not fit.
+    """
+    space = parse(asked.overrides)
+    if not space.dimensions and not asked.folds:
+        raise UsageError(
+            "no parameter has several values; give one some, like optimizers.adam.lr=1e-3,1e-4, or add --folds 5"
+        )
+    search = asked.search or ("optuna" if space.size is None else "grid")
+    trials = trial_count(space, search, asked.trials or None, large=large)
+    check(space, experiment)
+    folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
+    config = load_config(experiment, [*space.fixed, *folds, "++cfg.resume=null"])
+    cfg = config.cfg
+    metric = asked.metric or cfg.monitor
+    if not metric:
+        raise UsageError(f"by which metric? Pass --metric val/loss --mode min, or set cfg.monitor in {CONF}")
+    if not asked.mode and metric != cfg.monitor:
+        raise UsageError(f"is the best {metric} the max or the min? Pass --mode; cfg.mode is that of {cfg.monitor}")
+    definition = replace(
+        asked,
+        search=search,
+        scheduler=asked.scheduler or "none",
+        metric=metric,
+        mode=asked.mode or cfg.mode,
+        trials=trials,
+        seed=cfg.seed,
+    )
+    return SweepPlan(definition, space, config)
+
+
+def merged(stored: Definition, asked: Definition) -> Definition:
+    """Return the definition of a sweep to resume, with the fields that the command gives."""
+    given = {item.name: value for item in fields(asked) if (value := getattr(asked, item.name))}
+    if given.get("overrides", stored.overrides) != stored.overrides:
+        given.setdefault("trials", 0)  # of another space
+    return replace(stored, **given)
+
+
+def differences(stored: Definition, resumed: Definition) -> list[str]:
+    """Return one line per field that a resumed sweep may change only with `--force`."""
+    before, after = stored.as_json(), resumed.as_json()
+    return [
+        f"{name}: {_shown(before[name])} → {_shown(after[name])}"
+        for name in before
+        if name not in CHANGEABLE and before[name] != after[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, Sequence) else str(value)

@@ -1,0 +1,91 @@
+"""Start a sweep, or resume one: everything that is checked and claimed before the first run."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import lookup, records, snapshots
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder, withdraw_stop
+from mlx_runtime.runs.listing import map_concurrently
+from mlx_runtime.runs.provenance import provenance
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.files import Storage, storage_root
+from mlx_runtime.storage.redaction import HIDDEN
+from mlx_runtime.sweeps.definition import Definition, SweepPlan, differences, merged, plan
+from mlx_runtime.sweeps.states import read_trial
+from mlx_runtime.sweeps.sweep import Listener, Sweep
+
+
+def find_sweep(name: str = "latest") -> RunFolder:
+    """Return a sweep by name (`sweep_001`, `lr` for `sweep_lr`, `latest`), path or URI.
+
+    Raises:
+        UsageError: there is no such sweep.
+    """
+    if name != "latest":
+        known = name.rpartition("/")[2].startswith(SWEEP)
+        return lookup.resolve_run(name if known else SWEEP + name)
+    root, experiment = lookup.storage_root(), lookup.conf_value("cfg.name") or ""
+    found = list_sweeps(root, experiment)
+    begun = [folder for folder in found if folder.record.name in Storage(folder.location).names()]
+    if not begun:
+        raise UsageError(f"{experiment} has no sweep in {root} to resume")
+    return max(begun, key=lambda folder: (records.recorded(folder).get("start") or "", folder.name))
+
+
+def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, large: bool) -> SweepPlan:
+    """Check that a sweep can be resumed, with the fields of its definition that the command gives.
+
+    Raises:
+        UsageError: it is being driven, or its definition or code has changed and `force` is not set.
+    """
+    record = records.refuse_living(folder)
+    if "definition" not in record:
+        raise UsageError(f"{folder.title} is not a sweep; resume a run with: mlx train run --resume {folder.name}")
+    stored = Definition.recorded(record["definition"])
+    definition = merged(stored, asked)
+    if hidden := [text for text in definition.overrides if HIDDEN in text]:
+        raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
+    found = plan(experiment, definition, large=large)
+    changes = differences(stored, found.definition)
+    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
+    if found.definition.folds != stored.folds:
+        raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
+    if changes and not force:
+        listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
+        raise UsageError(f"{listed}\nUndo the changes, start another sweep, or resume it anyway with --force")
+    return dataclasses.replace(found, folder=folder)
+
+
+def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listeners: Sequence[Listener] = ()) -> Sweep:
+    """Become the driver of a sweep: of a new one, or of the one that the plan resumes.
+
+    Raises:
+        UsageError: another driver has it, or there is a sweep with this name.
+        StorageError: its folder cannot be written.
+    """
+    definition, cfg, project = plan.definition, plan.config.cfg, Path.cwd()
+    facts = provenance(definition.overrides) | {"status": "RUNNING", "start": documents.now()}
+    facts["definition"] = definition.as_json()
+    if plan.folder is not None:
+        folder, before = plan.folder, records.recorded(plan.folder)
+        folds = definition.folds is not None
+        trials = map_concurrently(
+            lambda entry: read_trial(folder, entry, definition.metric, folds=folds, retry_failed=retry_failed),
+            before["trials"],
+        )
+        attempt = records.take_over(folder)
+        withdraw_stop(folder)
+        facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
+        before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    else:
+        if name and not names_folder(name):
+            raise UsageError(f"--name {name!r} is not a valid folder name")
+        folder = claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name.removeprefix(SWEEP))
+        before, trials, attempt = {"trials": []}, [], 1
+        folder.claim_attempt(attempt, leases.lease())
+    folder.path.mkdir(parents=True, exist_ok=True)
+    snapshots.store(project, folder)
+    record = records.Record(folder, before, **facts, attempt=attempt)
+    return Sweep(record, plan, trials, listeners)

@@ -1,0 +1,111 @@
+"""What is known of each trial of a sweep: its runs, how they ended, and the metric by epoch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.sweeps.scores import best_epoch, read_epochs
+from mlx_runtime.sweeps.space import Values
+
+Curve = dict[int, float]
+"""Value of the sweep's metric by epoch, from 0."""
+
+
+@dataclass
+class TrialState:
+    """A trial: a configuration with one run, or with one per fold.
+
+    Attributes:
+        number: From 1.
+        values: Text of each value by key.
+        runs: Name of each run, recorded before its folder is created; None for those not started.
+        statuses: Of each run: empty if it waits to be started or resumed, RUNNING, or how it ended.
+        curves: Of each run.
+    """
+
+    number: int
+    values: Values
+    runs: list[str | None]
+    statuses: list[str] = field(default_factory=list)
+    curves: list[Curve] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.statuses = self.statuses or [""] * len(self.runs)
+        self.curves = self.curves or [{} for _ in self.runs]
+
+    @property
+    def waiting(self) -> int | None:
+        """Index of the next run to start; None if none is left, or one has failed or was pruned."""
+        if {"FAILED", "PRUNED"} & {*self.statuses} or "" not in self.statuses:
+            return None
+        return self.statuses.index("")
+
+    @property
+    def status(self) -> str:
+        """SUCCEEDED, PRUNED or FAILED once the trial is done, RUNNING before, STOPPED if it is to be resumed."""
+        for status in ("RUNNING", "FAILED", "PRUNED", "STOPPED"):
+            if status in self.statuses:
+                return status
+        return "STOPPED" if "" in self.statuses else "SUCCEEDED"
+
+    @property
+    def done(self) -> bool:
+        return self.status not in ("RUNNING", "STOPPED")
+
+    @property
+    def curve(self) -> Curve:
+        """Mean over all runs, at the epochs that all of them have ended."""
+        shared = set.intersection(*map(set, self.curves))
+        return {epoch: sum(curve[epoch] for curve in self.curves) / len(self.curves) for epoch in sorted(shared)}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the record of the sweep holds."""
+        return {"trial": self.number, "values": self.values, "runs": [*self.runs]}
+
+
+def best_of(curve: Curve, mode: str) -> tuple[int, float] | None:
+    """Return the best epoch and its value."""
+    epoch = best_epoch(curve, mode)
+    return None if epoch is None else (epoch, curve[epoch])
+
+
+def best_trial(trials: Sequence[TrialState], mode: str) -> TrialState | None:
+    """Return the trial with the best value among those that have not failed."""
+    known = [(best[1], trial) for trial in trials if trial.status != "FAILED" and (best := best_of(trial.curve, mode))]
+    return (max if mode == "max" else min)(known, key=lambda item: item[0])[1] if known else None
+
+
+def read_trial(
+    sweep: RunFolder, entry: Mapping[str, Any], metric: str, *, folds: bool, retry_failed: bool = False
+) -> TrialState:
+    """Read what has come of a trial from the records and metrics of its runs.
+
+    Raises:
+        UsageError: one of its runs is being trained.
+    """
+    trial = TrialState(entry["trial"], entry["values"], list(entry["runs"]))
+    for index, name in enumerate(trial.runs):
+        run = run_folder(sweep.root, sweep.experiment, name) if name is not None else None
+        record = read_record(run, sweep.name, trial.number, index if folds else None) if run is not None else None
+        if run is None or not record:
+            continue
+        if records.status_of(record) in records.LIVING:
+            records.refuse_living(run)
+        trial.curves[index] = {
+            epoch - 1: values[metric] for epoch, values in read_epochs(run).items() if metric in values
+        }
+        if record["status"] in ("SUCCEEDED", "PRUNED") or (record["status"] == "FAILED" and not retry_failed):
+            trial.statuses[index] = record["status"]
+    return trial
+
+
+def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dict[str, Any] | None:
+    """Return the record of a run of a trial; empty if it has none yet, None if the folder became another run's."""
+    if Storage(run.location).size_bytes(run.record.name) is None:
+        return {}
+    record = records.recorded(run)
+    facts = record.get("sweep") or {}
+    return record if (facts.get("name"), facts.get("trial"), facts.get("fold")) == (sweep, trial, fold) else None

@@ -1,0 +1,218 @@
+"""A sweep while it runs: which run comes next, and what is known of the others. Independent of the engine."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder, claim_run, has_begun, reserve_space, run_folder
+from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.leases import claim_folder
+from mlx_runtime.sweeps.definition import SweepPlan
+from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.sweeps.states import TrialState, best_of, best_trial, read_record
+from mlx_runtime.sweeps.study import Study
+from mlx_runtime.sweeps.trial import TrialJob
+from mlx_runtime.training.stop_requests import StopRequests
+
+Listener = Callable[[Event], None]
+
+
+class Sweep:
+    """The trials of a sweep that this process drives. An engine asks it for runs, and reports what they do.
+
+    Args:
+        record: Of the sweep, claimed by this process.
+        plan: What it runs.
+        trials: Those that were begun before.
+        listeners: Called with each event of the sweep.
+
+    Attributes:
+        control: Collects requests to stop.
+        problem: Why the sweep cannot go on; None otherwise.
+    """
+
+    def __init__(
+        self, record: records.Record, plan: SweepPlan, trials: Sequence[TrialState], listeners: Sequence[Listener] = ()
+    ) -> None:
+        self.record, self.plan, self.trials = record, plan, list(trials)
+        self.control = StopRequests()
+        self.problem: MlxError | None = None
+        self._listeners = listeners
+        self._stop_announced = self._killed = False
+        self._pruned: set[int] = set()
+        self._first_epochs: dict[str, EpochEnded] | None = {}  # by run, until one of them has recorded the metric
+        definition = plan.definition
+        outside = [trial for trial in self.trials if trial.values not in plan.space]  # it was changed with --force
+        self._count = definition.trials + (len(outside) if plan.space.size else 0)
+        self._study = Study(
+            plan.space,
+            search=definition.search,
+            scheduler=definition.scheduler,
+            mode=definition.mode,
+            seed=definition.seed,
+            epochs=plan.config.cfg.num_epochs,
+        )
+        for trial in self.trials:
+            self._study.add(trial.number, trial.values)
+        for trial in self.trials:
+            self._report(trial)
+            self._tell(trial)
+
+    @property
+    def stopping(self) -> bool:
+        """True if nothing new should start, and running trials should stop with a checkpoint."""
+        if self.control.reason is not None and not self._stop_announced:
+            self._stop_announced = True
+            self._emit(StopRequested(self.control.reason))
+        return self.problem is not None or self._stop_announced or self.killing
+
+    @property
+    def killing(self) -> bool:
+        """True if running trials should be killed."""
+        return self._killed or self.control.taken_over
+
+    def kill(self) -> None:
+        """End the sweep without waiting for checkpoints."""
+        self._killed = True
+
+    def next(self) -> TrialJob | None:
+        """Return the next run to start; None if there is nothing to start now.
+
+        Its name is recorded before its folder is created, so a driver that takes over finds all folders.
+        """
+        if self.stopping:
+            return None
+        for trial in self.trials:
+            if (index := trial.waiting) is not None:
+                return self._job(trial, index)
+        number = len(self.trials) + 1
+        values = self._study.ask(number) if number <= self._count else None
+        if values is None:
+            self._count = len(self.trials)
+            return None
+        self.trials.append(TrialState(number, values, [None] * (self.plan.definition.folds or 1)))
+        return self._job(self.trials[-1], 0)
+
+    def handle(self, job: TrialJob, event: Event) -> bool:
+        """Take an event of a run. True if all runs of its trial should be pruned."""
+        if isinstance(event, EpochEnded):
+            trial, value = self.trials[job.trial - 1], event.values.get(self.plan.definition.metric)
+            if value is not None:
+                trial.curves[job.fold or 0][event.epoch] = value
+                self._first_epochs = None
+                self._report(trial)
+            self._emit(TrialProgress(job.trial, job.fold, event.epoch, event.epochs, value))
+        if isinstance(event, EpochEnded | StepProgress):
+            self._check_metric(job, event)
+        return job.trial in self._pruned
+
+    def ended(self, job: TrialJob, status: str, error: str = "") -> None:
+        """Take the outcome of a run: SUCCEEDED, PRUNED, FAILED or STOPPED."""
+        trial, index, mode = self.trials[job.trial - 1], job.fold or 0, self.plan.definition.mode
+        trial.statuses[index] = status
+        if status == "SUCCEEDED" and self._first_epochs is not None:
+            self._refuse_metric(job)
+        self._emit(TrialEnded(job.trial, job.fold, status, best_of(trial.curves[index], mode), error))
+        if job.fold is not None and trial.done:
+            self._emit(TrialEnded(job.trial, None, trial.status, best_of(trial.curve, mode)))
+        self._tell(trial)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the record alive within the block, watch for requests to stop, and record how the sweep ends.
+
+        Raises:
+            MlxError: the sweep cannot go on, or another driver has taken it over.
+        """
+        folder = self.record.folder
+        self._emit(SweepStarted(folder, self.plan.definition, tuple(trial for trial in self.trials if trial.done)))
+        try:
+            with self.control.watching(folder, self.record["attempt"]), self.record.alive():
+                yield
+        except BaseException:
+            self.record.finish("STOPPED")
+            raise
+        if self.control.taken_over:
+            self.record.disown()
+            raise MlxError(f"{folder.title} was taken over by another driver; this one has ended")
+        ended = self._outcome()
+        self.record.finish(ended.status)
+        self._emit(ended)
+        if self.problem is not None:
+            raise self.problem
+
+    def _outcome(self) -> SweepEnded:
+        unfinished = self._count - sum(trial.done for trial in self.trials)
+        failed = sum(trial.status == "FAILED" for trial in self.trials)
+        status = "STOPPED" if unfinished else "FAILED" if failed == len(self.trials) else "SUCCEEDED"
+        best = best_trial(self.trials, self.plan.definition.mode)
+        return SweepEnded(status, best.number if best else None, unfinished, failed)
+
+    def _job(self, trial: TrialState, index: int) -> TrialJob:
+        """Claim the folder of a run, unless it was claimed before, and return what its process needs."""
+        folds = self.plan.definition.folds
+        fold = index if folds else None
+        folder = self._claimed(trial, index)
+        overrides: tuple[str, ...] = (f"--run={folder.location}",)
+        if not has_begun(folder):  # otherwise the run has a config of its own
+            of_fold = (f"++cfg.folds={folds}", f"++cfg.fold={fold}") if folds else ()
+            overrides = (*self.plan.space.applied(trial.values), *of_fold, *overrides)
+        trial.statuses[index] = "RUNNING"
+        self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
+        return TrialJob(self.record.folder.name, trial.number, fold, trial.values, folder.location, overrides)
+
+    def _claimed(self, trial: TrialState, index: int) -> RunFolder:
+        """Return the folder that was recorded for a run unless it became another run's, else a new one."""
+        sweep, name = self.record.folder, trial.runs[index]
+        if name is not None:
+            folder = run_folder(sweep.root, sweep.experiment, name)
+            fold = index if self.plan.definition.folds else None
+            record = read_record(folder, sweep.name, trial.number, fold)
+            if record == {}:  # the driver was killed while it claimed the folder
+                with storage_errors(f"cannot write {folder.location}"):
+                    claim_folder(Storage(sweep.root), sweep.experiment, name)
+                    (folder.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+                    reserve_space(folder)
+            if record is not None:
+                return folder
+
+        def announce(name: str) -> None:
+            trial.runs[index] = name
+            self.record.update(trials=[trial.as_json() for trial in self.trials])
+
+        return claim_run(sweep.root, sweep.experiment, announce=announce)
+
+    def _report(self, trial: TrialState) -> None:
+        for epoch, value in trial.curve.items():
+            if self._study.report(trial.number, epoch, value):
+                self._pruned.add(trial.number)
+
+    def _tell(self, trial: TrialState) -> None:
+        if trial.done:
+            best = best_of(trial.curve, self.plan.definition.mode)
+            self._study.tell(trial.number, trial.status, best[1] if best else None)
+
+    def _check_metric(self, job: TrialJob, event: EpochEnded | StepProgress) -> None:
+        """End the sweep if a run has begun its second epoch and none has recorded the metric."""
+        if self._first_epochs is None:
+            return
+        first = self._first_epochs.get(job.run)
+        if first is not None and event.epoch > first.epoch:
+            self._refuse_metric(job)
+        elif isinstance(event, EpochEnded):
+            values = {**first.values, **event.values} if first is not None else event.values
+            self._first_epochs[job.run] = dataclasses.replace(event, values=values)
+
+    def _refuse_metric(self, job: TrialJob) -> None:
+        first = (self._first_epochs or {}).get(job.run)
+        metric, names = self.plan.definition.metric, sorted(first.values) if first is not None else []
+        recorded = f" recorded {', '.join(names)}" if names else " recorded nothing"
+        text = f"the trials do not record {metric}: the first{recorded}. Start another sweep with --metric and --mode"
+        self.problem = self.problem or UsageError(text)
+
+    def _emit(self, event: Event) -> None:
+        for listener in self._listeners:
+            listener(event)
