@@ -13,11 +13,11 @@ from conftest import Mlx
 from faults import reports
 
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.sweeps.engines.local import slots
+from mlx_runtime.sweeps.engines.local import EXIT_S, slots
 from mlx_runtime.training.options import TrainConfig
 
 SCRIPT = """
-import contextlib, json, os, signal, sys
+import contextlib, json, os, signal, sys, time
 from pathlib import Path
 from mlx_runtime.settings import prepare_fork
 prepare_fork()
@@ -38,7 +38,7 @@ class Trials:
     def __init__(self, *plans, act, runs=()):
         self.plans, self.act, self.runs = list(plans), act, list(runs)
         self.stopping = self.killing = False
-        self.pids, self.outcomes, self.epochs, self.running, self.most = {}, {}, {}, 0, 0
+        self.pids, self.outcomes, self.epochs, self.started, self.running, self.most = {}, {}, {}, {}, 0, 0
 
     def next(self):
         if len(self.epochs) == len(self.plans):
@@ -46,7 +46,7 @@ class Trials:
         number = len(self.epochs) + 1
         overrides = self.plans[number - 1]
         run = self.runs[number - 1] if self.runs else claim_run(str(Path.cwd() / "runs"), "faults").location
-        self.epochs[number] = []
+        self.epochs[number], self.started[number] = [], time.monotonic()
         self.running += 1
         self.most = max(self.most, self.running)
         return TrialJob("sweep_001", number, None, {"cfg.seed": "0"}, run, (*overrides, f"--run={run}"))
@@ -62,7 +62,8 @@ class Trials:
         self.running -= 1
         pid = self.pids.get(job.trial)
         gone = pid is None or not os.path.exists(f"/proc/{pid}")
-        self.outcomes[job.trial] = {"run": job.run, "status": status, "error": error, "gone": gone}
+        took_s = time.monotonic() - self.started[job.trial]
+        self.outcomes[job.trial] = {"run": job.run, "status": status, "error": error, "gone": gone, "took_s": took_s}
 
 
 def mixed(sweep, job):
@@ -161,6 +162,7 @@ class TestTrials:
         assert (said["status"], record["status"], record["sweep"]["trial"]) == ("FAILED", "FAILED", 5)
         assert said["error"] == record["error"]
         assert "there is no key 'cfg.sead'" in said["error"]
+        assert said["took_s"] < EXIT_S  # its process was not killed for not exiting
 
     def test_a_trial_is_pruned(self, found: dict[str, Any]) -> None:
         said, record = outcome(found, "mixed", 3)

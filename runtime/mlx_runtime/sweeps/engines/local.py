@@ -200,6 +200,7 @@ def work(job: TrialJob, engine: Any) -> int:
     local.warm_up()  # before the storage starts threads
     link = _Link(engine, StopRequests(interrupt_main))
     ended = run_trial(job, link.emit, link.control)
+    local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
     error = ended.error if isinstance(ended.error, MlxError | None) else MlxError(full_message(ended.error))
     link.finish(replace(ended, error=error))
     return 0
