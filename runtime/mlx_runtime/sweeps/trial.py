@@ -92,6 +92,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     config = replace(load_config(experiment, job.overrides), sweep=job.facts)
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
+        cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))
         with contextlib.ExitStack() as stack:
             plan = stack.enter_context(planned(experiment, config, cluster))  # forks, so before any threads
             stack.enter_context(sigterm_stops(control))

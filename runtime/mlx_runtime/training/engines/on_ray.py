@@ -69,6 +69,7 @@ class OnRay:
     def _trainer(self, job: Job) -> ray.train.torch.TorchTrainer:
         """Return a trainer that only starts and replaces workers; the runtime handles checkpoints."""
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
+        resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": self._cluster.gpu_share} if use_gpu else {})
         return TrimmedTrainer(
             train,
             train_loop_config={"job": pickle.dumps(job)},  # as bytes, or the controller would import what it names
@@ -76,7 +77,7 @@ class OnRay:
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
                 use_gpu=use_gpu,
-                resources_per_worker={"CPU": float(cfg.cpus_per_worker)} | ({"GPU": 1.0} if use_gpu else {}),
+                resources_per_worker=resources,
                 **({"elastic_resize_monitor_interval_s": RESIZE_S} if self._elastic else {}),
             ),
             run_config=ray.train.RunConfig(

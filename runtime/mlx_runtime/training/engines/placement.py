@@ -33,6 +33,7 @@ class Cluster:
     engine: EngineName = "ray"
     why: str = ""  # reason for an engine other than the default; empty for the default
     use_gpu: bool = False  # True if each worker trains on a GPU
+    gpu_share: float = 1.0  # of that GPU, which others may share
 
 
 @contextlib.contextmanager
@@ -135,14 +136,16 @@ def _this_machine(cfg: TrainConfig | DataConfig, engine: EngineName) -> Cluster:
 
 
 @contextlib.contextmanager
-def on_ray(cfg: TrainConfig | DataConfig, why: str = "") -> Iterator[Cluster]:
+def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
     """Provide Ray: the job's cluster inside a job, otherwise an embedded one. `why` is for the start lines.
+
+    With `forward`, this process prints what the processes of the cluster print.
 
     Raises:
         ConfigError: the workers do not fit.
     """
     embedded, cores = JOB_FLAG not in os.environ, os.cpu_count() or 1
-    with start_ray(cfg):
+    with start_ray(cfg, forward=forward):
         import ray
 
         total = ray.cluster_resources()
@@ -154,7 +157,7 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "") -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
+def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterator[None]:
     """Start Ray on this machine or join the cluster of the job. Does nothing if Ray is running in this process."""
     import ray
 
@@ -166,7 +169,7 @@ def start_ray(cfg: TrainConfig | DataConfig) -> Iterator[None]:
         if JOB_FLAG in os.environ:
             # Ray Train's PlacementGroupCleaner looks for "the" cluster, and fails on machines with several.
             known = {name: os.environ[name] for name in ("RAY_ADDRESS",) if "://" not in os.environ.get(name, "://")}
-            ray.init(logging_level=level, log_to_driver=True, runtime_env={"env_vars": known})
+            ray.init(logging_level=level, log_to_driver=forward, runtime_env={"env_vars": known})
         else:
             # Nobody preempts this machine. Ray Train's controller, in this process, reads this.
             stack.enter_context(environment({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}))
