@@ -55,6 +55,7 @@ HOMES = {
         "data.stream_reader",
         "data.streams",
         "distributed",
+        "sweeps.engines.tune",
         "training",
     },
     "requests": {"cluster.dashboard"},

@@ -1,10 +1,10 @@
 """Commands that experiments and data jobs have in common: new, bind, launch."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
+    from mlx_runtime.cluster.launch import Launch, SubmittedJob
     from mlx_runtime.training.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
@@ -63,24 +64,36 @@ def launch_options(function: Function) -> Function:
 
 
 def launch_and_exit(
-    kind: Kind, overrides: Sequence[str], *, ray_address: str | None, check: bool, follow: bool, pip: bool
+    kind: Kind,
+    overrides: Sequence[str],
+    *,
+    sweep: "tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None" = None,
+    ray_address: str | None,
+    check: bool,
+    follow: bool,
+    pip: bool,
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Overrides of an experiment may contain options such as `--resume=RUN`. The exit code is the job's with
-    `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` holds the arguments of
+    `projects.sweep`. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()
         projects.refuse_options(kind, overrides, "launch")
         from mlx_runtime.cluster.addresses import Address
-        from mlx_runtime.cluster.launch import prepare
+        from mlx_runtime.cluster.launch import Launch, prepare
 
-        load = partial(load_config, kind, folder, overrides, look=check)
+        load: Callable[[], RunConfig] = partial(load_config, kind, folder, overrides, look=check)
+        submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
+        if kind == AN_EXPERIMENT:
+            submit = Launch.submit_run
+        if sweep is not None:
+            load, submit = sweep_launch(kind, folder, *sweep)
         prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
         code = 0
         if not check:
-            job = prepared.submit_run() if kind == AN_EXPERIMENT else prepared.submit_data_job()
+            job = submit(prepared)
             quiet = Settings.read().quiet
             for title, text in job.facts.items():
                 if title == "folder" or not quiet:
@@ -95,6 +108,21 @@ def launch_and_exit(
         click.echo("\nif the job was submitted, it keeps running", err=True)
         code = 130
     sys.exit(code)
+
+
+def sweep_launch(
+    kind: Kind, folder: Path, overrides: Sequence[str], definition: Mapping[str, Any], how: Mapping[str, Any]
+) -> "tuple[Callable[[], RunConfig], Callable[[Launch], SubmittedJob]]":
+    """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
+    from mlx_runtime.sweeps.definition import Definition
+    from mlx_runtime.sweeps.launching import SweepLaunch
+
+    def experiment() -> type:
+        projects.bind_first(kind, folder)
+        return main_class(kind, folder)
+
+    launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
+    return partial(launch.load, experiment), launch.submit
 
 
 def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False) -> "RunConfig":

@@ -95,11 +95,22 @@ def run(
 @click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
 @click.option("--force", is_flag=True, help="With --resume, although overrides or code have changed.")
 @from_option
+@variant_option
 @options.yes
 @click.argument("overrides", nargs=-1)
-def sweep(
+def sweep(**settings: Any) -> None:
+    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
+
+    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
+    """
+    words, definition, how = sweep_request(**settings)
+    projects.sweep(words, definition, **how)
+
+
+def sweep_request(
     resume: str | None,
     origin: str | None,
+    variants: tuple[str, ...],
     overrides: tuple[str, ...],
     max_time_s: float | None,
     name: str | None,
@@ -107,19 +118,16 @@ def sweep(
     force: bool,
     yes: bool,
     **definition: Any,
-) -> None:
-    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
-
-    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
-    """
+) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
+    """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
     if resume is not None and ("=" in resume or resume.startswith("~")):  # it has no name
         resume, overrides = "latest", (resume, *overrides)
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
-    words = (*overrides, *([f"--from={origin}"] if origin else []))
+    words = (*overrides, *_words(variants), *([f"--from={origin}"] if origin else []))
     given = {key: value for key, value in definition.items() if value is not None}
     how = {"resume": resume, "retry_failed": retry_failed, "force": force, "large": yes, "max_time_s": max_time_s}
-    projects.sweep(words, given, name=name or "", **how)
+    return words, given, how | {"name": name or ""}
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -139,13 +147,15 @@ def evaluate(variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
 
 
 @group.command(context_settings=commands.OVERRIDES)
-@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name.")
+@click.option("--sweep", "many", is_flag=True, help="Run a sweep there; all options of mlx train sweep apply.")
+@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name. Of a sweep, its name.")
 @prepare_option
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
 @from_option
 @variant_option
 @commands.launch_options
 def launch(
+    many: bool,
     make: bool,
     name: str | None,
     resume: str | None,
@@ -155,9 +165,12 @@ def launch(
     **settings: Any,
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    implied = {"cfg.prepared=make": make, f"cfg.name={name}": name, f"--resume={resume}": resume}
-    implied |= {f"--from={origin}": origin}
+    implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
+    implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]
+    if many:  # the words that are no options here are those of `sweep`
+        request = sweep_request(**sweep.make_context("launch --sweep", words).params)
+        commands.launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
     commands.launch_and_exit(AN_EXPERIMENT, words, **settings)
 
 

@@ -14,9 +14,9 @@ from mlx_runtime.cluster.dashboard import Dashboard
 from mlx_runtime.cluster.jobs import JobSpec
 from mlx_runtime.cluster.preflight import Check
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.runs import provenance, records
+from mlx_runtime.runs import provenance, records, snapshots
 from mlx_runtime.runs.filling import being_filled
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run
 from mlx_runtime.runs.logs import last_lines
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
@@ -75,19 +75,39 @@ class Launch:
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
         config = self.config
-        if config.run is None:
-            run, before, attempt = claim_run(storage_root(config.cfg.storage_path), config.cfg.name), {}, 1
-        else:
-            run, before = config.run, records.refuse_living(config.run)
-            before = before.get(records.REPLACED) or before
-            attempt = run.attempts() + 1
+        run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
+        before = records.refuse_living(run) if config.run else {}
+        origin = [f"--from={config.origin.location}"] if config.origin else []
+        return self._submit_driver(run, before, ["main.py", f"--run={run.location}", *origin, *config.overrides])
+
+    def submit_sweep(
+        self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
+    ) -> SubmittedJob:
+        """Submit `mlx train sweep --resume` with these words, of a sweep or of a new one, created with this name.
+
+        Its folder and record are treated like those of a run.
+        """
+        cfg = self.config.cfg
+        folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
+        before = records.refuse_living(folder) if sweep else {}
+        if sweep is None:
+            snapshots.store(Path.cwd(), folder)
+        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
+        new = {} if sweep else {"definition": dict(definition), "trials": []}
+        return self._submit_driver(folder, before, command, **new)
+
+    def _submit_driver(
+        self, run: RunFolder, before: Mapping[str, Any], command: Sequence[str], **fields: Any
+    ) -> SubmittedJob:
+        """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
+        config, before = self.config, before.get(records.REPLACED) or before
+        attempt = run.attempts() + 1
         title = f"{run.experiment}-{run.name}"
         job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
-        record = self._pending_record(run, before, job)
-        origin = [f"--from={config.origin.location}"] if config.origin else []
+        record = self._pending_record(run, before, job, **fields)
         metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name}
         try:
-            page = self._submit(job, [f"--run={run.location}", *origin, *config.overrides], metadata)
+            page = self._submit(job, command, metadata)
         except ClusterError as error:
             if before:
                 record.withdraw()
@@ -108,28 +128,28 @@ class Launch:
         cfg: Any = self.config.cfg
         path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
         arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
-        page = self._submit(job, arguments, {"mlx": "data", "name": cfg.name, "folder": path})
+        page = self._submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
         ray = f"RAY_ADDRESS={self.dashboard.address.url} ray job"
         facts = {"job": job, "folder": path, "dashboard": page}
         facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
 
     def _submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
-        """Upload the folder and start `main.py` with these arguments. Returns the page of the job in the dashboard."""
+        """Upload the folder and start Python with these arguments. Returns the page of the job in the dashboard."""
         settings = Settings.read()
         environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
         environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
         environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
-        command = ["python", "-u", "main.py", *arguments]
+        command = ["python", "-u", *arguments]
         self.dashboard.submit(job, JobSpec(command, self.upload, environment, metadata, self.runtime_env))
         return f"{self.dashboard.address.url}/#/jobs/{job}"
 
-    def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str) -> records.Record:
+    def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str, **fields: Any) -> records.Record:
         """Write the record of a run that waits for its job; the job's driver continues it."""
         known = provenance.provenance(self.config.overrides)
         facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
         facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
-        facts |= {"status": "PENDING", "start": documents.now()}
+        facts |= {"status": "PENDING", "start": documents.now(), **fields}
         facts["job"] = {"id": job, "address": self.dashboard.address.url}
         if before:
             facts |= {"attempts": records.attempts(before), records.REPLACED: before}

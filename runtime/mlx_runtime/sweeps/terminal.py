@@ -1,6 +1,7 @@
 """A sweep in a terminal: signals, a log, a time limit, and what the user sees."""
 
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -19,6 +20,7 @@ from mlx_runtime.sweeps.engines.local import Local
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted
 from mlx_runtime.sweeps.starting import claim, find_sweep, resumed_plan
 from mlx_runtime.sweeps.sweep import Sweep
+from mlx_runtime.training.engines.placement import JOB_FLAG
 
 MAX_TIME = "--max-time"
 """Reason of a stop that is no failure."""
@@ -71,11 +73,15 @@ def run_sweep(
 
 
 def engine_for(checked: SweepPlan) -> SweepEngine:
-    """Return the engine that runs the trials.
+    """Return the engine that runs the trials: of this machine, or of the cluster of this job.
 
     Raises:
         UsageError, ConfigError: so many do not fit.
     """
+    if JOB_FLAG in os.environ:
+        from mlx_runtime.sweeps.engines.tune import TuneTrials
+
+        return TuneTrials(checked)
     definition = checked.definition
     return Local(checked.config.cfg, definition.parallel, definition.gpus_per_trial)
 

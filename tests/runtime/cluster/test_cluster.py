@@ -5,6 +5,7 @@ All tests share the cluster, with different runs or jobs; the last one kills the
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -82,6 +83,10 @@ class User:
     def record(self, run: str = "run_001") -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "runs" / "digits" / run / "run.json").read_text())
         return found
+
+    def has(self, run: str) -> bool:
+        """Return True if a run has a record."""
+        return (self.folder / "runs" / "digits" / run / "run.json").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -429,6 +434,63 @@ def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest
     assert done.returncode == 0, done.stdout + done.stderr
     yield proxy
     proxy.close()
+
+
+class TestSweep:
+    """A sweep whose driver is a job: Ray Tune places its runs."""
+
+    SHORT = (
+        "optimizers.adam.lr=1e-3,1e-2",
+        "cfg.seed=0,1",
+        "cfg.start_workers=1",
+        "tools.early_stopping.patience=1000",
+    )
+
+    def test_its_runs_share_the_cluster_and_a_lost_driver_is_replaced(
+        self, user: User, ray_cluster: RayCluster
+    ) -> None:
+        words = [*self.SHORT, "cfg.num_epochs=25", "--name", "shared", "--parallel", "2"]
+        done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "job       digits-sweep_shared" in done.stdout.splitlines()
+        first = until(lambda: self.runs(user, "shared") and self.runs(user, "shared")[0])
+        until(lambda: user.has(first) and user.record(first).get("latest"))
+        os.kill(user.record(first)["pid"], signal.SIGKILL)
+        until(lambda: user.record("sweep_shared")["status"] not in ("PENDING", "RUNNING"), 400)
+        runs = [user.record(run) for run in self.runs(user, "shared")]
+        assert user.record("sweep_shared")["status"] == "SUCCEEDED"
+        assert [(run["status"], run["attempt"], run["epoch"]) for run in runs] == [
+            ("SUCCEEDED", 2, 24),
+            *[("SUCCEEDED", 1, 24)] * 3,
+        ]
+        assert [run["sweep"]["values"] for run in runs] == [
+            {"optimizers.adam.lr": lr, "cfg.seed": seed} for lr in ("0.001", "0.01") for seed in ("0", "1")
+        ]
+        assert runs[1]["start"] < runs[0]["end"]
+        assert runs[2]["start"] >= min(run["end"] for run in runs[:2])
+        assert {run["engine"]["used"] for run in runs} == {"ray"}
+
+    def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
+        launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
+        done = user.types(*launch, *self.SHORT, "cfg.num_epochs=80", "--name=stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: len(self.runs(user, "stopped")) == 4)  # as many as the cluster has CPUs
+        first = self.runs(user, "stopped")[0]
+        until(lambda: user.has(first) and user.record(first).get("latest"))
+        done = user.types("xp", "stop", "digits", "sweep_stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert user.record("sweep_stopped")["status"] == "STOPPED"
+        runs = self.runs(user, "stopped")
+        assert "STOPPED" in {user.record(run)["status"] for run in runs}
+        done = user.types(*launch, "-f", "--resume=stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert self.runs(user, "stopped") == runs
+        assert {(user.record(run)["status"], user.record(run)["epoch"]) for run in runs} == {("SUCCEEDED", 79)}
+
+    @staticmethod
+    def runs(user: User, name: str) -> list[str]:
+        """Return the names of the runs that a sweep has begun."""
+        return [run for trial in user.record(f"sweep_{name}")["trials"] for run in trial["runs"] if run]
 
 
 class TestALongRun:
