@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from mlx_runtime.cluster.launch import Launch, SubmittedJob
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import SWEEP, names_folder
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.sweeps.starting import find_sweep, resumed_plan
 from mlx_runtime.training.request import RunConfig
@@ -24,6 +26,8 @@ class SweepLaunch:
 
     def load(self, experiment: Callable[[], type]) -> RunConfig:
         """Check the sweep, and return the config that its runs have in common."""
+        if self.name and not names_folder(self.name):
+            raise UsageError(f"--name {self.name!r} is not a valid folder name")
         if self.resume is None:
             self.plan = plan(experiment(), self.asked, large=self.large)
         else:
@@ -39,4 +43,5 @@ class SweepLaunch:
         words = [*self.asked.overrides, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items())]
         words += [flag for flag, wanted in flags.items() if wanted]
         words += [f"--max-time={self.max_time_s:g}s"] if self.max_time_s is not None else []
-        return launch.submit_sweep(self.plan.folder, self.name, words, self.plan.definition.as_json())
+        name = self.name.removeprefix(SWEEP)
+        return launch.submit_sweep(self.plan.folder, name, words, self.plan.definition.as_json())
