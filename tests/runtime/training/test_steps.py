@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx
+from conftest import Mlx, edit
 from sessions import ALONE, Events, attach
 from torch import nn
 from torch.utils.data import Dataset
@@ -400,8 +400,18 @@ def test_limits_of_training_and_evaluation(tmp_path: Path) -> None:
 @pytest.mark.local
 def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     """A run at its limit has succeeded; a higher limit continues it as if it had always been that high."""
-    runs = digits / "runs" / "digits"
-    done = mlx(digits, "train", "run", "cfg.max_steps=30", "cfg.limit_eval_batches=1")
+    runs, code = digits / "runs" / "digits", digits / "src" / "experiment.py"
+    train = """            self.update_metrics(logits.detach(), batch["label"])
+            self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
+"""
+    nested = """            if self.every(self.cfg.evaluate_every_steps):
+                self.evaluate(self.val, epoch)
+                self.models.net.train()
+"""
+    edit(code, train, train + nested)
+    edit(code, "        total_steps =", "        self.val = val\n        total_steps =")
+    settings = ("cfg.limit_eval_batches=1", "cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
+    done = mlx(digits, "train", "run", "cfg.max_steps=30", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nfinished  step 30 of cfg.max_steps=30\n" in done.stdout
     rows = [line.split()[0] for line in done.stdout.splitlines() if "/2 " in line]
@@ -412,7 +422,7 @@ def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     assert refused.stderr.startswith(
         "digits run_001 has succeeded, with cfg.num_epochs=30 and cfg.max_steps=30. To train"
     )
-    for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", "cfg.limit_eval_batches=1")):
+    for arguments in (("--resume", "cfg.max_steps=35"), ("cfg.max_steps=35", *settings)):
         done = mlx(digits, "train", "run", *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
     states = [
@@ -421,4 +431,11 @@ def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     ]
     for one, other in zip(*(state["models"]["net"].values() for state in states), strict=True):
         assert torch.equal(one, other)
-    assert states[0]["numbers"]["latest"] == pytest.approx(states[1]["numbers"]["latest"])
+    deterministic = [
+        {name: value for name, value in state["numbers"]["latest"].items() if name.startswith(("train/", "val/"))}
+        for state in states
+    ]
+    assert len(deterministic[0]) == 8
+    assert deterministic[0] == deterministic[1]
+    reports = [json.loads(line) for line in (runs / "run_001" / "metrics.jsonl").read_text().splitlines()]
+    assert {item["step"] for item in reports if "val/accuracy" in item} >= {8, 16, 24, 32}
