@@ -1,6 +1,6 @@
 """The folder of a run: its paths, its numbering, and which driver owns it.
 
-<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip and logs/driver.log only
+<storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip, logs/driver.log and folds.npz
     run.json              status, versions, command, best metrics (see `records`)
     conf.yaml             the resolved config
     code.zip              the experiment's code (see `snapshots`)

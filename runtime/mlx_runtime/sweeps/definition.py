@@ -1,10 +1,11 @@
 """What a sweep runs: its parameters, how values are chosen, and the metric by which trials are compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.redaction import redacted_override
@@ -61,6 +62,7 @@ class SweepPlan:
     definition: Definition
     space: Space
     config: RunConfig  # that all trials have in common
+    rows: tuple[Fold, ...] = ()  # of each fold
     folder: RunFolder | None = None  # of the sweep to resume; None for a new one
 
 
@@ -69,6 +71,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPl
 
     Raises:
         UsageError, ConfigError: it is not one of a sweep, or a value of a parameter does not fit.
+        ConfigError, DatasetError: the rows cannot be split into folds.
     """
     space = parse(asked.overrides)
     if not space.dimensions and not asked.folds:
@@ -80,6 +83,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPl
     check(space, experiment)
     folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
     config = load_config(experiment, [*space.fixed, *folds, "++cfg.resume=null"])
+    rows = fold_rows(config) if asked.folds else ()
     cfg = config.cfg
     metric = asked.metric or cfg.monitor
     if not metric:
@@ -95,7 +99,7 @@ def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPl
         trials=trials,
         seed=cfg.seed,
     )
-    return SweepPlan(definition, space, config)
+    return SweepPlan(definition, space, config, tuple(rows))
 
 
 def merged(stored: Definition, asked: Definition) -> Definition:
@@ -117,4 +121,4 @@ def differences(stored: Definition, resumed: Definition) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(value) if isinstance(value, Sequence) else str(value)
+    return " ".join(value) if isinstance(value, list) else str(value)

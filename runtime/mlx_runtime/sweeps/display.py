@@ -200,7 +200,8 @@ def _short(keys: Sequence[str]) -> dict[str, str]:
     for key in keys:
         parts = key.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        found[key] = next(end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+        unique = (end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
+        found[key] = next(unique, key)
     return found
 
 

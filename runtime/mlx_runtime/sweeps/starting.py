@@ -4,6 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder, withdraw_stop
@@ -15,6 +18,9 @@ from mlx_runtime.storage.redaction import HIDDEN
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, differences, merged, plan
 from mlx_runtime.sweeps.states import read_trial
 from mlx_runtime.sweeps.sweep import Listener, Sweep
+
+FOLDS = "folds.npz"
+"""File of a sweep with the numbers of the rows that each fold holds out."""
 
 
 def find_sweep(name: str = "latest") -> RunFolder:
@@ -52,6 +58,8 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.definition.folds != stored.folds:
         raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
+    if found.rows and rows_digest(found.rows) != record.get("fold_rows"):
+        changes.append("the folds have other rows")
     if changes and not force:
         listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
         raise UsageError(f"{listed}\nUndo the changes, start another sweep, or resume it anyway with --force")
@@ -87,5 +95,10 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         folder.claim_attempt(attempt, leases.lease())
     folder.path.mkdir(parents=True, exist_ok=True)
     snapshots.store(project, folder)
+    if plan.rows:
+        facts["fold_rows"] = rows_digest(plan.rows)
+        file = folder.path / FOLDS
+        np.savez_compressed(file, *(fold.held_out for fold in plan.rows))
+        folder.push(file)
     record = records.Record(folder, before, **facts, attempt=attempt)
     return Sweep(record, plan, trials, listeners)
