@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mlx_runtime.config.nodes import DUMMY_PARAMS
     from mlx_runtime.errors import MlxError
     from mlx_runtime.runs.reader import open_run
+    from mlx_runtime.sweeps.api import kfold, sweep
+    from mlx_runtime.sweeps.results import open_sweep
     from mlx_runtime.training.engines.placement import connect
     from mlx_runtime.training.experiment import BaseModule
     from mlx_runtime.training.options import DataConfig, TrainConfig
@@ -35,9 +37,12 @@ __all__ = [
     "clean_exit",
     "connect",
     "fit",
+    "kfold",
     "load_config",
     "open_run",
+    "open_sweep",
     "run_job",
+    "sweep",
 ]
 
 sys.meta_path.insert(0, SourceFinder("src"))  # importing src must not load data
@@ -52,16 +57,19 @@ _HOMES = {
     "clean_exit": "cli.exits",
     "connect": "training.engines.placement",
     "fit": "training.terminal",
+    "kfold": "sweeps.api",
     "load_config": "training.request",
     "open_run": "runs.reader",
+    "open_sweep": "sweeps.results",
     "run_job": "cluster.datajob",
+    "sweep": "sweeps.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("connect", "fit"):
+    if name in ("connect", "fit", "kfold", "sweep"):
         prepare_fork()  # before whatever imports NumPy or torch first
     with many_imports():
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -11,6 +11,7 @@ from mlx_runtime.cli.options import confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import comparison, listing, lookup
+from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
 
@@ -83,12 +84,20 @@ def diff(words: tuple[str, ...], as_json: bool) -> None:
 
 @group.command()
 @options.name()
+@click.argument("sweep", type=word, required=False)
 @click.option("--metric", metavar="M", type=word, help="Like val/accuracy. Default: what the latest run monitors.")
 @click.option("--mode", type=MODES, help="Which is best. Default: cfg.mode of the runs that monitor the metric.")
 @options.json
-def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None:
-    """Print the run and the checkpoint of NAME in which a metric is best."""
-    found = comparison.best(name, metric, mode)
+def best(name: str, sweep: str | None, metric: str | None, mode: str | None, as_json: bool) -> None:
+    """Print the run and the checkpoint of NAME in which a metric is best, or the best trial of a SWEEP (sweep_001)."""
+    if sweep is not None and (metric or mode):
+        raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
+    if sweep is not None:
+        from mlx_runtime.sweeps.results import SweepResult
+
+        found = SweepResult(lookup.resolve_run(name, sweep)).summary()
+    else:
+        found = comparison.best(name, metric, mode)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
@@ -101,11 +110,17 @@ def best(name: str, metric: str | None, mode: str | None, as_json: bool) -> None
 @options.run("latest")
 @click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
 def report(name: str, run: str, output: Path | None) -> None:
-    """Write a web page about a RUN (run_003, 3 or latest) of NAME: facts, curves, checkpoints and log."""
+    """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
     from mlx_runtime.runs import report
 
     folder = lookup.resolve_run(name, run)
-    page = report.render_run(folder, job_statuses)
+    if folder.name.startswith(SWEEP):
+        from mlx_runtime.sweeps.report import render_sweep
+        from mlx_runtime.sweeps.results import SweepResult
+
+        page = render_sweep(SweepResult(folder), job_statuses)
+    else:
+        page = report.render_run(folder, job_statuses)
     if output is None:
         say(report.store(page, folder))
     else:

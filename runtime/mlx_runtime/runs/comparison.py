@@ -50,13 +50,17 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
 
 
 def best_lines(found: Mapping[str, Any]) -> list[str]:
-    """Format the result of `best` for the terminal."""
+    """Format the result of `best`, or that of a sweep, for the terminal."""
     epoch = f" (epoch {found['epoch']})" if found["epoch"] is not None else ""
-    rows = {
-        found["metric"]: f"{format_number(found['value'])} ({found['mode']})",
-        "run": f"{found['experiment']}/{found['run']}",
-        "checkpoint": f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept",
-    }
+    spread = f" ± {format_number(found['std'])}" if found.get("std") is not None else ""
+    rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']})"}
+    if "sweep" in found:
+        rows["trial"] = f"{found['trial']} of {found['experiment']}/{found['sweep']}"
+        rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
+    rows |= {"run": f"{found['experiment']}/{', '.join(found['runs'] if 'runs' in found else [found['run']])}"}
+    rows |= {"checkpoint": f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept"}
+    if "sweep" in found:
+        rows["train it"] = found["command"]
     width = max(len(name) for name in rows) + 2
     return [f"{name:<{width}}{value}" for name, value in rows.items()]
 

@@ -173,7 +173,9 @@ def curves(metric: str, trials: Sequence[Trial]) -> Chart:
     ]
     mode = "lines" if sum(len(mark.x) for mark in marks) > MAX_POINTS else "lines+markers"
     values = Axis(metric, metric, [value for mark in marks for value in mark.y])
-    layout = {"height": 360, "xaxis": {"title": {"text": "epoch", "standoff": 4}}, "yaxis": values.layout()}
+    epochs = max(epoch for mark in marks for epoch in mark.x)
+    across = {"title": {"text": "epoch", "standoff": 4}, "tick0": 1, "dtick": math.ceil(epochs / 10)}
+    layout = {"height": 360, "xaxis": across, "yaxis": values.layout()}
     return {"title": metric, "traces": _traces(trials, marks, mode), "layout": layout}
 
 

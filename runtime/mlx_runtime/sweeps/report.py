@@ -101,9 +101,10 @@ def _table(result: SweepResult, ranked: Sequence[Trial]) -> list[dict[str, str]]
             "status": trial.status,
             **{name: str(trial.values[key]) for key, name in names.items()},
             "epoch": str(trial.epoch or ""),
-            **{name: spread_text(trial, name) for name in result.metric_names()},
+            result.metric: spread_text(trial, result.metric),
             "took": format_duration(trial.duration_s),
             "runs": ", ".join(run.row.folder.name for run in trial.runs),
+            **{name: spread_text(trial, name) for name in result.metric_names if name != result.metric},
         }
         for trial in ranked
     ]

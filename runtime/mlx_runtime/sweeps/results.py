@@ -1,14 +1,16 @@
 """The results of a sweep, read from the records and metrics of its runs: while it runs, at its end, or years later."""
 
 import contextlib
+import functools
 import html
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import UsageError, suggest
-from mlx_runtime.runs import records
+from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.listing import map_concurrently, summarize
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
     import pandas
 
     from mlx_runtime.runs.reader import Run
+
+
+def open_sweep(sweep: str | Path) -> "SweepResult":
+    """Open a sweep for reading, even while it runs.
+
+    Args:
+        sweep: `name/sweep_001`, or the path or URI of its folder. A name is looked up in the storage of the experiment
+            in the working directory, or in `MLX_STORAGE`.
+
+    Raises:
+        UsageError: There is no such sweep.
+    """
+    return SweepResult(lookup.resolve_run(str(sweep)))
 
 
 class SweepResult:
@@ -114,8 +129,9 @@ class SweepResult:
 
         return sorted(self.trials, key=rank)
 
+    @functools.cached_property
     def metric_names(self) -> list[str]:
-        """Return the names of all metrics, beginning with the one that ranks the trials."""
+        """Names of all metrics, beginning with the one that ranks the trials."""
         names = {name: None for trial in self.trials for name in trial.metrics}
         return sorted(names, key=lambda name: name != self.metric)
 
@@ -142,7 +158,7 @@ class SweepResult:
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics: dict[str, float] = {}
-        for name in self.metric_names():
+        for name in self.metric_names:
             metrics[name] = trial.metrics.get(name, math.nan)
             if self.folds:
                 metrics[f"{name}_std"] = trial.spread.get(name, math.nan)
@@ -152,7 +168,7 @@ class SweepResult:
     def _run_rows(self, trial: Trial) -> Iterator[dict[str, Any]]:
         for run in trial.runs:
             found = metrics_at(run.epochs, trial.epoch)
-            metrics = {name: found.get(name, math.nan) for name in self.metric_names()}
+            metrics = {name: found.get(name, math.nan) for name in self.metric_names}
             facts = {"status": run.row.status, "epoch": trial.epoch}
             name = {"run": run.row.folder.name, "trial": trial.number, "fold": run.fold}
             yield {**name, **trial.values, **facts, **metrics, "duration_s": run.row.duration_s}

@@ -1,13 +1,20 @@
 """The results of sweeps, from the records and metrics of their runs."""
 
+import json
 import math
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from stored_sweeps import LR, WIDTH, store_run, store_sweep
 
+from mlx_runtime.cli import mlx
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.scores import typed
@@ -123,3 +130,32 @@ def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
     result = SweepResult(searched)
     assert [trial.status for trial in result.trials][:2] == ["UNREADABLE", "UNREADABLE"]
     assert result.best.number == 4
+
+
+def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", searched.root)
+    best = run_folder(searched.root, "digits", "run_001")
+    Checkpoints(best.checkpoints).save({}, Checkpoint(1, True, 19, {"val/loss": 0.5}))
+    done = CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001"])
+    assert done.stdout.splitlines() == [
+        "val/loss    0.5000 (min)",
+        "trial       1 of digits/sweep_001",
+        f"values      {LR}=0.1 {WIDTH}=8",
+        "run         digits/run_001",
+        f"checkpoint  {best.checkpoints}/epoch_0002 (epoch 2)",
+        f"train it    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
+    ]
+    found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
+    assert (found["trial"], found["runs"], found["value"], found["std"]) == (1, ["run_001"], 0.5, None)
+    assert CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--mode", "max"]).exit_code != 0
+
+
+def test_results_are_read_without_torch_or_ray(searched: RunFolder, environment: dict[str, str]) -> None:
+    script = (
+        "import sys\nfrom mlx_runtime.cli import mlx\n"
+        "for verb in ('best', 'report'):\n    mlx(['xp', verb, 'digits', 'sweep_001'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    settings = environment | {"MLX_STORAGE": searched.root}
+    done = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

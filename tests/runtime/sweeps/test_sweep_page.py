@@ -106,7 +106,7 @@ def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> No
     )
     result = SweepResult(searched)
     assert rows[0][:6] == ["trial", "status", "lr", "width", "activation", "epoch"]
-    assert rows[0][6:] == ["val/loss", "train/loss", "val/accuracy", "took", "runs"]
+    assert rows[0][6:] == ["val/loss", "took", "runs", "train/loss", "val/accuracy"]
     assert rows[1][:2] == [str(result.best.number), "SUCCEEDED"]
     assert [row[0] for row in rows[1:]] == [str(trial.number) for trial in result.ranked()]
     assert page.evaluate("getComputedStyle(document.querySelector('tr.best td'), '::after').content") == '" best"'

@@ -1,0 +1,81 @@
+"""Sweeps from Python, as in a script and in a notebook."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.local
+
+SCRIPT = """
+import json, threading, time
+from mlx_runtime import MlxError, kfold, open_sweep, sweep
+from src.experiment import Experiment
+
+LR = "optimizers.adam.lr"
+options = {"metric": "val/mse", "mode": "min", "parallel": 2}
+
+def found(result):
+    trials = [(trial.number, trial.values, trial.score, trial.status) for trial in result.trials]
+    return {"trials": trials, "best": result.best.number, "config": result.best_config()["optimizers"]["adam"]["lr"]}
+
+if __name__ == "__main__":
+    seen = []
+    given = ["cfg.start_workers=0", "cfg.num_epochs=2", f"{LR}=0.01,1e-9"]
+    result = sweep(Experiment, given, **options, listeners=[lambda event: seen.append(type(event).__name__)])
+    stored = open_sweep("faults/sweep_001")
+    threading.Thread(target=time.sleep, args=[60], daemon=True).start()  # a notebook has some
+    try:
+        sweep(Experiment, ["cfg.start_workers=0", "cfg.late=raise", "cfg.seed=1,2"], **options, name="broken")
+        failed = ""
+    except MlxError as error:
+        failed = str(error)
+    folded = kfold(Experiment, ["cfg.start_workers=0", "cfg.num_epochs=1"], folds=2, **options).table()
+    folds = [int(folded["val/mse_std"].notna().sum()), len(folded)]
+    same = stored.table().equals(result.table())
+    facts = {"rows": len(result.table(runs=True)), "runs": [run.record["status"] for run in result.runs]}
+    print(json.dumps(found(result) | facts | {"seen": seen, "same": same, "failed": failed, "folds": folds}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(
+    make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+) -> dict[str, Any]:
+    """What a script has seen that carries out two sweeps."""
+    folder = make_in("faults", tmp_path_factory.mktemp("api"))
+    (folder / "tune.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "tune.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()  # nothing else is printed
+    return dict(json.loads(line))
+
+
+def test_a_sweep_returns_its_results(found: dict[str, Any]) -> None:
+    (first, values, score, status), (second, _, worse, _) = found["trials"]
+    assert (first, second, values, status) == (1, 2, {"optimizers.adam.lr": 0.01}, "SUCCEEDED")
+    assert score < worse
+    assert (found["best"], found["config"]) == (1, 0.01)
+    assert (found["rows"], found["runs"]) == (2, ["SUCCEEDED"] * 2)
+    assert found["same"]
+
+
+def test_listeners_receive_its_events(found: dict[str, Any]) -> None:
+    seen = found["seen"]
+    assert (seen[0], seen[-1]) == ("SweepStarted", "SweepEnded")
+    assert [seen.count(name) for name in ("TrialStarted", "TrialProgress", "TrialEnded")] == [2, 4, 2]
+
+
+def test_folds_are_one_trial_with_a_spread(found: dict[str, Any]) -> None:
+    assert found["folds"] == [1, 1]
+
+
+def test_it_raises_if_all_trials_failed(found: dict[str, Any]) -> None:
+    why = "ValueError: on purpose (raised on rank 0)"
+    assert found["failed"] == f"all trials of faults/sweep_broken failed, the first with: {why}"
