@@ -76,7 +76,7 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, s
         if command in NOT_HERE:
             continue
         typed = command.replace("<this repository>", str(origin))
-        inside = command.startswith(("make run", "make prepare"))  # of the experiment that the demo generated
+        inside = command.startswith(("make run", "make sweep", "make prepare"))  # of the demo
         where = folder / "demo" / "digits" if inside else folder
         options = "PYTHON=../../.venv/bin/python" if inside else ""
         done = subprocess.run(
