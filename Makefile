@@ -50,9 +50,10 @@ bake: $(VENV)/.complete ## generate an experiment: make bake NAME=my-experiment 
 	@test -n "$(NAME)" || { echo "error: NAME is missing; type make bake NAME=my-experiment OUT=.." >&2; exit 2; }
 	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
 
-docs: $(VENV)/.dev ## update the command output in README.md and the screenshot of TensorBoard
+docs: $(VENV)/.dev ## update the command output and the pictures in README.md and the guides
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/screenshot.py
+	$(BIN)/python docs/tuning.py
 
 clean: ## delete the demo, the environment and caches
 	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
