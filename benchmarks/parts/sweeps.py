@@ -22,6 +22,7 @@ CONTENDERS = {
     "mlx-sweep": "**mlx** `train sweep`, two at a time",
     "plain": "a plain script, two at a time",
     "optuna": "Optuna, a plain script per trial, two at a time",
+    "tune": "Ray Tune on embedded Ray, two at a time",
     "hydra": "Hydra's multirun, one process, one trial after another",
 }
 
@@ -35,6 +36,7 @@ def command(contender: str) -> Command:
         "mlx-sweep": [*train, "sweep", *SHORT, f"optimizers.adam.lr={rates}", *metric, "--parallel", "2"],
         "plain": _by_hand(*python, "trial", "RATE"),
         "optuna": [*python, "optuna", rates],
+        "tune": [*python, "tune", rates],
         "hydra": [*python, "-m", f"rate={rates}"],
     }[contender]
 

@@ -1,4 +1,4 @@
-"""Trials of the plain script: `tuning.py trial RATE`, `tuning.py optuna RATES`, `tuning.py -m rate=RATES`."""
+"""Trials of the plain script: `tuning.py trial RATE`, `tuning.py optuna|tune RATES`, `tuning.py -m rate=RATES`."""
 
 import os
 import subprocess
@@ -31,6 +31,25 @@ def optuna(rates: list[str]) -> None:
     study.optimize(objective, n_trials=len(rates), n_jobs=2)
 
 
+def tune(rates: list[str]) -> None:
+    """Ray Tune on an embedded Ray, two trials at a time."""
+    from ray import tune
+
+    folder = Path.cwd()
+
+    def function(config: dict[str, str]) -> dict[str, int]:
+        trial(float(config["rate"]), folder / "stepped")
+        return {"done": 1}
+
+    tuner = tune.Tuner(
+        tune.with_resources(function, {"CPU": 1}),
+        param_space={"rate": tune.grid_search(rates)},
+        tune_config=tune.TuneConfig(max_concurrent_trials=2),
+        run_config=tune.RunConfig(storage_path=str(folder / "tune"), verbose=0),
+    )
+    assert not tuner.fit().errors
+
+
 def hydra() -> None:
     """Hydra's multirun with its basic launcher: one process, one trial after another."""
     import hydra
@@ -45,5 +64,7 @@ if __name__ == "__main__":
         trial(float(sys.argv[2]))
     elif sys.argv[1] == "optuna":
         optuna(sys.argv[2].split(","))
+    elif sys.argv[1] == "tune":
+        tune(sys.argv[2].split(","))
     else:
         hydra()

@@ -216,7 +216,7 @@ def _sweep_table(rows: Sequence[Row], metric: str | None) -> list[dict[str, str]
     for row in rows:
         cells, sweep = row.cells(metric), row.sweep
         line = {"experiment": cells.pop("experiment"), "run": cells.pop("run"), "trial": str(sweep["trial"])}
-        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"])} if folds else {}
+        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"] + 1)} if folds else {}
         line |= {name: sweep.get("values", {}).get(name, "-") for name in names}
         lines.append(line | {name: cells[name] for name in cells if name not in ("workers", "age")})
     return lines

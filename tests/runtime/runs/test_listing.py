@@ -195,9 +195,9 @@ class TestLs:
         assert short == full
         table = listing.table(full, sweep="001")
         assert [[line[name] for name in ("run", "trial", "fold", "optimizers.adam.lr")] for line in table] == [
-            ["run_001", "1", "0", "1e-1"],
-            ["run_003", "1", "1", "1e-1"],
-            ["run_004", "2", "0", "1e-2"],
+            ["run_001", "1", "1", "1e-1"],
+            ["run_003", "1", "2", "1e-1"],
+            ["run_004", "2", "1", "1e-2"],
         ]
         assert "fold" not in listing.table(listing.list_rows(sweep="lr"), sweep="lr")[0]
         with pytest.raises(UsageError, match=r"no run in .* belongs to a sweep 'sweep_02'. Did you mean 'sweep_001'\?"):
