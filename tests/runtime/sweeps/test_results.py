@@ -16,6 +16,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.storage.files import joined
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.scores import typed
 
@@ -142,7 +143,7 @@ def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch
         "trial       1 of digits/sweep_001",
         f"values      {LR}=0.1 {WIDTH}=8",
         "run         digits/run_001",
-        f"checkpoint  {best.checkpoints}/epoch_0002 (epoch 2)",
+        f"checkpoint  {joined(best.checkpoints, 'epoch_0002')} (epoch 2)",
         f"train it    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
     ]
     found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
