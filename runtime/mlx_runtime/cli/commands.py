@@ -89,7 +89,7 @@ def launch_and_exit(
         if kind == AN_EXPERIMENT:
             submit = Launch.submit_run
         if sweep is not None:
-            load, submit = sweep_launch(kind, folder, *sweep)
+            load, submit = sweep_launch(kind, folder, *sweep, look=check)
         prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
         code = 0
         if not check:
@@ -111,7 +111,13 @@ def launch_and_exit(
 
 
 def sweep_launch(
-    kind: Kind, folder: Path, overrides: Sequence[str], definition: Mapping[str, Any], how: Mapping[str, Any]
+    kind: Kind,
+    folder: Path,
+    overrides: Sequence[str],
+    definition: Mapping[str, Any],
+    how: Mapping[str, Any],
+    *,
+    look: bool,
 ) -> "tuple[Callable[[], RunConfig], Callable[[Launch], SubmittedJob]]":
     """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
     from mlx_runtime.sweeps.definition import Definition
@@ -122,7 +128,7 @@ def sweep_launch(
         return main_class(kind, folder)
 
     launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
-    return partial(launch.load, experiment), launch.submit
+    return partial(launch.load, experiment, look=look), launch.submit
 
 
 def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False) -> "RunConfig":

@@ -15,6 +15,9 @@ from mlx_runtime.training.request import RunConfig, load_config
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
 
+OF_FOLDS = ("cfg.seed", "cfg.splitter")
+"""Settings that determine which rows a fold holds out."""
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -48,6 +51,10 @@ class Definition:
         """Return the fields that the record of the sweep holds, without secrets."""
         return asdict(self) | {"overrides": [redacted_override(text) for text in self.overrides]}
 
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+
     @classmethod
     def recorded(cls, found: Mapping[str, Any]) -> "Definition":
         """Restore what `as_json` returned."""
@@ -66,8 +73,17 @@ class SweepPlan:
     folder: RunFolder | None = None  # of the sweep to resume; None for a new one
 
 
-def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPlan:
-    """Complete and check the definition of a sweep; with `large`, a grid may have any number of trials.
+def plan(
+    experiment: type, asked: Definition, *, large: bool = False, look: bool = False, split: bool = True
+) -> SweepPlan:
+    """Complete and check the definition of a sweep.
+
+    Args:
+        experiment: Class of the experiment.
+        asked: What the command defines.
+        large: Allow a grid of any size.
+        look: Run no code that only conf.yaml names, as in `load_config`.
+        split: Read the datasets and split their rows into folds, if the sweep has any.
 
     Raises:
         UsageError, ConfigError: it is not one of a sweep, or a value of a parameter does not fit.
@@ -80,11 +96,18 @@ def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPl
         )
     search = asked.search or ("optuna" if space.size is None else "grid")
     trials = trial_count(space, search, asked.trials or None, large=large)
-    check(space, experiment)
+    if asked.folds and (key := space.swept(*OF_FOLDS)):
+        raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
+    check(space, experiment, look=look)
     folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
-    config = load_config(experiment, [*space.fixed, *folds, "++cfg.resume=null"])
-    rows = fold_rows(config) if asked.folds else ()
+    first = {dimension.key: dimension.samples[0] for dimension in space.dimensions}
+    config = load_config(experiment, [*space.applied(first), *folds, "++cfg.resume=null"], look=look)
+    config = replace(config, overrides=space.fixed)
+    rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg
+    budget = "cfg.max_steps" if cfg.max_steps is not None else space.swept("cfg.num_epochs", "cfg.max_steps")
+    if asked.scheduler == "asha" and budget:
+        raise UsageError(f"--scheduler asha compares trials of cfg.num_epochs epochs each; leave out {budget}")
     metric = asked.metric or cfg.monitor
     if not metric:
         raise UsageError(f"by which metric? Pass --metric val/loss --mode min, or set cfg.monitor in {CONF}")
@@ -104,8 +127,8 @@ def plan(experiment: type, asked: Definition, *, large: bool = False) -> SweepPl
 
 def merged(stored: Definition, asked: Definition) -> Definition:
     """Return the definition of a sweep to resume, with the fields that the command gives."""
-    given = {item.name: value for item in fields(asked) if (value := getattr(asked, item.name))}
-    if given.get("overrides", stored.overrides) != stored.overrides:
+    given = asked.given()
+    if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
         given.setdefault("trials", 0)  # of another space
     return replace(stored, **given)
 

@@ -1,7 +1,7 @@
 """Launch a sweep: its driver is a job of the cluster, which resumes what is claimed here."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from mlx_runtime.cluster.launch import Launch, SubmittedJob
 from mlx_runtime.errors import UsageError
@@ -24,24 +24,28 @@ class SweepLaunch:
     max_time_s: float | None = None
     plan: SweepPlan | None = field(default=None, init=False)  # once it has been checked
 
-    def load(self, experiment: Callable[[], type]) -> RunConfig:
-        """Check the sweep, and return the config that its runs have in common."""
+    def load(self, experiment: Callable[[], type], *, look: bool = False) -> RunConfig:
+        """Check the sweep, and return the config that its runs have in common; `look` as in `load_config`.
+
+        The job splits the rows into folds: the datasets may be on the cluster only.
+        """
         if self.name and not names_folder(self.name):
             raise UsageError(f"--name {self.name!r} is not a valid folder name")
         if self.resume is None:
-            self.plan = plan(experiment(), self.asked, large=self.large)
+            self.plan = plan(experiment(), self.asked, large=self.large, look=look, split=False)
         else:
             folder = find_sweep(self.resume)
-            self.plan = resumed_plan(experiment(), folder, self.asked, force=self.force, large=self.large)
+            how = {"large": self.large, "look": look, "split": False}
+            self.plan = resumed_plan(experiment(), folder, self.asked, force=self.force, **how)
         return self.plan.config
 
     def submit(self, launch: Launch) -> SubmittedJob:
         """Claim the sweep, and submit its driver."""
         assert self.plan is not None, "load it first"
-        given = {key: value for key, value in asdict(self.asked).items() if value and key != "overrides"}
+        given = {key: value for key, value in self.asked.given().items() if key != "overrides"}
         flags = {"--retry-failed": self.retry_failed, "--force": self.force, "--yes": self.large}
         words = [*self.asked.overrides, *(f"--{key.replace('_', '-')}={value}" for key, value in given.items())]
         words += [flag for flag, wanted in flags.items() if wanted]
-        words += [f"--max-time={self.max_time_s:g}s"] if self.max_time_s is not None else []
+        words += [f"--max-time={self.max_time_s:.0f}s"] if self.max_time_s is not None else []
         name = self.name.removeprefix(SWEEP)
         return launch.submit_sweep(self.plan.folder, name, words, self.plan.definition.as_json())

@@ -71,9 +71,10 @@ def _parameters(result: SweepResult, trials: Sequence[Trial]) -> list[Axis]:
     # The parser of overrides would import torch.
     typed = {text.partition("=")[0]: text for text in result.definition["overrides"] if "interval(" in text}
     logarithmic = {key: bool(re.search(r"\btag\(\s*log\b", text)) for key, text in typed.items()}
-    names = short_names([*trials[0].values])
+    names = short_names(list(dict.fromkeys(key for trial in trials for key in trial.values)))
     axes = [
-        Axis(key, name, [trial.values[key] for trial in trials], logarithmic.get(key)) for key, name in names.items()
+        Axis(key, name, [trial.values.get(key) for trial in trials], logarithmic.get(key))
+        for key, name in names.items()
     ]
     return [axis for axis in axes if len(set(axis.positions)) > 1]
 
@@ -99,7 +100,7 @@ def _table(result: SweepResult, ranked: Sequence[Trial]) -> list[dict[str, str]]
         {
             "trial": str(trial.number),
             "status": trial.status,
-            **{name: str(trial.values[key]) for key, name in names.items()},
+            **{name: str(trial.values.get(key, "")) for key, name in names.items()},
             "epoch": str(trial.epoch or ""),
             result.metric: spread_text(trial, result.metric),
             "took": format_duration(trial.duration_s),

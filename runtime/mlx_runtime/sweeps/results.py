@@ -82,8 +82,8 @@ class SweepResult:
     def command(self) -> str:
         """Command that trains the best configuration in a run of its own."""
         chosen = {override.partition("=")[0]: override for override in self.best.overrides}
-        overrides = (chosen.get(text.partition("=")[0], text) for text in self.definition["overrides"])
-        return shlex.join(["mlx", "train", "run", *overrides])
+        overrides = [chosen.pop(text.partition("=")[0], text) for text in self.definition["overrides"]]
+        return shlex.join(["mlx", "train", "run", *overrides, *chosen.values()])
 
     @property
     def runs(self) -> "list[Run]":

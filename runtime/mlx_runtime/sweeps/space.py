@@ -27,7 +27,10 @@ LARGE_GRID = 1000
 MOST_VALUES = 100_000
 """How many values one override may list."""
 
-COMMON = ("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode", "cfg.folds", "cfg.fold")
+COMMON = (
+    *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode", "cfg.folds", "cfg.fold"),
+    *("cfg.engine", "cfg.start_workers", "cfg.min_workers", "cfg.max_workers", "cfg.cpus_per_worker", "cfg.use_gpu"),
+)
 """Settings that all runs of a sweep have in common."""
 
 
@@ -83,6 +86,11 @@ class Space:
         counts = [len(dimension.choices) for dimension in self.dimensions]
         return math.prod(counts) if all(counts) else None
 
+    def swept(self, *keys: str) -> str | None:
+        """Return one of these keys, or a key below one, that varies, if any."""
+        names = [dimension.key.lstrip("+") for dimension in self.dimensions]
+        return next((name for name in names if name.startswith(keys)), None)
+
     def grid(self) -> Iterator[Values]:
         """Yield each combination of the choices; those of the last key change fastest."""
         keys = [dimension.key for dimension in self.dimensions]
@@ -128,8 +136,8 @@ def parse(overrides: Sequence[str]) -> Space:
     return Space(tuple(overrides), tuple(dimensions))
 
 
-def check(space: Space, experiment: type, path: Path = CONF) -> None:
-    """Check every value, each with the first value of the other keys.
+def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = False) -> None:
+    """Check every value, each with the first value of the other keys; `look` as in `load_config`.
 
     Raises:
         ConfigError: values do not fit; one line per problem.
@@ -139,7 +147,7 @@ def check(space: Space, experiment: type, path: Path = CONF) -> None:
     problems: dict[str, None] = {}
     for values in [first, *others]:
         try:
-            load_config(experiment, [*space.applied(values), "cfg.resume=null"], path)
+            load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 for item in space.dimensions:  # an unknown key is one problem, whatever its values

@@ -12,6 +12,7 @@ from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder, withdraw_stop
 from mlx_runtime.runs.listing import map_concurrently
 from mlx_runtime.runs.provenance import provenance
+from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.storage.redaction import HIDDEN
@@ -40,8 +41,10 @@ def find_sweep(name: str = "latest") -> RunFolder:
     return max(begun, key=lambda folder: (records.recorded(folder).get("start") or "", folder.name))
 
 
-def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, large: bool) -> SweepPlan:
+def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, **how: bool) -> SweepPlan:
     """Check that a sweep can be resumed, with the fields of its definition that the command gives.
+
+    `how` are the other arguments of `plan`.
 
     Raises:
         UsageError: it is being driven, or its definition or code has changed and `force` is not set.
@@ -53,12 +56,12 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     definition = merged(stored, asked)
     if hidden := [text for text in definition.overrides if HIDDEN in text]:
         raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
-    found = plan(experiment, definition, large=large)
+    found = plan(experiment, definition, **how)
     changes = differences(stored, found.definition)
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]
     if found.definition.folds != stored.folds:
         raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
-    if found.rows and rows_digest(found.rows) != record.get("fold_rows"):
+    if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
         changes.append("the folds have other rows")
     if changes and not force:
         listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
@@ -86,6 +89,8 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
         attempt = records.take_over(folder)
         withdraw_stop(folder)
         facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
+        if Settings.read().job is None:
+            facts["job"] = None
         before = {name: value for name, value in before.items() if name not in ("end", "error")}
     else:
         if name and not names_folder(name):

@@ -14,7 +14,7 @@ from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.sweeps.states import TrialState, best_of, best_trial, read_record
 from mlx_runtime.sweeps.study import Study
-from mlx_runtime.sweeps.trial import TrialJob
+from mlx_runtime.sweeps.trial import TrialJob, begun_overrides
 from mlx_runtime.training.stop_requests import StopRequests
 
 Listener = Callable[[Event], None]
@@ -43,7 +43,9 @@ class Sweep:
         self._listeners = listeners
         self._stop_announced = self._killed = False
         self._pruned: set[int] = set()
-        self._first_epochs: dict[str, EpochEnded] | None = {}  # by run, until one of them has recorded the metric
+        recorded = any(curve for trial in self.trials for curve in trial.curves)
+        # By run, until one of them has recorded the metric.
+        self._first_epochs: dict[str, EpochEnded] | None = None if recorded else {}
         definition = plan.definition
         outside = [trial for trial in self.trials if trial.values not in plan.space]  # it was changed with --force
         self._count = definition.trials + (len(outside) if plan.space.size else 0)
@@ -156,10 +158,10 @@ class Sweep:
         folds = self.plan.definition.folds
         fold = index if folds else None
         folder = self._claimed(trial, index)
-        overrides: tuple[str, ...] = (f"--run={folder.location}",)
-        if not has_begun(folder):  # otherwise the run has a config of its own
+        overrides = begun_overrides(folder.location)
+        if not has_begun(folder):
             of_fold = (f"++cfg.folds={folds}", f"++cfg.fold={fold}") if folds else ()
-            overrides = (*self.plan.space.applied(trial.values), *of_fold, *overrides)
+            overrides = (*self.plan.space.applied(trial.values), *of_fold, f"--run={folder.location}")
         trial.statuses[index] = "RUNNING"
         self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
         return TrialJob(self.record.folder.name, trial.number, fold, trial.values, folder.location, overrides)

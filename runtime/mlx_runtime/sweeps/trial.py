@@ -54,6 +54,11 @@ class TrialJob:
         return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
 
 
+def begun_overrides(run: str) -> tuple[str, ...]:
+    """Return the overrides with which a run that has begun resumes: its own conf.yaml has all others."""
+    return "++cfg.resume=null", f"--run={run}"
+
+
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
     """Train a run of a sweep in this process, in the folder of the experiment. Call it in the main thread.
 

@@ -1,5 +1,7 @@
 """Definitions of sweeps: what a command adds to a stored one, and which changes need `--force`."""
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_runtime.storage.redaction import HIDDEN
@@ -14,6 +16,16 @@ def test_what_a_command_leaves_out_stays_as_stored() -> None:
     assert merged(STORED, Definition()) == STORED
     assert merged(STORED, Definition(trials=5, parallel=1)).trials == 5
     assert differences(STORED, merged(STORED, Definition(trials=5, parallel=1))) == []
+
+
+def test_none_of_the_gpus_is_a_number_of_gpus() -> None:
+    assert merged(replace(STORED, gpus_per_trial=1.0), Definition(gpus_per_trial=0.0)).gpus_per_trial == 0
+
+
+def test_repeated_overrides_with_a_secret_are_no_other_space() -> None:
+    typed = ("lr=1,2,3", "cfg.api_key=abcdef")
+    stored = Definition.recorded(replace(STORED, overrides=typed).as_json())
+    assert merged(stored, Definition(typed)) == replace(STORED, overrides=typed)
 
 
 def test_another_space_has_another_number_of_trials() -> None:

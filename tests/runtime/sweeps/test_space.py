@@ -1,6 +1,6 @@
 """Overrides in Hydra's sweep grammar become a space; what cannot be searched is refused in one line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
+from mlx_runtime.sweeps.definition import Definition, plan
 from mlx_runtime.sweeps.space import Dimension, Space, check, parse, trial_count
 from mlx_runtime.training.request import load_config
 
@@ -163,8 +164,38 @@ def test_every_value_that_does_not_fit_is_reported(conf: Path) -> None:
 
 
 def test_a_value_out_of_range_is_reported(conf: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cfg\.start_workers is -1; the minimum is 0$"):
-        check(parse(["cfg.start_workers=1,0,-1"]), Experiment, conf)
+    with pytest.raises(ConfigError, match=r"cfg\.num_epochs is -1; the minimum is 0$"):
+        check(parse(["cfg.num_epochs=1,0,-1"]), Experiment, conf)
+
+
+@pytest.fixture
+def project(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a project with a conf.yaml. Returns the file."""
+    file = conf.parent / "project" / "src" / "conf.yaml"
+    file.parent.mkdir(parents=True)
+    conf.rename(file)
+    monkeypatch.chdir(file.parents[1])
+    return file
+
+
+def test_a_value_may_be_missing_in_conf_yaml_if_it_varies(project: Path) -> None:
+    project.write_text(project.read_text().replace("width: 4", "width: ???"))
+    found = plan(Experiment, Definition(("models.net.width=1,2", "cfg.seed=3"), metric="val/loss", mode="min"))
+    assert (found.definition.trials, found.config.overrides) == (2, ("cfg.seed=3",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Definition(("cfg.start_workers=1,2",)), "cfg.start_workers is the same for all runs of a sweep"),
+        (Definition(("cfg.seed=1,2",), folds=2), "cfg.seed is the same for all runs of a sweep with folds"),
+        (Definition(("cfg.num_epochs=1,2",), scheduler="asha"), "leave out cfg.num_epochs"),
+        (Definition(("models.net.width=1,2", "cfg.max_steps=9"), scheduler="asha"), "leave out cfg.max_steps"),
+    ],
+)
+def test_what_must_not_differ_between_trials(project: Path, asked: Definition, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(Experiment, replace(asked, metric="val/loss", mode="min"))
 
 
 def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:

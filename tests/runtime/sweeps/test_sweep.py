@@ -171,7 +171,9 @@ def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
     assert [event.why for event in heard if isinstance(event, StopRequested)] == ["Ctrl-C"]
     again = FakeEngine(loss)
     carry_out(resumed(plan, tmp_path), again)
-    assert [(job.trial, job.overrides[0]) for job in again.seen] == [(2, f"--run={job_path(tmp_path, 2)}"), (3, "lr=3")]
+    begun, new = again.seen
+    assert (begun.trial, begun.overrides) == (2, ("++cfg.resume=null", f"--run={job_path(tmp_path, 2)}"))
+    assert (new.trial, new.overrides[0]) == (3, "lr=3")
     assert [len(metrics(job)) for job in again.seen] == [3, 3]
     assert record_of(tmp_path)["status"] == "SUCCEEDED"
 
@@ -207,6 +209,21 @@ def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_p
 def test_a_metric_that_one_epoch_of_training_does_not_record(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="do not record val/loss"):
         carry_out(plan_of(tmp_path, LR, epochs=1), FakeEngine(loss, metric="val/lss", epochs=1))
+
+
+def test_a_resumed_sweep_knows_that_the_metric_was_recorded(tmp_path: Path) -> None:
+    """As when the loop evaluates in every fifth epoch only."""
+
+    def score(job: Any, epoch: int) -> float:
+        if job.values["lr"] == "2":
+            raise ValueError("on purpose")
+        return loss(job, epoch)
+
+    plan = plan_of(tmp_path, "lr=1,2")
+    carry_out(plan, FakeEngine(score))
+    heard: list = []
+    carry_out(resumed(plan, tmp_path), FakeEngine(loss, metric="train/loss"), heard, retry_failed=True)
+    assert heard[-1].status == "SUCCEEDED"
 
 
 def test_a_second_driver_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ what runs and what is pruned, and keeps the records: Tune stores nothing that is
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import tempfile
@@ -23,12 +24,12 @@ from ray.tune.search import Searcher
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, ask_to_stop
+from mlx_runtime.runs.folder import RunFolder, ask_to_stop, has_begun
 from mlx_runtime.settings import environment
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.engines.base import Trials
-from mlx_runtime.sweeps.trial import TrialJob, record_end, run_trial
+from mlx_runtime.sweeps.trial import TrialJob, begun_overrides, record_end, run_trial
 from mlx_runtime.training.engines.placement import Cluster, on_ray
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import GRACE_S, StopRequests
@@ -42,6 +43,10 @@ QUIET = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
 }
 """Keep Tune from printing, from handling Ctrl-C, and from storing what nobody reads."""
+
+
+ASK_S = 5.0
+"""Interval between two requests to stop the same run."""
 
 
 class TuneTrials:
@@ -150,7 +155,6 @@ class _Runs:
         self.sweep, self.gpus = sweep, gpus
         self.jobs: dict[str, TrialJob] = {}
         self.pruned: set[str] = set()
-        self.asked: set[str] = set()  # to stop
         self.errors: dict[str, str] = {}
 
     def __reduce__(self) -> Any:  # the Tuner pickles its parts, to be restored
@@ -207,10 +211,13 @@ class _Schedule(FIFOScheduler):  # type: ignore[misc]
 
 
 class _Stop(tune.Callback):  # type: ignore[misc]
-    """Passes requests to stop the sweep on to its runs, through their folders."""
+    """Passes requests to stop the sweep on to its runs, through their folders.
+
+    A run that is about to start withdraws the requests to its previous driver, so they are repeated.
+    """
 
     def __init__(self, runs: _Runs) -> None:
-        self._runs = runs
+        self._runs, self._asked_at = runs, -math.inf
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._runs.sweep.killing:
@@ -218,11 +225,11 @@ class _Stop(tune.Callback):  # type: ignore[misc]
                 record_end(job, "STOPPED")
                 self._runs.sweep.ended(job, "STOPPED")
             raise _Killed
-        if self._runs.sweep.stopping:
-            for number in self._runs.jobs.keys() - self._runs.asked:
-                self._runs.asked.add(number)
+        if self._runs.sweep.stopping and time.monotonic() - self._asked_at > ASK_S:
+            self._asked_at = time.monotonic()
+            for job in self._runs.jobs.values():
                 with contextlib.suppress(StorageError):
-                    ask_to_stop(self._runs.jobs[number].folder)
+                    ask_to_stop(job.folder)
 
 
 class _Run(tune.Trainable):  # type: ignore[misc]
@@ -250,6 +257,8 @@ class _Run(tune.Trainable):  # type: ignore[misc]
     def _train(self, job: TrialJob) -> None:
         try:
             _wait_for_lost_driver(job.folder)
+            if has_begun(job.folder):  # by the driver that was lost
+                job = replace(job, overrides=begun_overrides(job.run))
             ended = run_trial(job, self._emit, self._control)
             error = full_message(ended.error) if ended.status == "FAILED" and ended.error is not None else ""
             self._results.put({"done": True, "status": ended.status, "error": error})
