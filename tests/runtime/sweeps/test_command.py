@@ -116,6 +116,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_written(
     assert sorted(path.name for path in (folder / "runs" / "faults").iterdir()) == before
 
 
+@pytest.mark.kills
 @pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("mlx xp stop", 143)])
 def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start: Start, how: str, code: int) -> None:
     folder = experiment("faults")

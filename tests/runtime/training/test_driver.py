@@ -111,6 +111,7 @@ def test_a_pruned_run_resumes_only_if_it_is_named(digits: Path, environment: dic
     assert (named["status"], named["record"]["status"]) == (["SUCCEEDED"], "SUCCEEDED")
 
 
+@pytest.mark.kills
 def test_a_run_that_is_pruned_before_it_resumes_is_pruned(digits: Path, environment: dict[str, str]) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
     assert driven(digits, environment, "0", *here)["record"]["status"] == "STOPPED"
