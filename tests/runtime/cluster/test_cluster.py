@@ -80,13 +80,13 @@ class User:
             text=True,
         )
 
-    def record(self, run: str = "run_001") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "runs" / "digits" / run / "run.json").read_text())
+    def record(self, run: str = "run_001", name: str = "digits") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "runs" / name / run / "run.json").read_text())
         return found
 
-    def has(self, run: str) -> bool:
+    def has(self, run: str, name: str) -> bool:
         """Return True if a run has a record."""
-        return (self.folder / "runs" / "digits" / run / "run.json").is_file()
+        return (self.folder / "runs" / name / run / "run.json").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +440,7 @@ class TestSweep:
     """A sweep whose driver is a job: Ray Tune places its runs."""
 
     SHORT = (
+        "cfg.name=tuning",
         "optimizers.adam.lr=1e-3,1e-2",
         "cfg.seed=0,1",
         "cfg.start_workers=1",
@@ -452,13 +453,13 @@ class TestSweep:
         words = [*self.SHORT, "cfg.num_epochs=25", "--name", "shared", "--parallel", "2"]
         done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "job       digits-sweep_shared" in done.stdout.splitlines()
+        assert "job       tuning-sweep_shared" in done.stdout.splitlines()
         first = until(lambda: self.runs(user, "shared") and self.runs(user, "shared")[0])
-        until(lambda: user.has(first) and user.record(first).get("latest"))
-        os.kill(user.record(first)["pid"], signal.SIGKILL)
-        until(lambda: user.record("sweep_shared")["status"] not in ("PENDING", "RUNNING"), 400)
-        runs = [user.record(run) for run in self.runs(user, "shared")]
-        assert user.record("sweep_shared")["status"] == "SUCCEEDED"
+        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"))
+        os.kill(user.record(first, "tuning")["pid"], signal.SIGKILL)
+        until(lambda: user.record("sweep_shared", "tuning")["status"] not in ("PENDING", "RUNNING"), 400)
+        runs = [user.record(run, "tuning") for run in self.runs(user, "shared")]
+        assert user.record("sweep_shared", "tuning")["status"] == "SUCCEEDED"
         assert [(run["status"], run["attempt"], run["epoch"]) for run in runs] == [
             ("SUCCEEDED", 2, 24),
             *[("SUCCEEDED", 1, 24)] * 3,
@@ -476,21 +477,22 @@ class TestSweep:
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 4)  # as many as the cluster has CPUs
         first = self.runs(user, "stopped")[0]
-        until(lambda: user.has(first) and user.record(first).get("latest"))
-        done = user.types("xp", "stop", "digits", "sweep_stopped")
+        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"))
+        done = user.types("xp", "stop", "tuning", "sweep_stopped")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert user.record("sweep_stopped")["status"] == "STOPPED"
+        assert user.record("sweep_stopped", "tuning")["status"] == "STOPPED"
         runs = self.runs(user, "stopped")
-        assert "STOPPED" in {user.record(run)["status"] for run in runs}
-        done = user.types(*launch, "-f", "--resume=stopped")
+        assert "STOPPED" in {user.record(run, "tuning")["status"] for run in runs}
+        done = user.types(*launch, "-f", "--resume=tuning/sweep_stopped")
         assert done.returncode == 0, done.stdout + done.stderr
         assert self.runs(user, "stopped") == runs
-        assert {(user.record(run)["status"], user.record(run)["epoch"]) for run in runs} == {("SUCCEEDED", 79)}
+        found = [user.record(run, "tuning") for run in runs]
+        assert {(run["status"], run["epoch"]) for run in found} == {("SUCCEEDED", 79)}
 
     @staticmethod
     def runs(user: User, name: str) -> list[str]:
         """Return the names of the runs that a sweep has begun."""
-        return [run for trial in user.record(f"sweep_{name}")["trials"] for run in trial["runs"] if run]
+        return [run for trial in user.record(f"sweep_{name}", "tuning")["trials"] for run in trial["runs"] if run]
 
 
 class TestALongRun:

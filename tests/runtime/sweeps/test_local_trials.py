@@ -132,7 +132,7 @@ def outcome(found: dict[str, Any], sweep: str, trial: int) -> tuple[dict[str, An
     return said, json.loads(Path(said["run"], "run.json").read_text())
 
 
-@pytest.mark.local
+@pytest.mark.kills
 class TestTrials:
     @pytest.mark.parametrize(("trial", "epochs"), [(1, 1), (6, 2)])
     def test_a_trial_is_an_ordinary_run(

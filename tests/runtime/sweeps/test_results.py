@@ -16,7 +16,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.storage.files import joined
+from mlx_runtime.storage.files import Storage, joined
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.scores import typed
 
@@ -123,11 +123,10 @@ def test_without_any_value_there_is_no_best(root: str) -> None:
 
 
 def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
-    if searched.uri is not None:
-        pytest.skip("the same code reads both kinds of storage")
+    damaged, gone = (Storage(run_folder(searched.root, "digits", name).location) for name in ("run_001", "run_002"))
     for name in ("run.json", "metrics.jsonl"):
-        run_folder(searched.root, "digits", "run_001").path.joinpath(name).write_text("{")
-    shutil.rmtree(run_folder(searched.root, "digits", "run_002").path)
+        damaged.write(b"{", name)
+    gone.remove_folder()
     result = SweepResult(searched)
     assert [trial.status for trial in result.trials][:2] == ["UNREADABLE", "UNREADABLE"]
     assert result.best.number == 4

@@ -1,5 +1,6 @@
 """Overrides in Hydra's sweep grammar become a space; what cannot be searched is refused in one line."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -182,6 +183,20 @@ def test_a_value_may_be_missing_in_conf_yaml_if_it_varies(project: Path) -> None
     project.write_text(project.read_text().replace("width: 4", "width: ???"))
     found = plan(Experiment, Definition(("models.net.width=1,2", "cfg.seed=3"), metric="val/loss", mode="min"))
     assert (found.definition.trials, found.config.overrides) == (2, ("cfg.seed=3",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Definition(("cfg.num_epochs=2",)), "no parameter has several values"),
+        (Definition(("models.net.width=1,2",)), "by which metric? Pass --metric val/loss --mode min"),
+        (Definition(("cfg.seed=1,2",), metric="val/mse"), "is the best val/mse the max or the min? Pass --mode"),
+        (Definition(("models.net.width=int(interval(1,2))",), metric="val/mse"), "pass the number of trials"),
+    ],
+)
+def test_what_a_definition_lacks(project: Path, asked: Definition, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plan(Experiment, asked)
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,7 @@ def test_a_run_is_stopped_with_a_checkpoint(digits: Path, environment: dict[str,
     assert found["record"]["latest"]["epoch"] >= 1
 
 
+@pytest.mark.kills
 def test_a_pruned_run_resumes_only_if_it_is_named(digits: Path, environment: dict[str, str], mlx: Mlx) -> None:
     here = ("cfg.start_workers=0", "cfg.num_epochs=1000")
     found = driven(digits, environment, "1", *here, verb="prune")
