@@ -100,8 +100,7 @@ def plan(
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
     check(space, experiment, look=look)
     folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
-    first = {dimension.key: dimension.samples[0] for dimension in space.dimensions}
-    config = load_config(experiment, [*space.applied(first), *folds, "++cfg.resume=null"], look=look)
+    config = load_config(experiment, [*space.applied(space.first), *folds, "++cfg.resume=null"], look=look)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg

@@ -3,7 +3,7 @@
 import io
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -18,7 +18,7 @@ from mlx_runtime.runs.tables import COLORS, format_duration, format_number, prin
 from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.sweeps.results import SweepResult
-from mlx_runtime.sweeps.scores import Trial
+from mlx_runtime.sweeps.scores import Trial, short_names
 from mlx_runtime.sweeps.states import best_of
 
 RANKED = 10
@@ -86,7 +86,7 @@ class SweepDisplay:
         """Return the live table: what runs, the best trial, and the trials that ended last, as far as there is room."""
         definition = self._plan.definition
         keys = [dimension.key for dimension in self._plan.space.dimensions]
-        titles = _short(keys)
+        titles = short_names(keys)
         fold = [Column("fold", no_wrap=True)] if definition.folds else []
         values = [Column(titles[key], no_wrap=True, overflow="ellipsis") for key in keys]
         fixed = [Column(title, no_wrap=True, justify="right") for title in ("epoch", definition.metric)]
@@ -194,21 +194,10 @@ def _title(trial: int, fold: int | None) -> str:
     return f"trial {trial}" + (f" fold {fold + 1}" if fold is not None else "")
 
 
-def _short(keys: Sequence[str]) -> dict[str, str]:
-    """Return the last parts of each key, as few as distinguish it from the others."""
-    found = {}
-    for key in keys:
-        parts = key.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        unique = (end for end in ends if sum(f".{other}".endswith(f".{end}") for other in keys) == 1)
-        found[key] = next(unique, key)
-    return found
-
-
 def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:
     """Return a row of the table at the end."""
     overrides = dict(text.split("=", 1) for text in trial.overrides)
-    short = _short([*overrides])
+    short = short_names([*overrides])
     spread = f" ± {format_number(trial.spread.get(result.metric))}" if result.folds else ""
     runs = [run.row.folder.name for run in trial.runs]
     return {

@@ -12,7 +12,7 @@ from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sweeps import charts
 from mlx_runtime.sweeps.charts import Axis, Chart, spread_text
 from mlx_runtime.sweeps.results import SweepResult
-from mlx_runtime.sweeps.scores import Trial
+from mlx_runtime.sweeps.scores import Trial, short_names
 
 PAGE = Path(__file__).parent / "pages" / "sweep.html"
 
@@ -33,17 +33,6 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
         table=_table(result, ranked),
         errors={trial.number: trial.error for trial in ranked if trial.error},
     )
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest ending of each key that belongs to no other: `optimizers.adam.lr` → `lr`."""
-
-    def short(key: str) -> str:
-        words = key.split(".")
-        endings = (".".join(words[first:]) for first in range(len(words) - 1, 0, -1))
-        return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
-
-    return {key: short(key) for key in keys}
 
 
 def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def scored(
 ) -> Trial:
     """Return a trial with its score, which it has once each of its `folds` runs has recorded the metric."""
     statuses = {run.row.status for run in runs} | ({"PENDING"} if len(runs) < folds else set())
-    curve = mean_curve([run.epochs for run in runs], metric) if len(runs) == folds else {}
+    curve = mean_curve([curve_of(run.epochs, metric) for run in runs]) if len(runs) == folds else {}
     epoch = best_epoch(curve, mode)
     found = [metrics_at(run.epochs, epoch) for run in runs] if epoch is not None else []
     names = [name for name in found[0] if all(name in one for one in found)] if found else []
@@ -95,10 +95,15 @@ def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
-def mean_curve(folds: Sequence[Epochs], metric: str) -> dict[int, float]:
-    """Return the mean of a metric over folds, at each epoch in which all of them have recorded it."""
-    shared = [epoch for epoch in folds[0] if all(metric in epochs.get(epoch, {}) for epochs in folds)]
-    return {epoch: statistics.fmean(epochs[epoch][metric] for epochs in folds) for epoch in shared}
+def mean_curve(folds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return the mean of the curves of folds, at each epoch that all of them have."""
+    shared = [epoch for epoch in sorted(folds[0]) if all(epoch in curve for curve in folds)]
+    return {epoch: statistics.fmean(curve[epoch] for curve in folds) for epoch in shared}
+
+
+def curve_of(epochs: Epochs, metric: str) -> dict[int, float]:
+    """Return a metric by epoch, where it was recorded."""
+    return {epoch: values[metric] for epoch, values in epochs.items() if metric in values}
 
 
 def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
@@ -122,6 +127,17 @@ def typed(text: str) -> Any:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the shortest ending of each key that belongs to no other: `optimizers.adam.lr` → `lr`."""
+
+    def short(key: str) -> str:
+        words = key.split(".")
+        endings = (".".join(words[first:]) for first in range(len(words) - 1, 0, -1))
+        return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
+
+    return {key: short(key) for key in keys}
 
 
 def _rank(status: str) -> int:

@@ -86,6 +86,11 @@ class Space:
         counts = [len(dimension.choices) for dimension in self.dimensions]
         return math.prod(counts) if all(counts) else None
 
+    @property
+    def first(self) -> Values:
+        """The first value of each key that varies."""
+        return {dimension.key: dimension.samples[0] for dimension in self.dimensions}
+
     def swept(self, *keys: str) -> str | None:
         """Return one of these keys, or a key below one, that varies, if any."""
         names = [dimension.key.lstrip("+") for dimension in self.dimensions]
@@ -142,10 +147,9 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
     Raises:
         ConfigError: values do not fit; one line per problem.
     """
-    first = {dimension.key: dimension.samples[0] for dimension in space.dimensions}
-    others = [first | {item.key: text} for item in space.dimensions for text in item.samples[1:]]
+    others = [space.first | {item.key: text} for item in space.dimensions for text in item.samples[1:]]
     problems: dict[str, None] = {}
-    for values in [first, *others]:
+    for values in [space.first, *others]:
         try:
             load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look)
         except ConfigError as error:

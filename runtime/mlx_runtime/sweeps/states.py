@@ -7,7 +7,7 @@ from typing import Any
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.files import Storage
-from mlx_runtime.sweeps.scores import best_epoch, read_epochs
+from mlx_runtime.sweeps.scores import best_epoch, curve_of, mean_curve, read_epochs
 from mlx_runtime.sweeps.space import Values
 
 Curve = dict[int, float]
@@ -58,8 +58,7 @@ class TrialState:
     @property
     def curve(self) -> Curve:
         """Mean over all runs, at the epochs that all of them have ended."""
-        shared = set.intersection(*map(set, self.curves))
-        return {epoch: sum(curve[epoch] for curve in self.curves) / len(self.curves) for epoch in sorted(shared)}
+        return mean_curve(self.curves)
 
     def as_json(self) -> dict[str, Any]:
         """Return what the record of the sweep holds."""
@@ -94,9 +93,7 @@ def read_trial(
             continue
         if records.status_of(record) in records.LIVING:
             records.refuse_living(run)
-        trial.curves[index] = {
-            epoch - 1: values[metric] for epoch, values in read_epochs(run).items() if metric in values
-        }
+        trial.curves[index] = {epoch - 1: value for epoch, value in curve_of(read_epochs(run), metric).items()}
         if record["status"] in ("SUCCEEDED", "PRUNED") or (record["status"] == "FAILED" and not retry_failed):
             trial.statuses[index] = record["status"]
     return trial

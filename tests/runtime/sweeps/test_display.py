@@ -8,8 +8,9 @@ import pytest
 from fakes import plan_of
 from rich.console import Console
 
-from mlx_runtime.sweeps.display import SweepDisplay, _short
+from mlx_runtime.sweeps.display import SweepDisplay
 from mlx_runtime.sweeps.events import TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.sweeps.scores import short_names
 
 pytestmark = pytest.mark.pure
 
@@ -70,9 +71,9 @@ def test_a_failed_trial_is_not_the_best_and_shows_why(tmp_path: Path) -> None:
 
 
 def test_titles_are_as_short_as_they_can_be() -> None:
-    assert _short(["optimizers.adam.lr", "models.net.width"]) == {
+    assert short_names(["optimizers.adam.lr", "models.net.width"]) == {
         "optimizers.adam.lr": "lr",
         "models.net.width": "width",
     }
     keys = ["optimizers.adam.lr", "optimizers.sgd.lr", "lr"]
-    assert _short(keys)["optimizers.adam.lr"] == "adam.lr"
+    assert short_names(keys)["optimizers.adam.lr"] == "adam.lr"

@@ -12,8 +12,9 @@ from mlx_runtime.runs import report
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.sweeps import charts
 from mlx_runtime.sweeps.charts import Axis
-from mlx_runtime.sweeps.report import render_sweep, short_names
+from mlx_runtime.sweeps.report import render_sweep
 from mlx_runtime.sweeps.results import SweepResult
+from mlx_runtime.sweeps.scores import short_names
 
 pytestmark = pytest.mark.browser
 
