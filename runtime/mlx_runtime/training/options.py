@@ -25,6 +25,7 @@ MINIMUM = {
     "num_epochs": 0,
     "overfit_batches": 1,
     "seed": 0,
+    "shard_size": 1,
     "start_epoch": 0,
     "start_workers": 0,
     "watch_gradients": 0,
@@ -50,6 +51,7 @@ class _Checked:
         if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
             limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        problems += _sharding_problems(cfg)
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and clip <= 0:
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
@@ -62,6 +64,28 @@ class _Checked:
             example = "_target_: sklearn.model_selection.StratifiedKFold"
             problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {{{example}}}")
         return problems
+
+
+def _sharding_problems(cfg: Any) -> list[str]:
+    """Return one line per setting that contradicts `cfg.strategy`."""
+    strategy, size = getattr(cfg, "strategy", "ddp"), getattr(cfg, "shard_size", None)
+    problems = []
+    if getattr(cfg, "offload", "none") != "none" and strategy == "ddp":
+        problems.append("cfg.offload=cpu is for sharded models, and cfg.strategy is ddp; use cfg.strategy=fsdp or hsdp")
+    if strategy != "hsdp":
+        if size is not None:
+            problems.append(f"cfg.shard_size={size} is for cfg.strategy=hsdp, and cfg.strategy is {strategy}")
+        return problems
+    if size is None:
+        cure = "set the number of workers that share one replica of the models, or use cfg.strategy=fsdp"
+        return [*problems, f"cfg.strategy=hsdp needs cfg.shard_size; {cure}"]
+    for name in ("start_workers", "min_workers", "max_workers"):
+        workers = getattr(cfg, name)
+        if size > 0 and workers is not None and workers % size:
+            below = workers - workers % size
+            fitting = f"{below} or {below + size}" if below else str(size)
+            problems.append(f"cfg.{name}={workers} is not a multiple of cfg.shard_size={size}; use {fitting}")
+    return problems
 
 
 @dataclass
@@ -83,7 +107,7 @@ class TrainConfig(_Checked):
         evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
         engine: starts the workers: `local` as processes on this machine; `ray` on a cluster, or on a Ray embedded
             here; `auto` is `local` on one machine unless only Ray can train the run.
-        start_workers: number of DDP workers; 0 trains in this process, where a debugger works.
+        start_workers: number of workers; 0 trains in this process, where a debugger works.
         min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
         max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
         keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
@@ -109,6 +133,13 @@ class TrainConfig(_Checked):
         prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
         prepared_max_days: when preparing, remove prepared datasets not used for this many days.
         prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
+        strategy: spreads models over the workers: `ddp` gives each of them a whole replica; `fsdp` shards parameters,
+            gradients and optimizer states over all workers; `hsdp` shards them over groups of `shard_size` workers,
+            each of which holds one replica. `Models.strategies` sets it per model.
+        shard_size: number of workers that hold one replica under `hsdp`; it divides the number of workers.
+        offload: `cpu` keeps the shards of parameters and optimizer states in the memory of the host.
+        activation_checkpointing: compute the activations of repeated blocks again in the backward pass, instead of
+            keeping them: true, or a pattern of module names like `layers.*`.
         precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type; outputs are float32.
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
         gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
@@ -166,6 +197,10 @@ class TrainConfig(_Checked):
     prepared_max_days: float = 30
     prepared_max_gb: float = 200
     seed: int = 0
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    shard_size: int | None = None
+    offload: Literal["none", "cpu"] = "none"
+    activation_checkpointing: bool | str = False
     precision: Literal[32, "bf16", "fp16"] = 32
     accumulate_grad_batches: int = 1
     gradient_clip: float | None = None

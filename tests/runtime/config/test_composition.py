@@ -86,7 +86,8 @@ def test_overrides_win_and_keep_their_types(conf: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "value"),
-    [("precision=32", 32), ("precision=bf16", "bf16"), ("compile=true", True), ("compile=x", "x")],
+    [("precision=32", 32), ("precision=bf16", "bf16"), ("compile=true", True), ("compile=x", "x")]
+    + [(f"activation_checkpointing={text}", value) for text, value in (("true", True), ("layers.*", "layers.*"))],
 )
 def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> None:
     found = getattr(load_config(Experiment, [f"cfg.{override}"], conf).cfg, override.partition("=")[0])
@@ -112,6 +113,15 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (
             ["cfg.precision=16"],
             "cfg.precision is 16; mlx_runtime.TrainConfig takes Literal[32, 'bf16', 'fp16']",
+        ),
+        (
+            ["cfg.strategy=zero3"],
+            "cfg.strategy is 'zero3'; mlx_runtime.TrainConfig takes Literal['ddp', 'fsdp', 'hsdp']",
+        ),
+        (["cfg.offload=nvme"], "cfg.offload is 'nvme'; mlx_runtime.TrainConfig takes Literal['none', 'cpu']"),
+        (
+            ["cfg.activation_checkpointing=3"],
+            "cfg.activation_checkpointing is 3; mlx_runtime.TrainConfig takes bool | str",
         ),
         (["cfg.accumulate_grad_batches=0"], "cfg.accumulate_grad_batches is 0; the minimum is 1"),
         (
