@@ -343,7 +343,7 @@ class TestOutput:
             time.sleep(0.02)
         os.write(stdout.fileno(), b"\n" + word[:-1])
         wait_for(lambda: log.read_text() == "ü€😀\n", 10)
-        assert [line.text for line in output.lines()] == ["ü€😀"]
+        assert [line.text for line in wait_for(lambda: list(output.lines()), 10)] == ["ü€😀"]  # after the log
         output.close()
         assert [line.text for line in output.lines()] == ["ü€"]  # the truncated part
 
