@@ -30,5 +30,5 @@ def attach(
     """Give an experiment a session of its own, as a worker does before its loop runs."""
     context = RunContext(RunFolder(folder), ALONE, module.cfg, Groups(module))
     events = sink if sink is not None else Events()
-    module._run = Session(context, DDP(ALONE.device), Direct(events.send, stop_requested))
+    module._run = Session(context, DDP(module.cfg, ALONE), Direct(events.send, stop_requested))
     return module._run

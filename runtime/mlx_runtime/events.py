@@ -36,6 +36,7 @@ class WorkersStarted(WorkerEvent):
     device: str  # like `cpu` or `NVIDIA H200`
     parameters: int  # of all models
     world_size: int
+    sharded: tuple[str, ...] = ()  # how, a line for each model that is
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,12 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+from ray.train.v2.torch import train_loop_utils
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 
 
@@ -97,3 +101,15 @@ def enter_ray_train(name: str, rank: int, world_size: int) -> None:
 
 def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
     raise MlxError("a worker of the local engine has no Ray; train with cfg.engine=ray to use it in worker_loop")
+
+
+def keep_sharded_models() -> None:
+    """Make `ray.train.torch.prepare_model` return models that are sharded as they are.
+
+    It looks this name up when it is called, so user code may have imported it before.
+    """
+    train_loop_utils.DistributedDataParallel = _replicated
+
+
+def _replicated(model: nn.Module, **options: Any) -> nn.Module:
+    return model if is_sharded(model) else DistributedDataParallel(model, **options)

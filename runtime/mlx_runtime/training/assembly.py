@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.config.building import build, build_cfg, build_group, build_optimizers
+from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
@@ -16,7 +16,6 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything, seeded
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
@@ -24,7 +23,7 @@ from mlx_runtime.training.strategies import Strategy
 
 
 def build_experiment(
-    job: Job, topology: Topology, strategy: Strategy, stack: contextlib.ExitStack
+    job: Job, topology: Topology, cfg: Any, strategy: Strategy, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], BaseModule]:
     """Return the groups of conf.yaml as live objects, and the experiment made of them.
 
@@ -34,7 +33,6 @@ def build_experiment(
         ConfigError: an object cannot be built, or there is no GPU for `cfg.use_gpu=true`.
     """
     cls = object_at(job.experiment)
-    cfg = build_cfg(job.tree["cfg"], TrainConfig)
     if cfg.use_gpu and topology.device.type == "cpu":
         hint = "mlx doctor shows what torch finds; cfg.use_gpu=null uses what there is"
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
@@ -45,11 +43,10 @@ def build_experiment(
     for name, node in job.tree.items():
         if name == "datasets":
             groups[name] = build_group(node, name, lambda: seeded(cfg.seed))  # random data is the same on all ranks
+        elif name == "models":
+            groups[name] = strategy.build(node)
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
-    for model in members(groups.get("models")).values():
-        if isinstance(model, torch.nn.Module):
-            strategy.prepare(model)
     if "optimizers" in job.tree:
         groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
     return groups, cls(**groups)

@@ -108,6 +108,8 @@ class ConsoleLines:
         threads = f"{_counted(cfg.cpus_per_worker, 'thread')} per worker"
         precision = "fp32" if cfg.precision == 32 else cfg.precision
         self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
+        for line in event.sharded:
+            self._print(f"sharded   {line}")
 
     def _end(self, event: events.RunEnded) -> None:
         config, run = self._plan.config, self._run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import MlxError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class GradientMonitor:
             return
         params = [param for param in params if param.grad is not None]
         gradients: Any = [param.grad for param in params]
-        if not params or (not self._records(step) and nn.utils.get_total_norm(gradients).isfinite()):
+        if not params or (not self._records(step) and total_norm(gradients).isfinite()):
             return
         layers = _layers(models, {id(param) for param in params})
         gradient = _norms_of({name: [param.grad for param in layer] for name, layer in layers.items()})
@@ -97,7 +98,7 @@ class GradientMonitor:
 
 def _norms_of(tensors: Mapping[str, list[Any]]) -> dict[str, float]:
     """Return the 2-norm of each list of tensors, in one transfer from the device."""
-    norms = torch.stack([nn.utils.get_total_norm(items).float() for items in tensors.values()])
+    norms = torch.stack([total_norm(items).float() for items in tensors.values()])
     return dict(zip(tensors, norms.tolist(), strict=True))
 
 

@@ -1,8 +1,6 @@
 """Updates as the config requires: half precision and compiled models; gradients of several steps, scaled and clipped,
 and inspected before each update."""
 
-import functools
-import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError, MlxError, suggest
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.gradients import GradientMonitor
+from mlx_runtime.training.precision import in_half_precision
 from mlx_runtime.training.reporting import Reporter
 from mlx_runtime.training.strategies import Strategy
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of `cfg.precision` besides 32."""
 
 
 @dataclass
@@ -116,6 +111,7 @@ class Optimization:
         if self._managed and not self.accumulation.last:
             for optimizer in self._context.groups.optimizers.values():
                 optimizer.zero_grad()
+            self._strategy.drop_gradients(self._models())
         self.accumulation.first = self.accumulation.last = True
 
     def begin_step(self, number: int, total: int, per_update: int) -> None:
@@ -124,9 +120,11 @@ class Optimization:
         self._update_scale()
         if per_update > 1:
             self.accumulation.begin_step(number, total, per_update)
-            groups = self._context.groups
-            models = [*groups.members("models").values(), *groups.members("own").values()]
-            self._strategy.sync_gradients(models, self.accumulation.last)
+            self._strategy.sync_gradients(self._models(), self.accumulation.last)
+
+    def _models(self) -> list[Any]:
+        groups = self._context.groups
+        return [*groups.members("models").values(), *groups.members("own").values()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale; empty unless `cfg.precision=fp16`."""
@@ -196,29 +194,11 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
         ConfigError: `cfg.compile` names no backend.
     """
     for model in models:
-        if isinstance(model, nn.Module):
+        if isinstance(model, nn.Module) and not is_sharded(model):
             if cfg.precision != 32:
                 in_half_precision(model, device, cfg.precision)
             if cfg.compile:
                 model.compile(**_compiler_options(cfg.compile))
-
-
-def in_half_precision(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Run a model's `forward` in autocast, and return its half-precision outputs as float32."""
-    before = model.forward
-    function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
-
-    @functools.wraps(before)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, HALF[precision]):
-            output = function(self, *args, **kwargs) if function else before(*args, **kwargs)
-        return tree_map(_in_float32, output)
-
-    model.forward = types.MethodType(forward, model)  # a method, so that a deep copy of the model runs its own weights
-
-
-def _in_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF.values() else value
 
 
 def _compiler_options(backend: bool | str) -> dict[str, str]:

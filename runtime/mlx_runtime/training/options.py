@@ -133,14 +133,14 @@ class TrainConfig(_Checked):
         prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
         prepared_max_days: when preparing, remove prepared datasets not used for this many days.
         prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
-        strategy: spreads models over the workers: `ddp` gives each of them a whole replica; `fsdp` shards parameters,
-            gradients and optimizer states over all workers; `hsdp` shards them over groups of `shard_size` workers,
-            each of which holds one replica. `Models.strategies` sets it per model.
-        shard_size: number of workers that hold one replica under `hsdp`; it divides the number of workers.
-        offload: `cpu` keeps the shards of parameters and optimizer states in the memory of the host.
-        activation_checkpointing: compute the activations of repeated blocks again in the backward pass, instead of
-            keeping them: true, or a pattern of module names like `layers.*`.
-        precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type; outputs are float32.
+        strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
+            `shard_size` workers, with replicas of the shards; `Models.strategies = {"net": "ddp"}` overrides it.
+        shard_size: workers that hold one replica under `hsdp`; it divides the number of workers.
+        offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
+        activation_checkpointing: recompute activations in the backward pass instead of storing them: true for the
+            blocks that repeat, or a pattern of module paths like `layers.*`.
+        precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type, and all of a sharded
+            model in it; outputs are float32.
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
         gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
             not clip.

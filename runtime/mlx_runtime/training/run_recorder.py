@@ -37,7 +37,7 @@ class RunRecorder:
         match event:
             case events.LoopStarted():
                 self.begin()
-            case events.WorkersStarted(device, parameters, world_size):
+            case events.WorkersStarted(device, parameters, world_size, _):
                 restarted, self.world_size = self.world_size > 0, world_size
                 facts = {"workers": world_size} if restarted else {"device": device, "parameters": parameters}
                 self.record.update(**facts)

@@ -17,6 +17,7 @@ from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import seed_everything
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
@@ -65,7 +66,7 @@ class Session:
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
         for group in ("models", "losses", "metrics"):
             for member in groups.members(group).values():
-                if isinstance(member, nn.Module):  # metrics are modules, too
+                if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
         seed_everything(cfg.seed + topology.rank)  # models were built from one seed; dropout must differ by rank

@@ -13,6 +13,7 @@ import ray.util
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mlx_runtime.config.building import build_cfg
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
@@ -33,7 +34,7 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.profiling import profiled
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
-from mlx_runtime.training.strategies import DDP
+from mlx_runtime.training.strategies import Strategy, strategy_of
 from mlx_runtime.training.watchdog import Watchdog
 
 
@@ -64,10 +65,10 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        strategy = DDP(topology.device)
         with loop_errors(topology.rank, job.project):
-            groups, experiment = build_experiment(job, topology, strategy, stack)
-        cfg: TrainConfig = groups["cfg"]
+            cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
+            strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
         torch.set_num_threads(cfg.cpus_per_worker)
         preemptible = job.cluster.engine == "ray" and not job.cluster.embedded
         context = RunContext(
@@ -78,7 +79,9 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project):
             if topology.writes:
-                sink.send(_started(groups, topology))
+                sink.send(_started(groups, topology, strategy))
+            if strategy.notice is not None:
+                session.reporter.events.notice(strategy.notice)
             session.begin()
             shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
             _run_loop(experiment, shards, job, stack)
@@ -152,9 +155,9 @@ def _position(session: Session) -> WorkerPosition:
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
 
 
-def _started(groups: Mapping[str, Any], topology: Topology) -> WorkersStarted:
+def _started(groups: Mapping[str, Any], topology: Topology, strategy: Strategy) -> WorkersStarted:
     models = [item for item in members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
     parameters = sum(item.numel() for model in models for item in model.parameters())
     on_cpu = topology.device.type == "cpu"
     device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
-    return WorkersStarted(device, parameters, topology.world_size)
+    return WorkersStarted(device, parameters, topology.world_size, strategy.described())

@@ -426,8 +426,8 @@ def test_show_says_what_a_run_says(conf: Path, overrides: list[str]) -> None:
 @pytest.mark.parametrize("asked", [True, False, None])
 def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, asked: bool | None) -> None:
     tree = load_config(Experiment, path=conf).tree
-    job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree | {"cfg": tree["cfg"] | {"use_gpu": asked}})
+    job, cfg = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=tree), TrainConfig(use_gpu=asked)
     refused = pytest.raises(ConfigError, match="cfg.use_gpu=true, but rank 0 has no GPU that torch can use; mlx doctor")
-    cpu = torch.device("cpu")
+    alone = Topology(0, 1, torch.device("cpu"))
     with contextlib.ExitStack() as stack, refused if asked else contextlib.nullcontext():
-        build_experiment(cast(Any, job), Topology(0, 1, cpu), DDP(cpu), stack)
+        build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone), stack)

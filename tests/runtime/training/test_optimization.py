@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.optimization import in_half_precision
+from mlx_runtime.training.precision import in_half_precision
 from mlx_runtime.training.strategies import DDP
 
 pytestmark = pytest.mark.pure
@@ -337,7 +337,7 @@ def test_a_compiled_model_trains_to_the_same_weights(begin: Begin, backend: str,
 def test_models_share_gradients_when_told(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        strategy, model = DDP(CPU), DistributedDataParallel(nn.Linear(1, 1))
+        strategy, model = DDP(TrainConfig(), ALONE), DistributedDataParallel(nn.Linear(1, 1))
         strategy.sync_gradients([nn.Linear(1, 1), model, "something else"], False)
         assert not model.require_backward_grad_sync
         strategy.sync_gradients([model], True)

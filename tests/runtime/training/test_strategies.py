@@ -7,15 +7,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sessions import ALONE
 from torch import nn
 
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime import TrainConfig
 from mlx_runtime.training.assembly import build_experiment
 from mlx_runtime.training.strategies import DDP, Strategy
 
 pytestmark = pytest.mark.pure
 
-CPU = torch.device("cpu")
+CFG = TrainConfig()
 
 
 class Models:
@@ -53,11 +54,11 @@ TREE = {
 }
 
 
-@pytest.mark.parametrize("strategy", [DDP(CPU), Replacing(CPU)], ids=lambda item: type(item).__name__)
+@pytest.mark.parametrize("strategy", [DDP(CFG, ALONE), Replacing(CFG, ALONE)], ids=lambda item: type(item).__name__)
 def test_optimizers_hold_the_parameters_of_prepared_models(strategy: Strategy, tmp_path: Path) -> None:
     job = SimpleNamespace(experiment=f"{__name__}.Experiment", tree=TREE)
     with contextlib.ExitStack() as stack:
-        _, experiment = build_experiment(cast(Any, job), Topology(0, 1, CPU), strategy, stack)
+        _, experiment = build_experiment(cast(Any, job), ALONE, CFG, strategy, stack)
     held = [param for group in experiment.optimizers.sgd.param_groups for param in group["params"]]
     assert [id(param) for param in held] == [id(param) for param in experiment.models.net.parameters()]
 
@@ -65,5 +66,5 @@ def test_optimizers_hold_the_parameters_of_prepared_models(strategy: Strategy, t
 def test_preparing_under_ddp_draws_no_random_numbers() -> None:
     model = nn.Linear(3, 2)
     before = torch.get_rng_state()
-    DDP(CPU).prepare(model)
+    DDP(CFG, ALONE).prepare(model)
     assert torch.equal(torch.get_rng_state(), before)

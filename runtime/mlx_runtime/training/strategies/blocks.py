@@ -1,0 +1,104 @@
+"""The blocks of a model: modules that are gathered, and recomputed, one at a time."""
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from mlx_runtime.errors import ConfigError
+
+Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
+"""Patterns of module paths, like `layers.*`, or a function that returns modules."""
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the paths of the members of each `ModuleList` and `Sequential` that are of one repeated class.
+
+    Blocks within blocks are left out, and so are those without parameters.
+    """
+    found: list[str] = []
+
+    def visit(module: nn.Module, path: str) -> None:
+        repeated: set[type] = set()
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            counts = Counter(type(child) for child in module)
+            repeated = {kind for kind, count in counts.items() if count > 1}
+        for name, child in module.named_children():
+            below = f"{path}.{name}" if path else name
+            if type(child) in repeated and _callable(child) and next(child.parameters(), None) is not None:
+                found.append(below)
+            else:
+                visit(child, below)
+
+    visit(model, "")
+    return found
+
+
+def selected_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
+    """Return the paths of the modules that a plan selects.
+
+    A `*` in a pattern stands for a part of a path between two dots. `title` names the plan in errors.
+
+    Raises:
+        ConfigError: a pattern matches no module, or a container that is never called.
+    """
+    paths = {path: module for path, module in model.named_modules() if path}
+    if callable(plan):
+        wanted = {id(module) for module in plan(model)}
+        unknown = len(wanted - {id(module) for module in paths.values()} - {id(model)})
+        if unknown:
+            raise ConfigError(f"{title} returned {unknown} modules that are not part of the model")
+        found = [path for path, module in paths.items() if id(module) in wanted]
+    else:
+        found = []
+        for pattern in [plan] if isinstance(plan, str) else plan:
+            matches = [path for path in paths if _matches(path, pattern)]
+            if not matches:
+                raise ConfigError(f"{title}: {pattern!r} matches no module.{_near(pattern, paths)}")
+            found += [path for path in matches if path not in found]
+    for path in found:
+        if not _callable(paths[path]):
+            kind = type(paths[path]).__name__
+            raise ConfigError(f"{title}: {path} is a {kind}, which is never called; write {path + '.*'!r}")
+    return found
+
+
+def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
+    """Leave out blocks that share parameters with the rest of the model, as tied weights do.
+
+    The blocks of a group are gathered together, so a parameter belongs to one group only.
+    """
+    kept = set(blocks)
+    while True:
+        owners: dict[int, set[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            parts = path.split(".")
+            above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+            owner = next((name for name in above if name in kept), "")
+            for param in module.parameters(recurse=False):
+                owners.setdefault(id(param), set()).add(owner)
+        shared = set().union(*(found for found in owners.values() if len(found) > 1)) & kept
+        if not shared:
+            return [path for path in blocks if path in kept]
+        kept -= shared
+
+
+def _matches(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _near(pattern: str, paths: Iterable[str]) -> str:
+    """Return near matches of a pattern: with numbers as `*`, because blocks differ by number only."""
+    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
+    matches = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    if matches:
+        return f" Did you mean {' or '.join(map(repr, matches))}?"
+    return f" Modules: {', '.join(known[:10])}{', …' if len(known) > 10 else ''}."
+
+
+def _callable(module: Any) -> bool:
+    return not (isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward)
