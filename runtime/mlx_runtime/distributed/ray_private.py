@@ -16,6 +16,7 @@ from ray.runtime_context import RuntimeContext
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
 from ray.train.v2.torch import train_loop_utils
 from torch import nn
@@ -39,24 +40,39 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
 
     If Ray is `embedded`, this process started it and ends with it. The controller of the workers then runs in this
     process, which has imported what it needs, and no actor waits to free the placement group of a killed controller.
-    `ray.train.get_all_reported_checkpoints` does not work in the workers.
+    `ray.train.get_all_reported_checkpoints` does not work in the workers. The size of an elastic group is a multiple
+    of `multiple_of`.
     """
 
-    def __init__(self, *args: Any, embedded: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, embedded: bool, multiple_of: int = 1, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._embedded = embedded
+        self._embedded, self._multiple_of = embedded, multiple_of
 
     def _create_default_callbacks(self) -> list[Any]:
         unneeded = (DatasetsCallback, PlacementGroupCleanerCallback) if self._embedded else DatasetsCallback
         return [item for item in super()._create_default_callbacks() if not isinstance(item, unneeded)]
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
+        if self._multiple_of > 1 and self.scaling_config.elasticity_enabled:
+            options["scaling_policy"] = WholeReplicas(self.scaling_config, self._multiple_of)
         if not self._embedded:
             return super()._initialize_and_run_controller(**options)
         with _controller_here():
             controller = TrainController(**options)
             asyncio.run(controller.run())
             return controller.get_result()
+
+
+class WholeReplicas(ElasticScalingPolicy):  # type: ignore[misc]
+    """Changes an elastic group in multiples of the workers that hold one replica of the models."""
+
+    def __init__(self, scaling_config: ray.train.ScalingConfig, multiple_of: int) -> None:
+        super().__init__(scaling_config)
+        self._multiple_of = multiple_of
+
+    def _count_possible_workers(self, reserved_resources: Any) -> int:
+        possible: int = super()._count_possible_workers(reserved_resources)
+        return possible - possible % self._multiple_of
 
 
 @contextlib.contextmanager

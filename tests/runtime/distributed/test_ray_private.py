@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -14,6 +16,8 @@ from ray.train.v2._internal import util
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution import context, train_fn_utils
+from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, FixedScalingPolicy, ScalingPolicy
+from ray.train.v2._internal.execution.scaling_policy.factory import create_scaling_policy
 from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, TrainFnUtils
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.context import LocalTrainContext
@@ -69,6 +73,45 @@ class TestTrimmedTrainer:
 
     def test_fit_asks_for_them_by_this_name(self) -> None:
         assert "callbacks=self._create_default_callbacks()" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
+
+
+class TestWholeReplicas:
+    @staticmethod
+    def policy(workers: Any, multiple_of: int, monkeypatch: pytest.MonkeyPatch) -> ScalingPolicy:
+        """Return the policy that a trainer starts its controller with."""
+        options: dict[str, Any] = {}
+
+        class Controller:
+            def __init__(self, **started: Any) -> None:
+                options.update(started)
+
+            async def run(self) -> None: ...
+            def get_result(self) -> None: ...
+
+        monkeypatch.setattr(ray_private, "TrainController", Controller)
+        config = ray.train.ScalingConfig(num_workers=workers)
+        trainer = TrimmedTrainer(lambda: None, scaling_config=config, embedded=True, multiple_of=multiple_of)
+        trainer._initialize_and_run_controller(scaling_policy=create_scaling_policy(config))
+        return options["scaling_policy"]
+
+    @pytest.mark.parametrize(("cpus", "workers"), [(9, 8), (7, 4), (5, 4), (3, 0)])
+    def test_an_elastic_group_changes_by_whole_replicas(
+        self, cpus: int, workers: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ray starts no group below the minimum, so 0 means that it waits."""
+        policy = self.policy((4, 8), 4, monkeypatch)
+        policy._latest_reserved_resources = {"a": {"CPU": cpus - 1.0}, "b": {"CPU": 1.0}}
+        policy._latest_reserved_resources_query_time = policy._latest_monitor_time = math.inf
+        monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+        decision = policy.make_decision_for_non_running_worker_group()
+        assert getattr(decision, "num_workers", 0) == workers
+
+    def test_other_groups_are_left_to_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert type(self.policy(8, 4, monkeypatch)) is FixedScalingPolicy
+        assert type(self.policy((4, 8), 1, monkeypatch)) is ElasticScalingPolicy
+
+    def test_fit_creates_the_policy_by_this_name(self) -> None:
+        assert "scaling_policy=create_scaling_policy(" in inspect.getsource(ray.train.torch.TorchTrainer.fit)
 
 
 class TestControllerHere:

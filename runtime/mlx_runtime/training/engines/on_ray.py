@@ -88,4 +88,5 @@ class OnRay:
                 callbacks=[Failures(*job.receiver)],
             ),
             embedded=self._cluster.embedded,
+            multiple_of=cfg.shard_size or 1,
         )
