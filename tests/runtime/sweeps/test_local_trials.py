@@ -258,7 +258,7 @@ class TestSlots:
             ({"start_workers": 1}, (3, 0.0), ""),
             ({"start_workers": 1}, (3, None), "cannot run 3 trials at a time: each needs 1 of 2 GPUs, .* 2 fit"),
             ({"start_workers": 1}, (None, 3.0), "cannot run 1 trial at a time: each needs 3 of 2 GPUs, .* 0 fit"),
-            ({"start_workers": 2}, (None, 0.5), "--gpus-per-trial is 0.5 for 2 workers; each needs a whole"),
+            ({"start_workers": 2}, (None, 0.5), "--gpus-per-trial is 0.5 for 2 workers; each has one GPU"),
             ({"start_workers": 1}, (None, 1.5), "--gpus-per-trial is 1.5 for 1 workers"),
             ({"start_workers": 1, "use_gpu": True}, (None, 0.0), "--gpus-per-trial 0 contradicts cfg.use_gpu=true"),
             ({"start_workers": 1, "use_gpu": False}, (None, 1.0), "--gpus-per-trial 1 contradicts cfg.use_gpu=false"),

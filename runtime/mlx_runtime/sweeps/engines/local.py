@@ -17,13 +17,14 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import ConfigError, MlxError, UsageError, full_message
+from mlx_runtime.errors import ConfigError, MlxError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.sweeps.engines.base import Trials
+from mlx_runtime.sweeps.engines.room import room
 from mlx_runtime.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.training.engines import local
-from mlx_runtime.training.engines.placement import shortage, uses_gpus
+from mlx_runtime.training.engines.placement import shortage
 from mlx_runtime.training.engines.processes import exit_reason
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, interrupt_main
@@ -50,38 +51,23 @@ class Slots:
 
 
 def slots(cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float | None = None) -> Slots:
-    """Return as many slots as asked for, by default as many as fit: GPUs, else cores, over what a trial needs.
+    """Return as many slots as asked for, by default as many as fit.
 
     Raises:
         ConfigError: not even one trial fits.
-        UsageError: fewer fit than asked for, or workers and GPUs do not match.
+        UsageError: see `room`.
     """
     import torch
 
-    cores, total, workers = os.cpu_count() or 1, torch.cuda.device_count(), max(1, cfg.start_workers)
+    cores, total = os.cpu_count() or 1, torch.cuda.device_count()
     if lacking := shortage(cfg, cores, total, cluster=False):
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
-    gpus = gpus_per_trial if gpus_per_trial is not None else workers if uses_gpus(cfg, total) else 0
-    if gpus_per_trial is not None and cfg.use_gpu is not None and cfg.use_gpu != bool(gpus):
-        raise UsageError(f"--gpus-per-trial {gpus:g} contradicts cfg.use_gpu={str(cfg.use_gpu).lower()}")
-    if gpus < 0 or (workers > 1 and 0 < gpus < workers) or (gpus > 1 and gpus % 1):
-        raise UsageError(
-            f"--gpus-per-trial is {gpus:g} for {workers} workers; each needs a whole GPU, or a share if there is one"
-        )
-    if gpus:
-        need, fitting = f"{gpus:g} of {total} GPUs", int(total // gpus) if gpus >= 1 else total * int(1 / gpus)
-    else:
-        cpus = workers * cfg.cpus_per_worker
-        need, fitting = f"{cpus} of {cores} cores", max(1, cores // cpus)
-    if fitting < (asked := parallel or 1):
-        trials = f"{asked} trial{'s' * (asked > 1)}"
-        raise UsageError(f"cannot run {trials} at a time: each needs {need}, so at most {fitting} fit")
-    number = range(parallel or fitting)
+    number, gpus = room(cfg, cores, total, parallel, gpus_per_trial, cluster=False)
     if not gpus:
-        return Slots(tuple({"CUDA_VISIBLE_DEVICES": ""} for _ in number), 0)
+        return Slots(tuple({"CUDA_VISIBLE_DEVICES": ""} for _ in range(number)), 0)
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(total)))).split(",")[:total]
     whole = int(gpus)
-    own = [visible[slot * whole : (slot + 1) * whole] if whole else [visible[slot % total]] for slot in number]
+    own = [visible[slot * whole : (slot + 1) * whole] if whole else [visible[slot % total]] for slot in range(number)]
     return Slots(tuple({"CUDA_VISIBLE_DEVICES": ",".join(devices)} for devices in own), gpus)
 
 

@@ -29,9 +29,9 @@ from mlx_runtime.settings import environment
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
 from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.engines.base import Trials
+from mlx_runtime.sweeps.engines.room import room
 from mlx_runtime.sweeps.trial import TrialJob, begun_overrides, record_end, run_trial
-from mlx_runtime.training.engines.placement import Cluster, on_ray
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.engines.placement import on_ray
 from mlx_runtime.training.stop_requests import GRACE_S, StopRequests
 
 QUIET = {
@@ -60,7 +60,8 @@ class TuneTrials:
         self._cfg, definition = plan.config.cfg, plan.definition
         with contextlib.ExitStack() as stack:
             cluster = stack.enter_context(on_ray(self._cfg, forward=False))
-            self._parallel, self._gpus = room(self._cfg, cluster, definition.parallel, definition.gpus_per_trial)
+            asked = (definition.parallel, definition.gpus_per_trial)
+            self._parallel, self._gpus = room(self._cfg, cluster.cpus, cluster.gpus, *asked, cluster=True)
             self._ray = stack.pop_all()
 
     def close(self) -> None:
@@ -101,28 +102,6 @@ class TuneTrials:
         if self._cfg.start_workers:
             return {"memory": 1}
         return {"CPU": float(self._cfg.cpus_per_worker), "GPU": self._gpus}
-
-
-def room(
-    cfg: TrainConfig, cluster: Cluster, parallel: int | None = None, gpus_per_trial: float | None = None
-) -> tuple[int, float]:
-    """Return how many runs train at the same time, by default as many as fit, and the GPUs that each of them has.
-
-    Raises:
-        UsageError: fewer fit than asked for, or workers and GPUs do not match.
-    """
-    workers = max(1, cfg.start_workers)
-    cpus = workers * cfg.cpus_per_worker
-    gpus = gpus_per_trial if gpus_per_trial is not None else float(workers) if cluster.use_gpu else 0.0
-    if gpus and gpus != workers and (workers > 1 or gpus > 1):
-        raise UsageError(f"--gpus-per-trial is {gpus:g} for {workers} workers; each has one, a single one also a share")
-    fitting, need = int(cluster.cpus // cpus), f"{cpus} of {cluster.cpus:g} CPUs"
-    if gpus:
-        of_gpus = int(cluster.gpus // gpus) if gpus >= 1 else int(cluster.gpus) * int(1 / gpus)
-        fitting, need = min(fitting, of_gpus), f"{need} and {gpus:g} of {cluster.gpus:g} GPUs"
-    if fitting < (parallel or 1):
-        raise UsageError(f"cannot run {parallel or 1} trials at a time: each needs {need}, so at most {fitting} fit")
-    return parallel or fitting, gpus
 
 
 class _Killed(BaseException):

@@ -1,0 +1,52 @@
+"""How many runs of a sweep train at the same time."""
+
+from mlx_runtime.errors import UsageError
+from mlx_runtime.training.engines.placement import uses_gpus
+from mlx_runtime.training.options import TrainConfig
+
+
+def room(
+    cfg: TrainConfig,
+    cpus: float,
+    gpus: float,
+    parallel: int | None = None,
+    gpus_per_trial: float | None = None,
+    *,
+    cluster: bool,
+) -> tuple[int, float]:
+    """Return how many runs train at the same time, by default as many as fit, and the GPUs that each of them has.
+
+    On one machine, a run with GPUs reserves no cores, and at least one run fits.
+
+    Args:
+        cfg: settings that all runs have in common.
+        cpus: of the machine or the cluster.
+        gpus: of the machine or the cluster.
+        parallel: runs at the same time that the user asks for.
+        gpus_per_trial: GPUs, or the share of one, that the user asks for.
+        cluster: True if workers reserve CPUs, and have one GPU each.
+
+    Raises:
+        UsageError: fewer fit than asked for, or workers and GPUs do not match.
+    """
+    workers = max(1, cfg.start_workers)
+    own = gpus_per_trial if gpus_per_trial is not None else float(workers) if uses_gpus(cfg, gpus) else 0.0
+    if gpus_per_trial is not None and cfg.use_gpu is not None and cfg.use_gpu != bool(own):
+        raise UsageError(f"--gpus-per-trial {own:g} contradicts cfg.use_gpu={str(cfg.use_gpu).lower()}")
+    if own < 0 or (workers > 1 and 0 < own < workers) or (own > 1 and own % 1) or (cluster and own > workers):
+        raise UsageError(
+            f"--gpus-per-trial is {own:g} for {workers} workers; each has one GPU, a single worker also a share"
+        )
+    fits, needs = [], []
+    if cluster or not own:
+        each = workers * cfg.cpus_per_worker
+        fits.append(int(cpus // each) if cluster else max(1, int(cpus // each)))
+        needs.append(f"{each} of {cpus:g} {'CPUs' if cluster else 'cores'}")
+    if own:
+        fits.append(int(gpus // own) if own >= 1 else int(gpus) * int(1 / own))
+        needs.append(f"{own:g} of {gpus:g} GPUs")
+    if min(fits) < (asked := parallel or 1):
+        trials = f"{asked} trial{'s' * (asked > 1)}"
+        need = " and ".join(needs)
+        raise UsageError(f"cannot run {trials} at a time: each needs {need}, so at most {min(fits)} fit")
+    return parallel or min(fits), own
