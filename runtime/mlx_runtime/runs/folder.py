@@ -214,6 +214,7 @@ def claim_run(
     kind: str = RUN,
     *,
     name: str = "",
+    again: bool = False,
     announce: Callable[[str], object] = lambda name: None,
 ) -> RunFolder:
     """Create the next `run_NNN` of an experiment; two callers at the same instant get different ones.
@@ -221,6 +222,7 @@ def claim_run(
     Args:
         kind: `RUN` or `SWEEP`.
         name: what follows the kind instead of the next number; raise UsageError if there is such a folder.
+        again: claim the folder with this name even if it exists, because its claim was interrupted.
         announce: called with the name of each folder just before the attempt to create it.
     """
     if not names_folder(experiment):
@@ -238,7 +240,7 @@ def claim_run(
         while folder is None:
             folder = run_folder(root, experiment, next(names))
             announce(folder.name)
-            if not claim_folder(storage, experiment, folder.name):
+            if not claim_folder(storage, experiment, folder.name) and not again:
                 if name:
                     raise UsageError(f"{folder.title} exists already; choose another name, or resume it")
                 folder = None
@@ -247,7 +249,7 @@ def claim_run(
                 shutil.rmtree(folder.path, ignore_errors=True)  # left by a storage that was emptied
                 folder.path.mkdir(parents=True)
             elif kind == RUN:
-                (folder.path / "checkpoints").mkdir()
+                (folder.path / "checkpoints").mkdir(exist_ok=again)
             reserve_space(folder)
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)

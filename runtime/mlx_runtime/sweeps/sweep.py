@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, claim_run, has_begun, reserve_space, run_folder
-from mlx_runtime.storage.files import Storage, storage_errors
-from mlx_runtime.storage.leases import claim_folder
+from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, has_begun, run_folder
 from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.sweeps.states import TrialState, best_of, best_trial, read_record
@@ -48,7 +46,7 @@ class Sweep:
         self._first_epochs: dict[str, EpochEnded] | None = None if recorded else {}
         definition = plan.definition
         outside = [trial for trial in self.trials if trial.values not in plan.space]  # it was changed with --force
-        self._count = definition.trials + (len(outside) if plan.space.size else 0)
+        self._count = max(len(self.trials), definition.trials + (len(outside) if plan.space.size else 0))
         self._study = Study(
             plan.space,
             search=definition.search,
@@ -93,7 +91,6 @@ class Sweep:
         number = len(self.trials) + 1
         values = self._study.ask(number) if number <= self._count else None
         if values is None:
-            self._count = len(self.trials)
             return None
         self.trials.append(TrialState(number, values, [None] * (self.plan.definition.folds or 1)))
         return self._job(self.trials[-1], 0)
@@ -174,10 +171,7 @@ class Sweep:
             fold = index if self.plan.definition.folds else None
             record = read_record(folder, sweep.name, trial.number, fold)
             if record == {}:  # the driver was killed while it claimed the folder
-                with storage_errors(f"cannot write {folder.location}"):
-                    claim_folder(Storage(sweep.root), sweep.experiment, name)
-                    (folder.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-                    reserve_space(folder)
+                return claim_run(sweep.root, sweep.experiment, name=name.removeprefix(RUN), again=True)
             if record is not None:
                 return folder
 

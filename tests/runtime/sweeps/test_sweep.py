@@ -3,22 +3,26 @@
 import dataclasses
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fakes import FakeEngine, metrics, plan_of
 from faults import wait_for
 
+from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.events import StopRequested
-from mlx_runtime.runs.folder import find_run
+from mlx_runtime.events import EpochEnded, StopRequested
+from mlx_runtime.runs.folder import ask_to_stop, asked_to_stop, find_run
 from mlx_runtime.storage.leases import lease
-from mlx_runtime.sweeps import starting
+from mlx_runtime.sweeps import starting, terminal
 from mlx_runtime.sweeps.events import SweepEnded, TrialEnded
+from mlx_runtime.sweeps.states import TrialState
 from mlx_runtime.sweeps.sweep import Sweep
 
 pytestmark = pytest.mark.pure
@@ -119,6 +123,17 @@ def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
     assert [(job.trial, job.run[-7:]) for job in again.seen] == [(2, "run_002")]
 
 
+def test_the_best_trial_has_not_failed_and_goes_by_the_mode(tmp_path: Path) -> None:
+    def score(job: Any, epoch: int) -> float:
+        if job.values["lr"] == "3" and epoch == 1:
+            raise ValueError("on purpose")
+        return float(job.values["lr"])
+
+    heard: list = []
+    carry_out(plan_of(tmp_path, LR, mode="max"), FakeEngine(score), heard)
+    assert heard[-1] == SweepEnded("SUCCEEDED", best=2, unfinished=0, failed=1)
+
+
 def test_a_failed_fold_ends_its_trial(tmp_path: Path) -> None:
     def score(job: Any, epoch: int) -> float:
         if job.trial == 1 and job.fold == 1:
@@ -178,8 +193,44 @@ def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
     assert record_of(tmp_path)["status"] == "SUCCEEDED"
 
 
+def test_what_was_begun_first_continues_first(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR, folds=2)
+    sweep = starting.claim(plan)
+
+    def score(job: Any, epoch: int) -> float:
+        if (job.trial, job.fold) == (2, 0):
+            sweep.control.request("Ctrl-C")
+        return loss(job, epoch)
+
+    with sweep.running():
+        FakeEngine(score, parallel=3).run(sweep)
+    again = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), again)
+    assert [(job.trial, job.fold) for job in again.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
 def job_path(root: Path, number: int) -> Path:
     return root / "digits" / f"run_{number:03d}"
+
+
+def test_a_broken_engine_leaves_a_sweep_that_can_be_resumed(tmp_path: Path) -> None:
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    with pytest.raises(MlxError, match="on purpose"), sweep.running():
+        raise MlxError("on purpose")
+    assert record_of(tmp_path)["status"] == "STOPPED"
+
+
+def test_the_second_request_kills(tmp_path: Path) -> None:
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    before = signal.getsignal(signal.SIGINT)
+    with terminal._signals(sweep):
+        seen = []
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            seen.append((sweep.stopping, sweep.killing))
+    assert seen == [(True, False), (True, False), (True, True)]
+    assert sweep.control.reason == "SIGTERM"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) -> None:
@@ -198,12 +249,68 @@ def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) ->
     assert [job.trial for job in again.seen] == [1]
 
 
+def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
+    def found(root: Path, stop_at: tuple[int, int] | None = None) -> list[tuple]:
+        sweep: Any = None
+
+        def score(job: Any, epoch: int) -> float:
+            if (job.trial, epoch) == stop_at:
+                sweep.control.request("Ctrl-C")
+            return abs(float(job.values["x"]) - 0.3) + 1 / (1 + epoch)
+
+        plan = plan_of(root, "x=interval(0,1)", search="optuna", scheduler="asha", trials=16, epochs=9)
+        while sweep is None or sweep.control.reason is not None:
+            sweep = starting.claim(plan if sweep is None else resumed(plan, root))
+            with sweep.running():
+                FakeEngine(score, epochs=9).run(sweep)
+            stop_at = None
+        return [row[2:] for row in table(root)]
+
+    undisturbed = found(tmp_path / "undisturbed")
+    assert len(undisturbed) == 16
+    assert {status for _, status, _ in undisturbed} == {"SUCCEEDED", "PRUNED"}
+    for trial in (13, 16):  # the first ten are random
+        assert found(tmp_path / str(trial), stop_at=(trial, 0)) == undisturbed
+
+
+def test_a_resumed_sweep_may_have_another_number_of_trials(tmp_path: Path) -> None:
+    heard: list = []
+    for trials, lrs in ((2, "12"), (1, ""), (3, "3")):
+        plan, engine = plan_of(tmp_path, LR, trials=trials), FakeEngine(loss)
+        carry_out(resumed(plan, tmp_path) if heard else plan, engine, heard)
+        assert "".join(job.values["lr"] for job in engine.seen) == lrs
+        assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
+
+
+def test_a_resumed_sweep_with_another_space_adds_what_is_new_in_it(tmp_path: Path) -> None:
+    carry_out(plan_of(tmp_path, "lr=1,2"), FakeEngine(loss))
+    engine = FakeEngine(loss)
+    carry_out(resumed(plan_of(tmp_path, "lr=1,3"), tmp_path), engine)
+    assert [(job.trial, job.values) for job in engine.seen] == [(3, {"lr": "3"})]
+    interval = plan_of(tmp_path, "x=interval(0,1)", search="random", trials=4)  # in total
+    carry_out(resumed(interval, tmp_path), engine)
+    assert [job.trial for job in engine.seen] == [3, 4]
+
+
 def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_path: Path) -> None:
     engine = FakeEngine(loss, metric="val/lss")
     with pytest.raises(UsageError, match="do not record val/loss: the first recorded val/lss"):
         carry_out(plan_of(tmp_path, LR), engine)
     assert [len(metrics(job)) for job in engine.seen] == [2]
     assert record_of(tmp_path)["status"] == "STOPPED"
+
+
+def test_all_that_the_first_epoch_records_is_listed(tmp_path: Path) -> None:
+    """Some of it comes after the checkpoint, and is reported as the same epoch again."""
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    job = sweep.next()
+    assert job is not None
+    for epoch, name in ((0, "train/loss"), (0, "val/f1")):
+        sweep.handle(job, EpochEnded(epoch, 3, {name: 0.1}, 0.1))
+        assert not sweep.stopping
+    sweep.handle(job, EpochEnded(1, 3, {"train/loss": 0.1}, 0.1))
+    assert sweep.stopping
+    assert "val/loss: the first recorded train/loss, val/f1. Start another" in str(sweep.problem)
 
 
 def test_a_metric_that_one_epoch_of_training_does_not_record(tmp_path: Path) -> None:
@@ -235,6 +342,31 @@ def test_a_second_driver_is_refused(tmp_path: Path) -> None:
     starting.claim(resumed(plan, tmp_path))
 
 
+def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    sweep = starting.claim(plan)
+    assert sweep.record.folder.attempts() == 1
+    sweep.record.finish("FAILED", error="on purpose", job={"id": "a", "address": "http://b"})
+    ask_to_stop(sweep.record.folder)
+    before = record_of(tmp_path)
+    again = starting.claim(resumed(plan, tmp_path))
+    record = record_of(tmp_path)
+    assert not {"end", "error"} & {*record}
+    assert (record["status"], record["attempt"], record["job"]) == ("RUNNING", 2, None)
+    assert record["start"] == before["start"]
+    assert [attempt["status"] for attempt in record["attempts"]] == ["FAILED"]
+    assert not asked_to_stop(again.record.folder)
+
+
+def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:
+    rows = np.arange(4)
+    folds = tuple(Fold(np.delete(rows, held_out), np.array(held_out)) for held_out in ([0, 3], [1], [2]))
+    starting.claim(dataclasses.replace(plan_of(tmp_path, LR, folds=3), rows=folds))
+    with np.load(tmp_path / "digits" / "sweep_001" / starting.FOLDS) as stored:
+        assert [part.tolist() for part in stored.values()] == [[0, 3], [1], [2]]
+    assert record_of(tmp_path)["fold_rows"] == rows_digest(folds)
+
+
 def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path) -> None:
     plan, engine = plan_of(tmp_path, LR), FakeEngine(loss)
     sweep = starting.claim(plan)
@@ -262,16 +394,36 @@ def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> Non
     assert record_of(tmp_path)["status"] == "RUNNING"
 
 
-def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sweep", [None, {"name": "sweep_001", "trial": 1, "fold": 1}])
+def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path, sweep: dict | None) -> None:
     plan = plan_of(tmp_path, LR)
-    sweep = starting.claim(plan)
-    assert sweep.next() is not None
-    (tmp_path / "digits" / "run_001" / "run.json").write_text(json.dumps({"status": "SUCCEEDED", "epoch": 5}))
-    sweep.record.finish("STOPPED")
+    claimed = starting.claim(plan)
+    assert claimed.next() is not None
+    other = {"status": "SUCCEEDED", "epoch": 5, "sweep": sweep}
+    (tmp_path / "digits" / "run_001" / "run.json").write_text(json.dumps(other))
+    claimed.record.finish("STOPPED")
     engine = FakeEngine(loss)
     carry_out(resumed(plan, tmp_path), engine)
     assert [job.run[-7:] for job in engine.seen] == ["run_002", "run_003", "run_004"]
     assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [["run_002"], ["run_003"], ["run_004"]]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "waiting", "status"),
+    [
+        (["", "", ""], 0, "STOPPED"),
+        (["RUNNING", "", ""], 1, "RUNNING"),
+        (["SUCCEEDED", "STOPPED", ""], 2, "STOPPED"),
+        (["SUCCEEDED", "FAILED", ""], None, "FAILED"),
+        (["RUNNING", "FAILED", ""], None, "RUNNING"),
+        (["SUCCEEDED", "PRUNED", ""], None, "PRUNED"),
+        (["SUCCEEDED", "PRUNED", "FAILED"], None, "FAILED"),
+        (["SUCCEEDED"] * 3, None, "SUCCEEDED"),
+    ],
+)
+def test_the_folds_of_a_trial(statuses: list[str], waiting: int | None, status: str) -> None:
+    trial = TrialState(1, {}, [None] * 3, statuses)
+    assert (trial.waiting, trial.status, trial.done) == (waiting, status, status not in ("RUNNING", "STOPPED"))
 
 
 def test_names_of_sweeps(tmp_path: Path) -> None:
