@@ -7,7 +7,7 @@ import argparse
 
 import page
 import rounds
-from parts import checkpoints, imports, logging, reading, starting, sweeps, training
+from parts import checkpoints, imports, logging, reading, sharding, starting, sweeps, training
 
 PARTS = {
     "starting": starting,
@@ -16,6 +16,7 @@ PARTS = {
     "reading": reading,
     "logging": logging,
     "checkpoints": checkpoints,
+    "sharding": sharding,
     "sweeps": sweeps,
 }
 
