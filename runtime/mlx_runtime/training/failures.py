@@ -5,6 +5,7 @@ Ray Train's controller process imports this module. It loads little else of the 
 
 from typing import Any
 
+import ray.exceptions
 import ray.train
 
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
@@ -33,8 +34,10 @@ class Failures(ray.train.UserCallback):  # type: ignore[misc]
         sink.close()
 
 
-def error_of(error: BaseException, max_failures: int) -> MlxError:
+def error_of(error: BaseException, cfg: Any) -> MlxError:
     """Translate an error of Ray Train into the first thing that went wrong on a worker."""
+    from mlx_runtime.training.memory import ways_to_save
+
     failures = getattr(error, "worker_failures", {})
     causes = [_cause(failure) for _, failure in sorted(failures.items())] or [_cause(error)]
     for cause in causes:
@@ -42,7 +45,8 @@ def error_of(error: BaseException, max_failures: int) -> MlxError:
             return cause
     if failures:
         origins = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
-        return lost(short_message(origins[0]), max_failures)
+        starved = isinstance(origins[0], ray.exceptions.OutOfMemoryError)  # a worker that Ray killed to free memory
+        return lost(short_message(origins[0]), cfg.max_failures, ways_to_save(cfg) if starved else "")
     return MlxError(f"Ray Train failed: {short_message(causes[0])}")
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from mlx_runtime.training.channel import Remote, Sink
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
+from mlx_runtime.training.memory import memory_needs, needs_of_config, out_of_memory, ways_to_save
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.profiling import profiled
 from mlx_runtime.training.session import Session
@@ -65,7 +66,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project):
+        with loop_errors(topology.rank, job.project, partial(_needed_in_all, job)):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
@@ -77,7 +78,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
         session = experiment._run = Session(context, strategy, sink, tracking)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project):
+        with loop_errors(topology.rank, job.project, partial(_needed_here, groups)):
             if topology.writes:
                 sink.send(_started(groups, topology, strategy))
             if strategy.notice is not None:
@@ -92,8 +93,11 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             return result
 
 
-def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> Iterator[None]:
     """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
+
+    `needed` returns what else to print when there is no memory left.
 
     Raises:
         WorkerLoopError: user code failed; shows its frames in `project`.
@@ -106,7 +110,26 @@ def loop_errors(rank: int, project: Path) -> contextlib.AbstractContextManager[N
         hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
-    return user_errors(project, translate)
+    try:
+        with user_errors(project, translate):
+            yield
+    except MlxError as error:
+        if not out_of_memory(error):
+            raise
+        raise type(error)(f"{error}\n{needed()}".rstrip()) from None
+
+
+def _needed_here(groups: Mapping[str, Any]) -> str:
+    needs = memory_needs(groups.get("models"), groups.get("optimizers"))
+    return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
+
+
+def _needed_in_all(job: Job) -> str:
+    """Like `_needed_here`, for an experiment that could not be built."""
+    lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
+    with contextlib.suppress(Exception):  # constructors may need real tensors
+        lines.insert(0, f"An unsharded replica needs, besides activations and batches: {needs_of_config(job.tree)}")
+    return "\n".join(lines)
 
 
 def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:

@@ -44,7 +44,7 @@ class Engine(Protocol):
         ...
 
 
-def lost(why: str, max_failures: int) -> WorkerLostError:
-    """Return the error for a worker that is not replaced any more."""
+def lost(why: str, max_failures: int, advice: str = "") -> WorkerLostError:
+    """Return the error for a worker that is not replaced any more. `advice` is a line of its own."""
     used = f"; no replacements are left (cfg.max_failures={max_failures})" if max_failures > 0 else ""
-    return WorkerLostError(f"a worker was lost: {why}{used}")
+    return WorkerLostError(f"a worker was lost: {why}{used}\n{advice}".rstrip())

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import os
 import shutil
+import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.training.engines.base import Handle, StopAsked, lost
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
-from mlx_runtime.training.engines.processes import exit_reason, unsafe_to_fork
+from mlx_runtime.training.engines.processes import exit_reason, memory_kills, unsafe_to_fork
 
 ORIGIN_S = 3.0
 """How long to wait for the cause when a worker reports only that it lost another one."""
@@ -98,7 +99,7 @@ class LocalGroup:
         assert attempt is not None, "it was started"
         self._collect_exits(attempt)
         self._forward_output()
-        died = {rank: _ProcessDied(f"rank {rank} {exit_reason(code)}") for rank, code in attempt.codes.items()}
+        died = {rank: _ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
         ended = {**died, **load_results(attempt.results)}  # a stored result is more specific than an exit code
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
@@ -165,9 +166,13 @@ class LocalGroup:
             self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
-        why = short_message(next(iter(errors.values())))
-        if 0 <= self._engine.cfg.max_failures <= self._failures:
-            raise lost(why, self._engine.cfg.max_failures)
+        from mlx_runtime.training.memory import ways_to_save
+
+        first, cfg = next(iter(errors.values())), self._engine.cfg
+        why = short_message(first)
+        if 0 <= cfg.max_failures <= self._failures:
+            starved = isinstance(first, _ProcessDied) and first.starved
+            raise lost(why, cfg.max_failures, ways_to_save(cfg) if starved else "")
         self._handle(WorkersLost(tuple(errors), why))
         left = ", ".join(map(str, self._kill()))
         if left:
@@ -201,9 +206,19 @@ class _Attempt:
     store: Any  # `TCPStore` that torch.distributed begins with
     results: Path  # folder of what each worker returned or raised
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
+    memory_kills: int = field(default_factory=memory_kills)  # on this machine, before it started
     failed_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def starved(self) -> bool:
+        """True if the kernel has killed a process to free memory."""
+        return memory_kills() > self.memory_kills
 
 
 class _ProcessDied(Exception):  # noqa: N818 - it is a worker's fate rather than an error of this process
     """A worker ended without storing a result."""
+
+    def __init__(self, rank: int, code: int, starved: bool) -> None:
+        super().__init__(f"rank {rank} {exit_reason(code, starved=starved)}")
+        self.starved = starved and code == -signal.SIGKILL

@@ -51,7 +51,7 @@ class OnRay:
         if self._thread.is_alive():
             return True
         if self._error is not None:
-            raise error_of(self._error, self._cfg.max_failures) from self._error
+            raise error_of(self._error, self._cfg) from self._error
         return False
 
     def close(self) -> None:

@@ -92,8 +92,20 @@ def kill_group(process: Any) -> None:
     process.kill()  # a new interpreter may not lead a process group yet
 
 
-def exit_reason(code: int | None) -> str:
-    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended."""
+def memory_kills() -> int:
+    """Return how many processes of this machine the kernel has killed to free memory; 0 if it does not report that."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def exit_reason(code: int | None, *, starved: bool = False) -> str:
+    """Return how a process with this exit code ended, as the predicate of a sentence. None: it has not ended.
+
+    `starved` means that the kernel has killed processes to free memory.
+    """
     if code is None:
         return "closed its connection"
     if code >= 0:
@@ -102,5 +114,5 @@ def exit_reason(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # only two of the real-time signals have names
         name = f"signal {-code}"
-    memory = "; the machine may be out of memory" if name == "SIGKILL" else ""
+    memory = f"; the machine {'was' if starved else 'may be'} out of memory" if name == "SIGKILL" else ""
     return f"was killed by {name}{memory}"

@@ -1,0 +1,109 @@
+"""What models and optimizers take in the memory of a worker, and what to do when there is too little."""
+
+import contextlib
+import errno
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mlx_runtime.config.building import build, build_optimizers
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.storage.files import size_text
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: "
+"""In the message of the plain RuntimeError that torch raises when there is no memory left on the CPU."""
+
+
+@dataclass(frozen=True)
+class MemoryNeeds:
+    """Bytes that training takes on one worker, besides activations and batches."""
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+
+    def __str__(self) -> str:
+        return (
+            f"parameters {size_text(self.parameters)}, gradients {size_text(self.gradients)}, "
+            f"optimizer states {size_text(self.optimizer_states)}"
+        )
+
+
+def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
+    """Return what the members of two groups need on this worker, which holds some or all shards of each tensor."""
+    modules = (item for item in members(models).values() if isinstance(item, nn.Module))
+    params = list(dict.fromkeys(param for module in modules for param in module.parameters()))
+    of_optimizers = (_state_bytes(item) for item in members(optimizers).values() if isinstance(item, Optimizer))
+    return MemoryNeeds(_bytes(params), _bytes(param for param in params if param.requires_grad), sum(of_optimizers))
+
+
+def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
+    """Return what the models and optimizers of a resolved conf.yaml need on one worker that holds all of them.
+
+    Their constructors run, on the meta device.
+    """
+    with torch.device("meta"):
+        models = build(tree["models"], "models")
+    return memory_needs(models, build_optimizers(tree["optimizers"], models) if "optimizers" in tree else None)
+
+
+def out_of_memory(error: BaseException | None) -> bool:
+    """Return True if an error means, or was raised because, there is no memory left on the CPU or the GPU."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if type(error) is RuntimeError and _CPU_ALLOCATOR in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def ways_to_save(cfg: Any) -> str:
+    """Return the settings that reduce the memory of a worker, as the end of an error message."""
+    ways = []
+    if cfg.strategy == "ddp":
+        more = "" if cfg.start_workers > 1 else " and more workers"
+        ways.append(f"cfg.strategy=fsdp{more}, to share parameters, gradients and optimizer states among the workers")
+    else:
+        setting = "start_workers" if cfg.strategy == "fsdp" else "shard_size"
+        ways.append(f"a higher cfg.{setting}")
+        ways += ["cfg.offload=cpu, for the memory of GPUs"] * (cfg.offload == "none")
+    ways += ["cfg.activation_checkpointing=true"] * (cfg.activation_checkpointing is False)
+    ways += ["cfg.precision=bf16"] * (cfg.precision == 32)
+    return f"To save memory: {'; '.join(ways)}; a lower batch_size, with more cfg.accumulate_grad_batches"
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Return the size of an optimizer's state after its first step, which a copy takes on the meta device."""
+    groups = [group | {"params": [_without_data(item) for item in group["params"]]} for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    state = optimizer.state
+    with contextlib.suppress(Exception), torch.no_grad():  # it may need a closure, or other arguments
+        copy = kind(groups)
+        inspect.unwrap(kind.step)(copy)  # without the hooks of all optimizers
+        state = copy.state
+    return _bytes(value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _without_data(param: torch.Tensor) -> nn.Parameter:
+    local = _local(param)
+    made = nn.Parameter(torch.empty_like(local, device="meta"), requires_grad=param.requires_grad)
+    made.grad = torch.empty_like(made) if param.requires_grad else None
+    return made
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local.numel() * local.element_size() for local in map(_local, tensors))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this worker's part of a sharded tensor."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -1,0 +1,173 @@
+"""A worker without memory reports what its models need, and the settings that would reduce it."""
+
+import dataclasses
+import errno
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+import ray.train
+import torch
+from conftest import Mlx
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.training.engines.local import _ProcessDied
+from mlx_runtime.training.engines.processes import memory_kills
+from mlx_runtime.training.failures import error_of
+from mlx_runtime.training.memory import memory_needs, out_of_memory, ways_to_save
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.worker import _needed_here, loop_errors
+
+FULL = 1 << 50
+"""Bytes that no machine has."""
+
+
+def groups(optimizer: Callable[..., Any] = torch.optim.Adam) -> Any:
+    net = nn.Sequential(nn.Linear(100, 50, bias=False), nn.Linear(50, 50, bias=False))
+    net[1].requires_grad_(False)
+    return SimpleNamespace(net=net, again=net[0]), SimpleNamespace(adam=optimizer(net.parameters(), lr=0.1))
+
+
+def whole(error: BaseException) -> None:
+    try:
+        raise error
+    except BaseException as cause:
+        raise ConfigError("models.net: cannot be built") from cause
+
+
+@pytest.mark.pure
+class TestNeeds:
+    @pytest.mark.parametrize(
+        ("optimizer", "per_parameter"),
+        [(torch.optim.Adam, 2), (torch.optim.SGD, 0), (partial(torch.optim.SGD, momentum=0.9), 1)],
+    )
+    def test_each_parameter_counts_once(self, optimizer: Callable[..., Any], per_parameter: int) -> None:
+        needs = memory_needs(*groups(optimizer))
+        assert (needs.parameters, needs.gradients) == (4 * 7500, 4 * 5000)
+        assert needs.optimizer_states // 4 // 5000 == per_parameter
+
+    def test_they_are_the_same_before_and_after_the_first_step(self) -> None:
+        models, optimizers = groups()
+        before = memory_needs(models, optimizers)
+        models.net(torch.ones(3, 100)).sum().backward()
+        optimizers.adam.step()
+        stored = sum(item.nbytes for state in optimizers.adam.state.values() for item in state.values())
+        assert before == memory_needs(models, optimizers) == dataclasses.replace(before, optimizer_states=stored)
+
+    def test_no_step_is_counted(self) -> None:
+        seen: list[Any] = []
+        hook = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+        memory_needs(*groups())
+        hook.remove()
+        assert not seen
+
+    def test_an_optimizer_that_cannot_be_copied_counts_what_it_holds(self) -> None:
+        class Stubborn(torch.optim.SGD):
+            def __init__(self, params: Any, lr: float, *, must: int) -> None:
+                super().__init__(params, lr, momentum=0.9)
+
+        models, optimizers = groups(partial(Stubborn, must=1))
+        assert memory_needs(models, optimizers).optimizer_states == 0
+
+
+@pytest.mark.pure
+class TestErrors:
+    @pytest.mark.parametrize(
+        "fail",
+        [
+            lambda: torch.empty(FULL),
+            lambda: bytearray(FULL),
+            lambda: whole(torch.OutOfMemoryError("CUDA out of memory")),
+            lambda: whole(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))),
+        ],
+        ids=["torch", "python", "gpu", "shared memory"],
+    )
+    def test_kinds(self, fail: Callable[[], Any]) -> None:
+        with pytest.raises(Exception) as error:  # noqa: PT011 - any of them
+            fail()
+        assert out_of_memory(error.value)
+
+    @pytest.mark.parametrize("error", [RuntimeError("no memory"), OSError(errno.ENOSPC, "full"), ValueError("x")])
+    def test_others(self, error: Exception) -> None:
+        assert not out_of_memory(error)
+
+    def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
+        models, optimizers = groups()
+        found = {"models": models, "optimizers": optimizers, "cfg": TrainConfig()}
+        with pytest.raises(WorkerLoopError) as error, loop_errors(1, tmp_path, partial(_needed_here, found)):
+            torch.empty(FULL)
+        first, *_, needs, ways = str(error.value).splitlines()
+        assert "tried to allocate" in first
+        assert first.endswith("(raised on rank 1)")
+        assert needs == (
+            "Each worker needs, besides activations and batches: "
+            "parameters 30.0 kB, gradients 20.0 kB, optimizer states 40.0 kB"
+        )
+        assert ways == ways_to_save(TrainConfig())
+
+    def test_other_messages_are_as_they_were(self, tmp_path: Path) -> None:
+        with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117
+            with loop_errors(0, tmp_path, lambda: pytest.fail("asked for what is needed")):
+                raise ValueError("x")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({}, "cfg.strategy=fsdp, to share parameters, gradients and optimizer states among the workers; "),
+        ({"start_workers": 1}, "cfg.strategy=fsdp and more workers, to share "),
+        ({"strategy": "fsdp"}, "a higher cfg.start_workers; cfg.offload=cpu, for the memory of GPUs; "),
+        ({"strategy": "hsdp", "shard_size": 2, "offload": "cpu"}, "a higher cfg.shard_size; cfg.activation_ch"),
+        (
+            {"strategy": "fsdp", "offload": "cpu", "activation_checkpointing": "layers.*", "precision": "bf16"},
+            "a higher cfg.start_workers; a lower batch_size, with more cfg.accumulate_grad_batches",
+        ),
+    ],
+)
+def test_only_settings_that_would_help_are_named(settings: dict[str, Any], first: str) -> None:
+    assert ways_to_save(TrainConfig(**settings)).startswith(f"To save memory: {first}")
+
+
+@pytest.mark.pure
+class TestKilledWorkers:
+    """The kernel or Ray kills a process of a machine that has no memory left."""
+
+    @pytest.mark.parametrize(("code", "starved", "end"), [(-9, True, "was"), (-9, False, "may be"), (-11, True, "")])
+    def test_the_kernel_reports_it(self, code: int, starved: bool, end: str) -> None:
+        died = _ProcessDied(1, code, starved)
+        assert str(died).endswith(f"SIGKILL; the machine {end} out of memory" if end else "SIGSEGV")
+        assert died.starved is (code == -9 and starved)
+
+    def test_its_count(self) -> None:
+        assert f"oom_kill {memory_kills()}\n" in Path("/proc/vmstat").read_text()
+
+    @pytest.mark.parametrize("cause", [ray.exceptions.OutOfMemoryError("killed"), ray.exceptions.NodeDiedError("gone")])
+    def test_ray_reports_it(self, cause: Exception) -> None:
+        failed = ray.train.WorkerGroupError("rank 1 failed", {1: cause})
+        message = str(error_of(failed, TrainConfig()))
+        assert message.startswith(f"a worker was lost: {cause!s}; no replacements are left (cfg.max_failures=3)")
+        assert message.endswith(ways_to_save(TrainConfig())) is isinstance(cause, ray.exceptions.OutOfMemoryError)
+
+
+@pytest.mark.process
+def test_models_that_cannot_be_built(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
+    """Their size is known all the same."""
+    width = 1 << 46
+    done = mlx(experiment("steps"), "train", "run", "cfg.start_workers=0", f"models.net.width={width}")
+    assert done.returncode == 1
+    first, needs, ways = done.stderr.splitlines()[:3]
+    assert first.startswith("error: models.net: src.experiment.Net cannot be built: RuntimeError: ")
+    size = f"{32 * width / 1e12:,.1f} TB"  # float32; six inputs, a bias and an output
+    assert needs == (
+        "An unsharded replica needs, besides activations and batches: "
+        f"parameters {size}, gradients {size}, optimizer states {size}"
+    )
+    assert ways == ways_to_save(TrainConfig(start_workers=0))
