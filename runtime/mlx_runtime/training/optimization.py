@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
-from mlx_runtime.errors import ConfigError, MlxError, suggest
+from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.forward import compile_forward, in_half_precision
 from mlx_runtime.training.gradients import GradientMonitor
-from mlx_runtime.training.precision import in_half_precision
 from mlx_runtime.training.reporting import Reporter
 from mlx_runtime.training.strategies import Strategy
 
@@ -198,13 +198,4 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
             if cfg.precision != 32:
                 in_half_precision(model, device, cfg.precision)
             if cfg.compile:
-                model.compile(**_compiler_options(cfg.compile))
-
-
-def _compiler_options(backend: bool | str) -> dict[str, str]:
-    if not isinstance(backend, str):
-        return {}  # torch's default backend
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ConfigError(f"cfg.compile is {backend!r}, not a torch.compile backend.{suggest(backend, known)}")
-    return {"backend": backend}
+                compile_forward(model, cfg.compile)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.precision import in_half_precision
+from mlx_runtime.training.forward import in_half_precision
 from mlx_runtime.training.strategies import DDP
 
 pytestmark = pytest.mark.pure

@@ -16,7 +16,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.precision import HALF
+from mlx_runtime.training.forward import HALF
 from mlx_runtime.training.strategies.blocks import repeated_blocks, selected_blocks, without_shared
 from mlx_runtime.training.strategies.building import build_models, contents, share
 from mlx_runtime.training.strategies.ddp import DDP

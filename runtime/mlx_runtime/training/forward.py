@@ -1,0 +1,72 @@
+"""What happens around the `forward` of a module: half precision, recomputation and compilation.
+
+Modules are changed in place, so that the names of their states stay the same.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from mlx_runtime.errors import ConfigError, suggest
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Values of `cfg.precision` besides 32."""
+
+
+def in_half_precision(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Run a model's `forward` in autocast, and return its half-precision outputs as float32."""
+
+    def in_half(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, HALF[precision]):
+            output = forward(*args, **kwargs)
+        return tree_map(_in_float32, output)
+
+    _wrap_forward(model, in_half)
+
+
+def recompute(module: nn.Module) -> None:
+    """Store only the inputs of a module's `forward`, and run it again in the backward pass."""
+
+    def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    _wrap_forward(module, twice)
+
+
+def compile_forward(module: nn.Module, backend: bool | str) -> None:
+    """Compile a module with a backend of `torch.compile`, or the default one if it is True.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+    if not isinstance(backend, str):
+        module.compile()
+        return
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(f"cfg.compile is {backend!r}, not a torch.compile backend.{suggest(backend, known)}")
+    module.compile(backend=backend)
+
+
+def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Call `around(forward, ...)` instead of a module's `forward(...)`."""
+    before = module.forward
+    function = getattr(before, "__func__", None)  # None if `forward` was replaced by a plain function
+
+    @functools.wraps(before)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(types.MethodType(function, self) if function else before, *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # a method, so that a deep copy runs its own weights
+
+
+def _in_float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF.values() else value
