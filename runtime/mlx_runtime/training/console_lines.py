@@ -86,7 +86,7 @@ class ConsoleLines:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number = cfg.start_workers
         why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}[cluster.engine]
-        workers = f"{_counted(number, 'DDP worker')} " if number else ""
+        workers = f"{_counted(number, f'{cfg.strategy.upper()} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({why})' if why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")

@@ -514,7 +514,7 @@ class TestSchema:
 
     def test_descriptions_come_from_docstrings(self, checked: tuple) -> None:
         cfg = checked[0].schema["properties"]["cfg"]
-        assert cfg["then"]["properties"]["start_workers"]["description"].startswith("number of DDP workers; 0 trains")
+        assert cfg["then"]["properties"]["start_workers"]["description"].startswith("number of workers; 0 trains")
         assert cfg["description"].startswith("Settings of a run")
 
 
