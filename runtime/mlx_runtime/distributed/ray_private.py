@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -127,5 +128,6 @@ def keep_sharded_models() -> None:
     train_loop_utils.DistributedDataParallel = _replicated
 
 
+@functools.wraps(DistributedDataParallel, updated=())  # Ray logs the name
 def _replicated(model: nn.Module, **options: Any) -> nn.Module:
     return model if is_sharded(model) else DistributedDataParallel(model, **options)

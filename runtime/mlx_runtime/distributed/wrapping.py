@@ -22,11 +22,22 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, fsdp.FSDPModule | tensor.DTensor)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this worker holds, which is all of it unless it is sharded."""
+    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def whole(value: Any) -> Any:
+    """Return a sharded tensor with the parts of all workers, who must all call this; anything else as it is."""
+    return value.full_tensor() if is_sharded(value) else value
+
+
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of tensors, over all shards of those that are sharded. All workers must call this for those."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    norms: list[Any] = [nn.utils.get_total_norm(group) for group in groups.values()]
-    whole: list[torch.Tensor] = [norm.full_tensor() if is_sharded(norm) else norm for norm in norms]
-    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))
+    norms = [nn.utils.get_total_norm(group) for group in groups.values()]
+    norms = [whole(norm) for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

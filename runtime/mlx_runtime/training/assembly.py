@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
@@ -16,6 +17,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything, seeded
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
@@ -49,6 +51,9 @@ def build_experiment(
             groups[name] = build(node, name)
     if "optimizers" in job.tree:
         groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
+        strategy.prepare_optimizers(
+            {name: item for name, item in members(groups["optimizers"]).items() if isinstance(item, Optimizer)}
+        )
     return groups, cls(**groups)
 
 

@@ -23,7 +23,7 @@ class GradientMonitor:
     Args:
         every: global steps between two records of the norms of all layers; 0 means never.
         stop_on_nan: check every step, and raise at the first gradient that is not finite.
-        report: called with norms by name; None on workers that do not write.
+        report: called with norms by name; None on workers that neither record them nor hold shards.
         notice: called with a line to show to the user.
     """
 

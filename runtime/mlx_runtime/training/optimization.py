@@ -40,9 +40,9 @@ class Optimization:
         cfg = context.cfg
         self._context, self._reporter, self._strategy = context, reporter, strategy
         self.accumulation = Accumulation()
-        report = self._report_norms if context.topology.writes else None
+        report = self._report_norms if context.topology.writes or strategy.shards else None
         self.monitor = GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, reporter.events.notice)
-        self._scaler = torch.amp.GradScaler(context.topology.device.type, enabled=cfg.precision == "fp16")
+        self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`

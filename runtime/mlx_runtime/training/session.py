@@ -17,7 +17,7 @@ from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.randomness import seed_everything
-from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
@@ -211,6 +211,7 @@ class Session:
 
     def log(self, values: Mapping[str, float | torch.Tensor], epoch: int | None = None) -> None:
         """Record numbers that user code logged, with the values of rank 0."""
+        values = {name: whole(item) for name, item in values.items()}
         if values and self.context.topology.writes:
             plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
             numbers = {name: float(item) for name, item in plain.items()}

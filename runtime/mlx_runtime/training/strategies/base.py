@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 
 class Strategy(Protocol):
@@ -11,6 +12,9 @@ class Strategy(Protocol):
 
     notice: str | None
     """A line to show to the user."""
+
+    shards: bool
+    """True if norms of models and gradients are collectives, which all workers must take part in."""
 
     def build(self, node: Mapping[str, Any]) -> Any:
         """Build the group `models` from its node in conf.yaml, with models that are spread over the workers."""
@@ -26,6 +30,14 @@ class Strategy(Protocol):
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         """Clip the norm of gradients over all shards of a model, and return the norm before clipping."""
+        ...
+
+    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        """Return the scaler of losses and gradients for `cfg.precision=fp16`."""
+        ...
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        """Prepare optimizers for the parameters of these models."""
         ...
 
     def described(self) -> tuple[str, ...]:

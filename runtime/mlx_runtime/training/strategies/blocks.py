@@ -2,16 +2,34 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, suggest
 
 Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
 """Patterns of module paths, like `layers.*`, or a function that returns modules."""
+
+
+def blocks_of(group: object, models: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """Return the paths of the blocks of each model of a group: those that repeat, or those of `Models.shard_plan`.
+
+    Raises:
+        ConfigError: the plan does not fit the models.
+    """
+    plans = getattr(group, "shard_plan", {})
+    for name in plans:
+        if name not in models:
+            raise ConfigError(f"Models.shard_plan names {name!r}, which is not a model.{suggest(name, models)}")
+    return {
+        name: planned_blocks(model, plans[name], f"Models.shard_plan[{name!r}]")
+        if name in plans
+        else repeated_blocks(model)
+        for name, model in models.items()
+    }
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
@@ -37,33 +55,48 @@ def repeated_blocks(model: nn.Module) -> list[str]:
     return found
 
 
-def selected_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
-    """Return the paths of the modules that a plan selects.
-
-    A `*` in a pattern stands for a part of a path between two dots. `title` names the plan in errors.
+def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
+    """Return the paths of the modules that a plan selects. `title` names the plan in errors.
 
     Raises:
-        ConfigError: a pattern matches no module, or a container that is never called.
+        ConfigError: it selects nothing, what is not part of the model, or a container that is never called.
     """
     paths = {path: module for path, module in model.named_modules() if path}
     if callable(plan):
-        wanted = {id(module) for module in plan(model)}
-        unknown = len(wanted - {id(module) for module in paths.values()} - {id(model)})
-        if unknown:
-            raise ConfigError(f"{title} returned {unknown} modules that are not part of the model")
-        found = [path for path, module in paths.items() if id(module) in wanted]
+        modules = list(plan(model))
+        known = {id(module): path for path, module in paths.items()}
+        for module in modules:
+            if id(module) not in known:
+                raise ConfigError(f"{title} returned a {type(module).__name__} that is not in the model")
+        found = [known[id(module)] for module in modules]
     else:
         found = []
         for pattern in [plan] if isinstance(plan, str) else plan:
-            matches = [path for path in paths if _matches(path, pattern)]
+            matches = selected(model, pattern)
             if not matches:
-                raise ConfigError(f"{title}: {pattern!r} matches no module.{_near(pattern, paths)}")
+                raise ConfigError(f"{title}: {pattern!r} matches no module.{near_matches(pattern, paths)}")
             found += [path for path in matches if path not in found]
     for path in found:
         if not _callable(paths[path]):
             kind = type(paths[path]).__name__
             raise ConfigError(f"{title}: {path} is a {kind}, which is never called; write {path + '.*'!r}")
     return found
+
+
+def selected(model: nn.Module, pattern: str) -> list[str]:
+    """Return the paths of modules that match a pattern, in which `*` stands for any text between two dots."""
+    wanted = pattern.split(".")
+    parts = [path.split(".") for path, _ in model.named_modules() if path]
+    return [".".join(part) for part in parts if len(part) == len(wanted) and all(map(fnmatchcase, part, wanted))]
+
+
+def near_matches(pattern: str, paths: Iterable[str]) -> str:
+    """Suggest patterns for one that matches none of the paths. Blocks that differ by number are one suggestion."""
+    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
+    matches = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    if matches:
+        return f" Did you mean {' or '.join(map(repr, matches))}?"
+    return f" Modules: {', '.join(known[:10])}{', …' if len(known) > 10 else ''}."
 
 
 def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
@@ -84,20 +117,6 @@ def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
         if not shared:
             return [path for path in blocks if path in kept]
         kept -= shared
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-
-
-def _near(pattern: str, paths: Iterable[str]) -> str:
-    """Return near matches of a pattern: with numbers as `*`, because blocks differ by number only."""
-    known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
-    matches = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
-    if matches:
-        return f" Did you mean {' or '.join(map(repr, matches))}?"
-    return f" Modules: {', '.join(known[:10])}{', …' if len(known) > 10 else ''}."
 
 
 def _callable(module: Any) -> bool:

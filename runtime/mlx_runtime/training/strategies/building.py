@@ -1,35 +1,51 @@
-"""Models whose values come from rank 0: it builds them on its CPU, and the other workers receive their parts."""
+"""How the models of a worker are built: on the CPU, or without values, which they receive later."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.config.building import build
-from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import random_state, set_random_state
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import is_sharded
-from mlx_runtime.errors import ConfigError, MlxError
-
-Contents = dict[str, dict[str, torch.Tensor]]
-"""Parameters and buffers, by model and by name."""
+from mlx_runtime.distributed.wrapping import is_sharded, local_part
+from mlx_runtime.errors import ConfigError, suggest
 
 
-def build_models(node: Mapping[str, Any], *, on_meta: bool) -> Any:
-    """Build the group `models`; `on_meta` builds models without values. All workers then draw the same random numbers.
+def deferred_models(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the models that `Models.deferred_init` names: built without values, initialized by `init_weights()`.
 
-    A constructor that does not work without values, or computes with tensors that are neither parameters nor buffers,
-    builds the whole group on the CPU instead.
+    Raises:
+        ConfigError: it names a model that does not exist.
     """
-    group = _on_meta(lambda: build(node, "models")) if on_meta else build(node, "models")
-    set_random_state(broadcast(random_state()))
-    return group
+    names = getattr(object_at(node["_target_"]), "deferred_init", ())
+    for name in names:
+        if name not in node:
+            known = [item for item in node if not item.startswith("_")]
+            raise ConfigError(f"Models.deferred_init names {name!r}, which is not a model.{suggest(name, known)}")
+    return tuple(names)
+
+
+def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
+    """Build the group `models`, with deferred models on the meta device.
+
+    With `elsewhere`, another worker builds the models with values, and this one builds all of them on the meta device.
+    If a constructor does not work there, or leaves tensors that are neither parameters nor buffers, it runs on the CPU.
+    """
+    deferred = deferred_models(node)
+    if not elsewhere and not deferred:
+        return build(node, "models")
+    made = {}
+    for name, item in node.items():
+        if isinstance(item, dict) and "_target_" in item:
+            make = partial(build, item, f"models.{name}")
+            made[name] = _on_meta(make) if elsewhere or name in deferred else make()
+    make = partial(build, {name: item for name, item in node.items() if name not in made}, "models", **made)
+    return _on_meta(make) if elsewhere else make()
 
 
 def _on_meta(make: Callable[[], Any]) -> Any:
@@ -37,76 +53,66 @@ def _on_meta(make: Callable[[], Any]) -> Any:
     with contextlib.suppress(ConfigError):
         with torch.device("meta"):
             made = make()
-        if not any(tensor.is_meta for tensor in _plain_tensors(made)):
+        if not any(tensor.is_meta for tensor in _plain_tensors(made, set())):
             return made
     set_random_state(before)
     return make()
 
 
-def _plain_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the attributes of an object that are not parameters or buffers of modules."""
+def _plain_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the attributes of an object and of those in it, but no parameters or buffers."""
+    if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, type):
+        return
+    seen.add(id(value))
     held = {name: item for name, item in vars(value).items() if name not in ("_parameters", "_buffers")}
     for item in tree_leaves(held):
         if isinstance(item, torch.Tensor):
             yield item
-        elif hasattr(item, "__dict__") and not isinstance(item, type) and (depth or isinstance(item, nn.Module)):
-            yield from _plain_tensors(item, depth if isinstance(item, nn.Module) else depth - 1)
+        else:
+            yield from _plain_tensors(item, seen)
 
 
-def contents(models: Mapping[str, nn.Module]) -> Contents:
-    """Return the parameters and buffers of models, tied ones once. They keep what they hold when models are sharded."""
-    return {
-        title: {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-        for title, model in models.items()
-    }
+def place(model: nn.Module, device: torch.device, *, offloads: bool = False) -> None:
+    """Move a model to a device, or allocate its memory there. Shards that are offloaded are on the CPU."""
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
+        try:
+            model.to_empty(device=torch.device("cpu") if offloads else device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        _move_buffers(model, device)
+    elif not is_sharded(model):  # FSDP has moved it
+        model.to(device)
 
 
-def share(models: Mapping[str, nn.Module], whole: Contents, topology: Topology, *, offloads: bool) -> None:
-    """Give models the values that rank 0 had before they were sharded, one tensor at a time, and empty `whole`.
+def initialize(name: str, model: nn.Module, device: torch.device) -> None:
+    """Call `init_weights()` of a model that was built without values. All workers must call this.
 
     Raises:
-        MlxError: this worker has built other models than rank 0.
+        ConfigError: the model has no such method, or it leaves values as they are.
     """
-    if topology.world_size == 1:
-        return
-    shapes = {
-        f"{title}.{name}": (tensor.shape, tensor.dtype)
-        for title, tensors in whole.items()
-        for name, tensor in tensors.items()
-    }
-    different = dict(broadcast(shapes).items() ^ shapes.items())
-    if different:
-        raise MlxError(f"rank {topology.rank} has built other models than rank 0: {', '.join(sorted(different)):.300}")
-    for title, model in models.items():
-        if not topology.writes:
-            materialize(model, topology.device, offloads=offloads)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            _receive(tensor.detach(), whole[title].pop(name), topology)
+    init_weights: Any = getattr(model, "init_weights", None)
+    if not callable(init_weights):
+        raise ConfigError(f"Models.deferred_init names {name!r}, but {type(model).__name__} has no init_weights()")
+    _move_buffers(model, torch.device("cpu"))
+    for _, tensor in _floats(model):
+        local_part(tensor).fill_(torch.nan)
+    init_weights()
+    left = [title for title, tensor in _floats(model) if local_part(tensor).isnan().any()]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise ConfigError(f"{type(model).__name__}.init_weights() does not initialize {left[0]}{more}")
+    _move_buffers(model, device)
 
 
-def materialize(model: nn.Module, device: torch.device, *, offloads: bool) -> None:
-    """Allocate the memory of a model without values; shards that are offloaded are on the CPU."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # tied weights stay tied
-    try:
-        model.to_empty(device=torch.device("cpu") if offloads and is_sharded(model) else device)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
-    if offloads:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
+def _floats(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor.detach()
 
 
-def _receive(tensor: torch.Tensor, source: torch.Tensor, topology: Topology) -> None:
-    """Fill a tensor, or its part on this worker, from that of rank 0."""
-    if topology.writes:
-        full = source.to(topology.device).contiguous()
-    else:
-        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
-    if full.numel():
-        torch.distributed.broadcast(full.view(-1).view(torch.uint8), src=0)
-    if isinstance(tensor, DTensor):
-        part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor, full = tensor.to_local(), part.to_local()
-    tensor.copy_(full)
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))

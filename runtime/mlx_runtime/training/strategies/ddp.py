@@ -1,33 +1,43 @@
 """Data parallelism, for models that fit on one device: every worker holds the whole model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from mlx_runtime.config.building import build
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.training.strategies.blocks import blocks_of
+from mlx_runtime.training.strategies.building import build_models, deferred_models, initialize, place
+from mlx_runtime.training.strategies.recomputation import recompute_blocks
 
 
 class DDP:
     """Averages the gradients of replicas; user code applies the wrapper, with `ray.train.torch.prepare_model`."""
 
+    shards = False
+
     def __init__(self, cfg: Any, topology: Topology, notice: str | None = None) -> None:
         self._cfg, self._device, self.notice = cfg, topology.device, notice
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        group = build(node, "models")
-        for model in members(group).values():
-            if isinstance(model, nn.Module):
-                self.prepare(model)
+        group = build_models(node)
+        models = {name: item for name, item in members(group).items() if isinstance(item, nn.Module)}
+        if self._cfg.activation_checkpointing:
+            recompute_blocks(models, blocks_of(group, models), self._cfg.activation_checkpointing)
+        self.place(models, deferred_models(node))
         return group
 
-    def prepare(self, model: nn.Module) -> None:
-        """Move a model to the device."""
-        model.to(self._device)
+    def place(self, models: Mapping[str, nn.Module], deferred: Collection[str]) -> None:
+        """Move models to the device. The deferred ones are initialized on the CPU, as on any number of workers."""
+        for name, model in models.items():
+            if name in deferred:
+                place(model, torch.device("cpu"))
+                initialize(name, model, torch.device("cpu"))
+            place(model, self._device)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         for model in models:
@@ -39,6 +49,12 @@ class DDP:
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self._device.type, enabled=enabled)
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        pass
 
     def described(self) -> tuple[str, ...]:
         return ()

@@ -1,25 +1,36 @@
 """Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2)."""
 
+import functools
+import traceback
+import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import total_norm
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
+from mlx_runtime.distributed.wrapping import local_part, total_norm
+from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.forward import HALF
-from mlx_runtime.training.strategies.blocks import repeated_blocks, selected_blocks, without_shared
-from mlx_runtime.training.strategies.building import build_models, contents, share
+from mlx_runtime.training.forward import HALF, compile_forward
+from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
+from mlx_runtime.training.strategies.building import build_models, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.training.strategies.recomputation import recompute_blocks
+from mlx_runtime.training.strategies.sharing import AsIfWhole, check_same, contents, share
+
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
+"""Those of torch that take sharded parameters; LBFGS, Adafactor and Rprop do not."""
 
 
 class Sharded:
@@ -28,52 +39,73 @@ class Sharded:
     Models that are to be replicated are prepared as under `DDP`. `chosen` is the name of each model's strategy.
     """
 
+    shards = True
+
     def __init__(self, cfg: Any, topology: Topology, chosen: Mapping[str, str]) -> None:
         self._cfg, self._topology, self._chosen = cfg, topology, chosen
         self._ddp = DDP(cfg, topology)
+        self._mesh = cache(self._new_mesh)  # one per strategy
+        self._offloads = cfg.offload == "cpu" and topology.device.type != "cpu"
         self._lines: list[str] = []
-        self._mesh = cache(self._new_mesh)
-        self.notice: str | None = None
-        if cfg.offload == "cpu" and topology.device.type == "cpu":
-            self.notice = "cfg.offload=cpu has no effect on CPUs"
+        without_effect = cfg.offload == "cpu" and not self._offloads
+        self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
         keep_sharded_models()
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        group = build_models(node, on_meta=not self._topology.writes)
-        plans = getattr(type(group), "shard_plan", {})
+        topology, deferred = self._topology, deferred_models(node)
+        group = build_models(node, elsewhere=not topology.writes)
+        set_random_state(broadcast(random_state()))  # of rank 0, which has drawn the values of models
         models = {name: item for name, item in members(group).items() if isinstance(item, nn.Module)}
         whole = contents(models)
+        check_same(whole, topology)
+        blocks = blocks_of(group, models)
+        recompute_blocks(models, blocks, self._cfg.activation_checkpointing)
         for name, model in models.items():
-            self._prepare(name, model, plans)
-        share(models, whole, self._topology, offloads=self._offloads)
+            strategy = self._chosen.get(name, self._cfg.strategy)
+            if strategy != "ddp" and not isinstance(model, FSDPModule):
+                self._shard(name, model, without_shared(model, blocks[name]), strategy)
+        for name, model in models.items():
+            if name in deferred:
+                self._initialize(name, model)
+                continue
+            place(model, topology.device, offloads=self._offloads and isinstance(model, FSDPModule))
+            if topology.world_size > 1:
+                share(model, whole.pop(name), topology)
         return group
 
-    def _prepare(self, name: str, model: nn.Module, plans: Mapping[str, Any]) -> None:
-        strategy = self._chosen.get(name, self._cfg.strategy)
-        if strategy == "ddp":
-            self._ddp.prepare(model)
-        elif not isinstance(model, FSDPModule):
-            blocks = repeated_blocks(model)
-            if name in plans:
-                blocks = selected_blocks(model, plans[name], f"Models.shard_plan[{name!r}]")
-            self._shard(name, model, without_shared(model, blocks), strategy)
+    def _initialize(self, name: str, model: nn.Module) -> None:
+        if not isinstance(model, FSDPModule):
+            self._ddp.place({name: model}, {name})
+            return
+        place(model, self._topology.device, offloads=self._offloads)
+        with AsIfWhole():
+            initialize(name, model, self._topology.device)
 
     def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: str) -> None:
-        mesh = self._mesh(strategy)
-        half = HALF.get(self._cfg.precision)
-        reduced = torch.float32 if half else None
+        mesh, half = self._mesh(strategy), HALF.get(self._cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
-        inner = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced)
-        outer = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduced, output_dtype=reduced)
-        for path in sorted(blocks, key=lambda path: -path.count(".")):  # blocks within blocks come first
-            fully_shard(model.get_submodule(path), mesh=mesh, mp_policy=inner, offload_policy=offload)
-        fully_shard(model, mesh=mesh, mp_policy=outer, offload_policy=offload)
+        inside, outside = (
+            MixedPrecisionPolicy(half, torch.float32 if half else None, output) for output in (None, torch.float32)
+        )
+        parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
+        for module in parts or [model] if self._cfg.compile else []:
+            compile_forward(module, self._cfg.compile)
+        try:
+            for module in model.modules() if half else ():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # whose running statistics are float32
+                    full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
+                    fully_shard(module, mesh=mesh, mp_policy=full, offload_policy=offload)
+            for module in parts:  # blocks within blocks come first
+                if not isinstance(module, FSDPModule):
+                    fully_shard(module, mesh=mesh, mp_policy=inside, offload_policy=offload)
+            fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
+        except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
+            cure = f'Models.strategies = {{"{name}": "ddp"}} replicates the model'
+            raise ConfigError(f"models.{name} cannot be sharded; {cure}: {error}") from error
+        for module in (model, *parts):
+            type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
         model.register_forward_hook(_reshard_after_evaluation)
         self._lines.append(_line(name, model, blocks, strategy, mesh))
-
-    @property
-    def _offloads(self) -> bool:
-        return self._cfg.offload == "cpu" and self._topology.device.type != "cpu"
 
     def _new_mesh(self, strategy: str) -> DeviceMesh:
         device, size = self._topology.device.type, self._topology.world_size
@@ -81,7 +113,7 @@ class Sharded:
             return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
         inner = self._cfg.shard_size
         if inner is None or size % inner:
-            raise ConfigError(f"cfg.shard_size is {inner}, which does not divide {size} workers")
+            raise ConfigError(f"cfg.shard_size is {inner}; under hsdp, it must divide the {size} workers")
         return init_device_mesh(device, (size // inner, inner), mesh_dim_names=("replicate", "shard"))
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
@@ -95,7 +127,7 @@ class Sharded:
     def drop_gradients(self, models: Iterable[object]) -> None:
         for model in models:
             if isinstance(model, FSDPModule):
-                model.reset_iter_state()
+                drop_unreduced_gradients(model)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         parameters = list(parameters)
@@ -104,8 +136,50 @@ class Sharded:
             nn.utils.clip_grads_with_norm_(param, max_norm, norm)
         return norm
 
+    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        return ShardScaler(self._topology.device.type, enabled=enabled)
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                if len({getattr(param, "device_mesh", None) for param in group["params"]}) > 1:
+                    group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
+            _explain_errors(optimizer)
+
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def _explain_errors(optimizer: Optimizer) -> None:
+    """Let an optimizer that cannot take sharded parameters say so, at its first step."""
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def explained(self: Optimizer, *args: Any, **options: Any) -> Any:
+        try:
+            return step(self, *args, **options)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            if lost_peer(error) or not _raised_by_shards(error):
+                raise
+            name = type(optimizer).__name__
+            raise MlxError(
+                f"{name} cannot take the parameters of sharded models: {short_message(error)}. These optimizers can: "
+                f"{', '.join(OPTIMIZERS)} (SGD without fused); or train the model with the strategy ddp"
+            ) from error
+
+    optimizer.step = types.MethodType(explained, optimizer)  # type: ignore[method-assign]
+
+
+def _raised_by_shards(error: BaseException) -> bool:
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.startswith("torch.distributed.tensor.") for name in modules)
+
+
+def _no_copy(*_: Any) -> NoReturn:
+    raise MlxError(
+        "a sharded model cannot be copied; make the copy in Models.__init__, where models are not sharded yet, or copy "
+        "its weights: {name: item.clone() for name, item in net.state_dict().items()}"
+    )
 
 
 def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
@@ -115,10 +189,10 @@ def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None
 
 
 def _line(name: str, model: nn.Module, blocks: list[str], strategy: str, mesh: DeviceMesh) -> str:
-    """Describe what was sharded, like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 of 248.0 MB each`."""
+    """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 of 248.0 MB each`."""
     params = list(model.parameters())
     whole = sum(param.numel() * param.element_size() for param in params)
-    local = sum(param.to_local().nbytes for param in params if isinstance(param, DTensor))
+    local = sum(local_part(param).nbytes for param in params)
     parts = f"{len(blocks)} blocks and the rest" if blocks else "in one piece"
-    workers = f"{strategy} over {mesh['shard'].size()} workers"
+    workers = f"{strategy} over {' x '.join(map(str, mesh.shape))} workers"
     return f"{name}: {workers}, {parts}; {local / 1e6:.1f} of {whole / 1e6:.1f} MB each"

@@ -1,0 +1,42 @@
+"""Everything that relies on the private API of torch 2.13. `test_torch_private.py` fails when torch changes it.
+
+Importing it takes seconds, so only runs with sharded models do.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+
+def drop_unreduced_gradients(model: Any) -> None:
+    """Drop the gradients that a sharded model has accumulated without reducing them.
+
+    `FSDPModule.reset_iter_state` promises to, but keeps them.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):  # after the first forward pass
+                        param._unsharded_param.grad = None
+
+
+class ShardScaler(torch.amp.GradScaler):
+    """A gradient scaler whose optimizers may hold sharded parameters beside whole ones.
+
+    If the gradient of a shard overflows, all workers skip the step.
+    """
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: torch.Tensor, allow_fp16: bool) -> Any:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found: dict[torch.device, torch.Tensor] = {}
+        for mesh in {getattr(param, "device_mesh", None) for param in params}:
+            part = [param for param in params if getattr(param, "device_mesh", None) == mesh]
+            alike: Any = SimpleNamespace(param_groups=[{"params": part}])
+            overflowed = super()._unscale_grads_(alike, inv_scale, found_inf.clone(), allow_fp16)
+            for device, value in overflowed.items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        return found

@@ -1,0 +1,132 @@
+"""Values of sharded models: those that rank 0 has built, or those that all workers compute alike."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import MlxError
+
+Contents = dict[str, dict[str, torch.Tensor]]
+"""Parameters and buffers, by model and by name."""
+
+
+def contents(models: Mapping[str, nn.Module]) -> Contents:
+    """Return the parameters and buffers of models, tied ones once. They stay whole when the models are sharded."""
+    return {
+        title: {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        for title, model in models.items()
+    }
+
+
+def check_same(built: Contents, topology: Topology) -> None:
+    """Check that all workers have built the same models.
+
+    Raises:
+        MlxError: this worker has built others than rank 0.
+    """
+    own = {
+        f"{title}.{name}": (tensor.shape, tensor.dtype)
+        for title, tensors in built.items()
+        for name, tensor in tensors.items()
+    }
+    different = {name for name, _ in broadcast(own).items() ^ own.items()}
+    if different:
+        names = ", ".join(sorted(different))
+        raise MlxError(f"rank {topology.rank} and rank 0 have built different models: {names:.300}")
+
+
+def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) -> None:
+    """Give a model the values that it had on rank 0 before it was sharded, one tensor at a time, and empty `whole`."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        source = whole.pop(name)
+        if topology.writes:
+            full = source.to(topology.device).contiguous()
+        else:
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=topology.device)
+        if full.numel():
+            torch.distributed.broadcast(full.view(-1).view(torch.uint8), src=0)
+        _fill(tensor.detach(), full)
+
+
+def _fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy a whole tensor, or the part that this worker holds."""
+    if isinstance(tensor, DTensor):
+        part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor, full = tensor.to_local(), part.to_local()
+    tensor.copy_(full)
+
+
+@dataclass
+class _Copy:
+    tensor: DTensor
+    whole: torch.Tensor
+    views: list["weakref.ref[torch.Tensor]"] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        return any(view() is not None for view in self.views)
+
+
+class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it
+    """Runs code that initializes sharded tensors as if they were whole: the same on any number of workers.
+
+    Each operation works on a copy of the whole tensor on the CPU, which all workers compute alike, with the same random
+    numbers. Each keeps its part when the next tensor is initialized and no view of the copy is left. All workers must
+    run the same operations. Before the first one, a tensor counts as full of NaN.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies: dict[int, _Copy] = {}
+        self._begun: dict[int, DTensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wanted = {id(item) for item in tree_leaves((args, kwargs)) if isinstance(item, DTensor)}
+        if wanted - self._copies.keys():
+            self._keep(except_for=wanted)
+        args, kwargs = tree_map(self._whole, (args, kwargs or {}))
+        return tree_map(self._known, func(*args, **kwargs))
+
+    def _whole(self, item: Any) -> Any:
+        if not isinstance(item, DTensor):
+            return item
+        if id(item) not in self._copies:
+            if id(item) in self._begun:
+                whole = item.full_tensor().cpu()
+            else:
+                whole = torch.full(item.shape, torch.nan, dtype=item.dtype)
+            self._begun[id(item)] = item
+            self._copies[id(item)] = _Copy(item, whole)
+        return self._copies[id(item)].whole
+
+    def _known(self, item: Any) -> Any:
+        """Return the sharded tensor for its copy, and note views of copies."""
+        if isinstance(item, torch.Tensor) and item.device.type == "cpu":
+            for copy in self._copies.values():
+                if item is copy.whole:
+                    return copy.tensor
+                if item.untyped_storage().data_ptr() == copy.whole.untyped_storage().data_ptr():
+                    copy.views.append(weakref.ref(item))
+        return item
+
+    def _keep(self, except_for: set[int]) -> None:
+        """Store the parts of copies that are not used any more."""
+        for key in [key for key, copy in self._copies.items() if key not in except_for and not copy.used]:
+            copy = self._copies.pop(key)
+            _fill(copy.tensor.detach(), copy.whole.detach())
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for copy in self._copies.values():
+            _fill(copy.tensor.detach(), copy.whole.detach())
+        self._copies.clear()
