@@ -2,13 +2,15 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from mlx_runtime.storage.documents import COUNT, FILE_NAME, FLAG, NUMBER, TEXT, from_json, mapping_of
 from mlx_runtime.storage.files import Storage, storage_errors
 
 STATE = "state.pt"
 ABOUT = "checkpoint.json"
+INDEX = "index.json"
 
 _SHAPE = {
     "epoch": COUNT,
@@ -18,6 +20,9 @@ _SHAPE = {
     "sha256": TEXT,
     "size_bytes": COUNT,
     "file": FILE_NAME,
+    "index": FILE_NAME,
+    "index_sha256": TEXT,
+    "shards_bytes": COUNT,
 }
 
 
@@ -32,12 +37,25 @@ class Checkpoint:
     sha256: str = ""  # of its state, in hexadecimal
     size_bytes: int = 0  # of its state
     file: str = STATE  # name of the file with its state
+    index: str | None = None  # name of the file that describes the shards, if its state has any
+    index_sha256: str = ""  # in hexadecimal
+    shards_bytes: int = 0  # of all shards
 
     @property
     def name(self) -> str:
         """Name of its folder. Folders count epochs from 1, as people do."""
         epoch = f"epoch_{self.epoch + 1:04d}"
         return epoch if self.finished else f"{epoch}_step_{self.global_step:08d}"
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of its state and all shards."""
+        return self.size_bytes + self.shards_bytes
+
+    def fields(self) -> dict[str, Any]:
+        """Return what `checkpoint.json` stores."""
+        of_shards = ("index", "index_sha256", "shards_bytes")
+        return {name: value for name, value in asdict(self).items() if self.index is not None or name not in of_shards}
 
     @property
     def order(self) -> tuple[int, bool, int]:

@@ -1,12 +1,19 @@
-"""Compute the SHA-256 of files while they are written or read, so that nothing is read twice."""
+"""Compute the SHA-256 of files while they are written or read, so that nothing is read twice.
+
+A file that is read whole has one. A file that is read in parts has one per block, so that readers verify these parts.
+"""
 
 import contextlib
 import hashlib
 import io
 import os
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 20
+
+VERIFIED_BYTES = 8 << 20
+"""Size of the blocks that are verified one by one; the last one of a file is smaller."""
 
 
 class HashingWriter:
@@ -39,6 +46,61 @@ class HashingWriter:
             self._file.flush()
             with contextlib.suppress(OSError, AttributeError, ValueError):  # an object store has no descriptor
                 os.fsync(self._file.fileno())
+
+
+class BlockWriter(HashingWriter):
+    """A `HashingWriter` that hashes each block on its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._finished: list[str] = []  # hashes of complete blocks
+
+    def write(self, data: Any) -> int:
+        whole = memoryview(data).cast("B")
+        rest = whole
+        while rest.nbytes:
+            part = rest[: VERIFIED_BYTES - self.size_bytes % VERIFIED_BYTES]
+            rest = rest[super().write(part) :]
+            if self.size_bytes % VERIFIED_BYTES == 0:
+                self._finished.append(self._digest.hexdigest())
+                self._digest = hashlib.sha256()
+        return whole.nbytes
+
+    @property
+    def blocks(self) -> list[str]:
+        """SHA-256 of each block of what was written, in hexadecimal."""
+        return [*self._finished, self.sha256] if self.size_bytes % VERIFIED_BYTES else [*self._finished]
+
+
+class BlockReader:
+    """A seekable file of which parts are read, verified with the SHA-256 of the blocks that they are in."""
+
+    def __init__(self, file: Any, blocks: Sequence[str]) -> None:
+        self._file, self._blocks = file, blocks
+        self._number, self._content = -1, memoryview(b"")
+
+    def read_into(self, target: memoryview, start: int) -> None:
+        """Fill a buffer with the bytes from a position on.
+
+        Raises:
+            ValueError: they are missing, or are not those that were written.
+        """
+        while target.nbytes:
+            number, offset = divmod(start, VERIFIED_BYTES)
+            if number != self._number:
+                self._number, self._content = number, self._block(number)
+            part = self._content[offset : offset + target.nbytes]
+            if not part.nbytes:
+                raise ValueError(f"it ends before byte {start:,}")
+            target[: part.nbytes] = part
+            target, start = target[part.nbytes :], start + part.nbytes
+
+    def _block(self, number: int) -> memoryview:
+        self._file.seek(number * VERIFIED_BYTES)
+        content = self._file.read(VERIFIED_BYTES)
+        if number >= len(self._blocks) or hashlib.sha256(content).hexdigest() != self._blocks[number]:
+            raise ValueError("its SHA-256 is not the one it was saved with")
+        return memoryview(content)
 
 
 class HashingReader(io.RawIOBase):

@@ -60,6 +60,10 @@ class Publication:
         self._files.append(file)
         return self._storage.create(self.folder, file)
 
+    def expect(self, files: list[str]) -> None:
+        """Note that other processes write these files to `folder`; their names are from `unique`."""
+        self._files += files
+
     def commit(self, marker: bytes) -> None:
         """Publish the folder, replacing an older one of the same name.
 

@@ -1,7 +1,7 @@
 """What a checkpoint holds, and how an experiment is saved to it and restored from it."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
@@ -11,7 +11,7 @@ from mlx_runtime.errors import MlxError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import AsyncCheckpointer, State
+from mlx_runtime.runs.checkpoints import AsyncCheckpointer, Layouts, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import filled, hidden_texts
 from mlx_runtime.training import resuming
@@ -28,6 +28,9 @@ SAVED_PER_RANK = ("metrics", "losses")
 MADE_BY_LOOP = ("tools", "own")
 """Groups that `worker_loop` may add to; what it adds is restored when the first pass begins."""
 
+EVERYTHING = dict.fromkeys(SAVED_ONCE)
+"""All members of these groups."""
+
 
 class Checkpointer:
     """Saves and restores an experiment. Every worker must make the same calls."""
@@ -39,6 +42,7 @@ class Checkpointer:
         self.requested = False  # a checkpoint is saved as soon as the current update is complete
         self.step: int | None = None  # global step of the one saved or restored last
         self._to_resume: State | None = None
+        self._from_shards = False  # the checkpoint to restore has shards
         self._restored_names: dict[str, set[str]] = {}
         self._saver: AsyncCheckpointer | None = None
         if context.topology.writes:
@@ -51,26 +55,48 @@ class Checkpointer:
     def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background. The best one is chosen by `numbers`."""
         self.requested, self.step = False, self._context.progress.global_step
+        parts = checkpoints.Parts() if self._has_shards() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
+        if parts is not None:
+            own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
-        if self._saver is not None and ranks is not None:
-            state = self._state(ranks) | {"epoch": epoch, "finished": finished}
-            self._saver.save(state, Checkpoint(epoch, finished, self._context.progress.global_step, dict(numbers)))
+        checkpoint = Checkpoint(epoch, finished, self._context.progress.global_step, dict(numbers))
+        ends: State = {"epoch": epoch, "finished": finished}
+        if parts is not None:
+            groups = {name: parts.without(part, name) for name, part in self._group_states().items()}
+            if self._saver is None:
+                self._saver = AsyncCheckpointer(self._context.checkpoints, lambda checkpoint: None, lambda: None)
+            state = None if ranks is None else self._state(ranks, groups) | ends
+            self._saver.save_sharded(state, checkpoint, parts)
+        elif self._saver is not None and ranks is not None:
+            self._saver.save(self._state(ranks, self._group_states()) | ends, checkpoint)
 
-    def _state(self, ranks: list[Any]) -> State:
+    def _has_shards(self) -> bool:
+        return checkpoints.has_shards(*(self._context.groups.members(name) for name in SAVED_ONCE))
+
+    def _group_states(self) -> State:
+        """Return the states of the groups that a checkpoint holds once."""
         context = self._context
-        state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
-        state |= {"world_size": context.topology.world_size, "config": dict(context.shown_config)}
+        states: State = {}
         secrets = hidden_texts(context.config, context.shown_config)
         for group in SAVED_ONCE:
-            state[group], left_out = checkpoints.state_of(context.groups[group], secrets)
+            states[group], left_out = checkpoints.state_of(context.groups[group], secrets)
             for name in left_out:
                 title = f"{group}.{name}".removeprefix("own.")
                 if group in ("models", "optimizers"):
                     raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
-                self._reporter.events.notice(f"{title} is not part of checkpoints: only numbers, text and tensors are")
+                if context.topology.writes:
+                    text = f"{title} is not part of checkpoints: only numbers, text and tensors are"
+                    self._reporter.events.notice(text)
+        return states
+
+    def _state(self, ranks: list[Any], groups: State) -> State:
+        """Return what a checkpoint holds, given what belongs to each rank and the states of groups."""
+        context = self._context
+        state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
+        state |= {"world_size": context.topology.world_size, "config": dict(context.shown_config)} | groups
         state["on_device"] = checkpoints.on_device(context.groups["tools"])
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
@@ -99,15 +125,16 @@ class Checkpointer:
 
     def restore(self) -> int | None:
         """Restore the latest checkpoint, or else the one configured; see `BaseModule.restore_checkpoint`."""
-        state = self._find()
-        if state is None:
+        found = self._find()
+        if found is None:
             return None
+        state, prepared = found
         context, progress = self._context, self._context.progress
         for name in SAVED_ONCE:
-            self._load(name, state)
+            self._load(name, prepared, owned=prepared is not state)
         self._set_group_values(state)
         self._restored_names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
-        self._load_rank(state, metrics=True)
+        self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
         self.step = progress.global_step = state["global_step"]
@@ -136,42 +163,103 @@ class Checkpointer:
             return
         self._to_resume = None
         added = {name: set(self._context.groups.members(name)) - self._restored_names[name] for name in MADE_BY_LOOP}
-        for name, names in added.items():
-            self._load(name, state, only=names & set(state[name]))
+        wanted: dict[str, Collection[str] | None] = {**added}
         if any(added.values()):
-            self._load("optimizers", state)
+            wanted["optimizers"] = None
+        prepared = self._prepared(state, wanted)
+        for name, names in wanted.items():
+            only = None if names is None else {*names} & set(state[name])
+            self._load(name, prepared, only=only, owned=prepared is not state)
+        if any(added.values()):
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
                 self._reporter.events.notice(f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
-        self._load_rank(state, metrics=not state["finished"])
+        self._load_rank(prepared, metrics=not state["finished"])
         self._context.progress.interrupted = not state["finished"]
 
-    def _find(self) -> State | None:
-        """Return the state to restore everything from, or None if there is none."""
+    def _find(self) -> tuple[State, State] | None:
+        """Return the state to restore everything from, and the same as it is loaded, or None if there is none."""
         saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
         notice = self._reporter.events.notice
-        latest = collectives.broadcast(saved.newest(notice) if self._context.topology.writes else None)
-        if latest is not None:
-            state, path = saved.load(latest), saved.path(latest)
+        while True:
+            latest = collectives.broadcast(saved.newest(notice) if self._context.topology.writes else None)
+            if latest is None:
+                break
+            state = saved.load(latest, whole=False)
+            self._from_shards = checkpoints.has_stored(state)
+            try:
+                prepared = self._prepared(state)
+            except checkpoints.DamagedError as error:
+                saved.reject(latest, str(error))
+                continue
             self._reporter.rewind(state)
-        elif path:
-            state = checkpoints.read(path)
-            if not self._context.cfg.restore_strict:
-                for line in checkpoints.load_what_fits(self._context.groups["models"], state["models"]):
-                    notice(f"          {line}")
-                notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
-                return None
-        else:
+            notice(f"restored  {saved.path(latest)} (epoch {state['epoch'] + 1}, step {state['global_step']})")
+            return state, prepared
+        if not path:
+            return None
+        state = checkpoints.read(path, whole=False)
+        self._from_shards = checkpoints.has_stored(state)
+        if not self._context.cfg.restore_strict:
+            for line in self._load_what_fits(state["models"]):
+                notice(f"          {line}")
+            notice(f"weights   of {path} (epoch {state['epoch'] + 1}); everything else starts from scratch")
             return None
         notice(f"restored  {path} (epoch {state['epoch'] + 1}, step {state['global_step']})")
-        return state
+        return state, self._prepared(state)
+
+    def _prepared(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
+        """Return a state as the members of groups load it: each worker reads the parts that it holds.
+
+        Raises:
+            DamagedError: a worker has read a damaged file. All workers raise it.
+        """
+        layouts = self._layouts()
+        if layouts is None:
+            return state
+        prepared = state | {"ranks": layouts.of_values(state["ranks"])}
+        for name, names in wanted.items():
+            present = self._context.groups.members(name)
+            prepared[name] = {
+                item: layouts.of_member(present[item], saved)
+                if item in present and (names is None or item in names)
+                else saved
+                for item, saved in state[name].items()
+            }
+        error = None
+        try:
+            layouts.reads.run()
+        except MlxError as caught:
+            error = caught
+        errors = [item for item in collectives.gather(error) or () if item is not None]
+        if (first := collectives.broadcast(errors[0] if errors else None)) is not None:
+            raise first
+        return prepared
+
+    def _layouts(self) -> Layouts | None:
+        """Return where the tensors of a state belong, or None if neither they nor those of the run are sharded."""
+        if not self._from_shards and not self._has_shards():
+            return None
+        return Layouts(self._context.groups.members("models"), whole=not self._from_shards)
+
+    def _load_what_fits(self, saved: State) -> list[str]:
+        """Load the weights that fit; see `checkpoints.load_what_fits`."""
+        layouts = self._layouts()
+
+        def prepared(fits: State, own: State) -> State:
+            assert layouts is not None
+            made: State = layouts.of_values(fits, own)
+            layouts.reads.run()
+            return made
+
+        options = {} if layouts is None else {"prepared": prepared}
+        return checkpoints.load_what_fits(self._context.groups["models"], saved, **options)
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the config of a checkpoint, including the secrets that are known, and the config of the run."""
         return filled(state["config"], self._context.shown_config, self._context.config), self._context.config
 
-    def _load(self, name: str, state: State, only: set[str] | None = None) -> None:
+    def _load(self, name: str, state: State, *, only: set[str] | None = None, owned: bool) -> None:
         """Restore the members of a group; tools get the settings that the config has changed."""
         saved, moved = state[name], {}
         if name == "tools":
@@ -183,7 +271,7 @@ class Checkpointer:
                 else part
                 for item, part in saved.items()
             }
-        for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved):
+        for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
             self._reporter.events.notice(text)
 
     def _set_group_values(self, state: State) -> None:

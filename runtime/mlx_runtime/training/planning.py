@@ -64,7 +64,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         if config.run is not None:
             _require_checkpoint(config.run)
         elif config.cfg.restore_checkpoint_path:
-            checkpoints.read(config.cfg.restore_checkpoint_path)
+            checkpoints.read(config.cfg.restore_checkpoint_path, whole=False)
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None

@@ -6,6 +6,15 @@ checkpoints/epoch_0004/
     state.pt           everything, as plain values and tensors: reading it never runs code (`weights_only=True`)
     checkpoint.json    what it is, its numbers, and the SHA-256 of state.pt
 
+If a run shards its models over the workers, each worker writes the parts that it holds:
+
+    index.json                  name, type and shape of each sharded tensor, and the position of its parts
+    shard_00000.safetensors     parts held by rank 0, written and verified in blocks of 8 MiB
+    shard_00001.safetensors     ...
+
+`state.pt` then refers to tensors by their name in the index. `checkpoint.json` holds the SHA-256 of the index, which
+holds those of the shards' blocks. Any number of workers can load a checkpoint: see `layouts`.
+
 `state.pt` is a dict; what belongs to one rank is in `ranks`, one entry per worker:
 
     {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "config": saved conf.yaml,
@@ -26,14 +35,21 @@ from mlx_runtime.runs.checkpoints.groups import (
     on_device,
     state_of,
 )
+from mlx_runtime.runs.checkpoints.layouts import Layouts
+from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, has_shards, has_stored
 from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read, score
 
 __all__ = [
     "PARTS",
     "AsyncCheckpointer",
     "Checkpoints",
+    "DamagedError",
+    "Layouts",
+    "Parts",
     "State",
     "copied",
+    "has_shards",
+    "has_stored",
     "load_into",
     "load_what_fits",
     "members",

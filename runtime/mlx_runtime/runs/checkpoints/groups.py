@@ -57,12 +57,13 @@ def load_into(
     *,
     only: set[str] | None = None,
     moved: Mapping[str, torch.device] | None = None,
+    owned: bool = False,
 ) -> list[str]:
     """Put saved states back into the members of a group. Return a line for each member that was not restored.
 
     Raise ConfigError if a state does not fit, or if the title is `models` or `optimizers` and a member has no
     counterpart. `only` names the members to restore. `moved` maps attributes to the devices of their tensors, like
-    `{"ema.shadow": cuda:0}`; others stay on the CPU.
+    `{"ema.shadow": cuda:0}`; others stay on the CPU. States are copied unless the members may keep them (`owned`).
     """
     present = {name: member for name, member in members(group).items() if _has_state(member)}
     if only is not None:
@@ -78,15 +79,20 @@ def load_into(
     for name in sorted(set(present) & set(saved)):
         devices = {key.removeprefix(f"{name}."): device for key, device in (moved or {}).items()}
         try:
-            _load_member(present[name], saved[name], devices)
+            _load_member(present[name], saved[name] if owned else copy.deepcopy(saved[name]), devices)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             detail = " ".join(str(error).split())
             raise ConfigError(f"{title}.{name} in the checkpoint does not fit the config: {detail:.300}") from error
     return [f"{title}.{name} is new: the checkpoint has no state for it" for name in unmatched if name in present]
 
 
-def load_what_fits(models: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Load the weights whose name and shape fit. Return one line for each of the others."""
+def load_what_fits(
+    models: Any, saved: Mapping[str, Any], prepared: Callable[[State, State], State] = lambda fits, own: fits
+) -> list[str]:
+    """Load the weights whose name and shape fit. Return one line for each of the others.
+
+    `prepared` is called with the weights that fit and those of the model that they replace, and returns what to load.
+    """
     lines = []
     present = {name: unwrap(item) for name, item in members(models).items() if isinstance(item, nn.Module)}
     for name in sorted(set(present) | set(saved)):
@@ -100,7 +106,7 @@ def load_what_fits(models: Any, saved: Mapping[str, Any]) -> list[str]:
             if key in own and key in state:
                 what = f"{_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
             lines.append(f"models.{name}.{key} is {what}")
-        present[name].load_state_dict(fits, strict=False)
+        present[name].load_state_dict(prepared(fits, own), strict=False)
     return lines
 
 
@@ -136,10 +142,10 @@ def _load_member(member: Any, saved: State, devices: Mapping[str, torch.device])
     if metric_states.is_metric(member):
         metric_states.load_state(member, saved)
     elif hasattr(member, "load_state_dict"):
-        unwrap(member).load_state_dict(copy.deepcopy(saved))
+        unwrap(member).load_state_dict(saved)
     else:
         for key, item in saved.items():
-            setattr(member, key, _moved(copy.deepcopy(item), devices.get(key, torch.device("cpu"))))
+            setattr(member, key, _moved(item, devices.get(key, torch.device("cpu"))))
 
 
 def _has_state(member: Any) -> bool:
@@ -147,7 +153,7 @@ def _has_state(member: Any) -> bool:
 
 
 def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    return tuple(value.shape) if hasattr(value, "shape") else type(value).__name__
 
 
 def plain(value: Any) -> Any:

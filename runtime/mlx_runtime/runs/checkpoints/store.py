@@ -1,18 +1,21 @@
 """The checkpoints of one run on disk: store them, optionally in the background, verify, load and prune them."""
 
 import contextlib
+import hashlib
 import math
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from typing import IO, cast
+from dataclasses import replace
+from functools import partial
+from typing import IO, Any, cast
 
 import torch
 
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs.checkpoint_index import (
     ABOUT,
+    INDEX,
     STATE,
     Checkpoint,
     checkpoints_by_name,
@@ -20,6 +23,7 @@ from mlx_runtime.runs.checkpoint_index import (
     read_description,
 )
 from mlx_runtime.runs.checkpoints.groups import State, copied
+from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
@@ -49,6 +53,7 @@ class Checkpoints:
     def __init__(self, root: str) -> None:
         self._storage = Storage(root)
         self._damaged: list[str] = []
+        self._rejected: dict[str, str] = {}  # problems by name
         self._newest: tuple[Checkpoint, State] | None = None
 
     def all(self) -> list[Checkpoint]:
@@ -70,27 +75,85 @@ class Checkpoints:
         """
         try:
             with Publication(self._storage, checkpoint.name, ABOUT) as publication:
-                file_name = publication.unique(STATE)
-                with HashingWriter(publication.create(file_name)) as file:
-                    torch.save(state, cast("IO[bytes]", file))  # it only writes
-                about = replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
-                allowed()
-                publication.commit(to_json(asdict(about)).encode())
-                publication.remove_others()
+                about = _write_state(publication, state, checkpoint)
+                return self._publish(publication, about, allowed)
         except (OSError, RuntimeError) as error:
             reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides a full disk
-            raise StorageError(f"cannot write a checkpoint to {self._storage.root}: {short_message(reason)}") from error
+            raise StorageError(f"{self._problem}: {short_message(reason)}") from error
+
+    def save_sharded(
+        self,
+        state: State | None,
+        checkpoint: Checkpoint,
+        parts: Parts,
+        staged: Mapping[str, torch.Tensor],
+        group: Any,
+        allowed: Callable[[], None] = lambda: None,
+    ) -> Checkpoint:
+        """Store a checkpoint with shards atomically. Every worker must call this, in the order of their collectives.
+
+        Args:
+            state: On rank 0, what is not sharded.
+            checkpoint: Description of the checkpoint.
+            parts: The sharded tensors.
+            staged: Copies of this worker's parts of them.
+            group: Process group that nothing else uses meanwhile.
+            allowed: On rank 0, the same as for `save`.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        from mlx_runtime.runs.checkpoints.shard_writer import ShardWriter, StagedPlanner, failure
+
+        writer, about = ShardWriter(self._storage), checkpoint
+        publication = Publication(self._storage, checkpoint.name, ABOUT)
+
+        def write_state() -> None:
+            nonlocal about
+            about = _write_state(publication, state, checkpoint)
+
+        def publish(index: bytes, size_bytes: int) -> None:
+            nonlocal about
+            file_name = publication.unique(INDEX)
+            with HashingWriter(publication.create(file_name)) as file:
+                file.write(index)
+            about = replace(about, index=file_name, index_sha256=file.sha256, shards_bytes=size_bytes)
+            self._publish(publication, about, allowed)
+
+        with contextlib.ExitStack() as stack:
+            if state is not None:
+                begin = partial(stack.enter_context, publication)
+                writer = ShardWriter(self._storage, publication, begin, write_state, publish)
+            try:
+                save(dict(parts.tensors), storage_writer=writer, planner=StagedPlanner(staged), process_group=group)
+            except CheckpointException as error:
+                failure(error, self._problem)
         return about
 
-    def load(self, checkpoint: Checkpoint) -> State:
+    def _publish(self, publication: Publication, about: Checkpoint, allowed: Callable[[], None]) -> Checkpoint:
+        allowed()
+        publication.commit(to_json(about.fields()).encode())
+        publication.remove_others()
+        return about
+
+    @property
+    def _problem(self) -> str:
+        return f"cannot write a checkpoint to {self._storage.root}"
+
+    def load(self, checkpoint: Checkpoint, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
-        The one that `newest` returned is read only once.
+        Unless it is to be `whole`, it has a `StoredTensor` for each sharded tensor, none of which has been read. The
+        one that `newest` returned is read only once.
         """
         loaded, self._newest = self._newest, None
-        if loaded is not None and loaded[0] == checkpoint:
-            return loaded[1]
-        return _loaded(self._storage, checkpoint.name, checkpoint)
+        if loaded is None or loaded[0] != checkpoint:
+            loaded = checkpoint, _loaded(self._storage, checkpoint.name, checkpoint)
+        return full(loaded[1]) if whole else loaded[1]
+
+    def reject(self, checkpoint: Checkpoint, problem: str) -> None:
+        """Note that shards of a checkpoint are damaged, so that `newest` returns the previous one."""
+        self._rejected[checkpoint.name] = problem
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
@@ -102,13 +165,15 @@ class Checkpoints:
             name: f"{joined(self._storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
             for name, item in checkpoints.items()
             if item is None
-        }
+        } | self._rejected
         self._newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
+            if item.name in self._rejected:
+                continue
             try:
                 self._newest = item, _loaded(self._storage, item.name, item)
                 break
-            except _DamagedError as error:
+            except DamagedError as error:
                 problems[item.name] = str(error)
         if problems and self._newest is None:
             raise ConfigError(
@@ -122,7 +187,7 @@ class Checkpoints:
 
     def set_damaged_aside(self) -> None:
         """Rename the checkpoints that `newest` found damaged to `damaged_…`, so that no save overwrites them."""
-        damaged, self._damaged = self._damaged, []
+        damaged, self._damaged, self._rejected = self._damaged, [], {}
         with storage_errors(f"cannot write to {self._storage.root}"):
             for name in damaged:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
@@ -163,12 +228,25 @@ class AsyncCheckpointer:
         self._checkpoints, self._stored, self._allowed = checkpoints, stored, allowed
         self._saving: tuple[threading.Thread, threading.Event] | None = None  # the thread, and whether it is done
         self._error: Exception | None = None
+        self._group: Any = None  # of the threads of all workers
 
     def save(self, state: State, checkpoint: Checkpoint) -> None:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
         self.wait()
-        done, copy = threading.Event(), copied(state)
-        thread = threading.Thread(target=self._save, args=(copy, checkpoint, done), name="checkpoint", daemon=True)
+        self._start(partial(self._checkpoints.save, copied(state), checkpoint, self._allowed))
+
+    def save_sharded(self, state: State | None, checkpoint: Checkpoint, parts: Parts) -> None:
+        """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
+        self.wait()
+        if self._group is None:
+            self._group = torch.distributed.new_group(backend="gloo")
+        copy, staged = None if state is None else copied(state), parts.staged()
+        save = self._checkpoints.save_sharded
+        self._start(partial(save, copy, checkpoint, parts, staged, self._group, self._allowed))
+
+    def _start(self, save: Callable[[], Checkpoint]) -> None:
+        done = threading.Event()
+        thread = threading.Thread(target=self._save, args=(save, done), name="checkpoint", daemon=True)
         self._saving = thread, done
         thread.start()
 
@@ -184,9 +262,9 @@ class AsyncCheckpointer:
         if error is not None:
             raise error
 
-    def _save(self, state: State, checkpoint: Checkpoint, done: threading.Event) -> None:
+    def _save(self, save: Callable[[], Checkpoint], done: threading.Event) -> None:
         try:
-            self._stored(self._checkpoints.save(state, checkpoint, self._allowed))
+            self._stored(save())
         except Exception as error:
             self._error = error
         finally:
@@ -199,8 +277,8 @@ def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float
     return -math.inf if math.isnan(value) else value if mode == "max" else -value
 
 
-def read(path: str) -> State:
-    """Return the state of the checkpoint in any folder or URI, on the CPU, or raise ConfigError if it is damaged."""
+def read(path: str, *, whole: bool = True) -> State:
+    """Return the state of the checkpoint in any folder or URI; see `Checkpoints.load`."""
     storage, name = parent_of(path)
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
@@ -209,11 +287,16 @@ def read(path: str) -> State:
         others = ", ".join(item.name for item in list_checkpoints(storage))
         beside = f" The folder also contains: {others}." if others else ""
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}.{beside}")
-    return _loaded(storage, name, about)
+    state = _loaded(storage, name, about)
+    return full(state) if whole else state
 
 
-class _DamagedError(ConfigError):
-    """A state is missing or does not have the checksum that it was saved with."""
+def _write_state(publication: Publication, state: State | None, checkpoint: Checkpoint) -> Checkpoint:
+    """Write a state. Return the description with its checksum."""
+    file_name = publication.unique(STATE)
+    with HashingWriter(publication.create(file_name)) as file:
+        torch.save(state, cast("IO[bytes]", file))  # it only writes
+    return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
 
 def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
@@ -232,15 +315,43 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
                 raise hashing.failure
             sha256, size = hashing.finish()
     except FileNotFoundError as error:
-        raise _DamagedError(f"{path} is damaged: there is no such file") from error
+        raise DamagedError(f"{path} is damaged: there is no such file") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {short_message(error)}") from error
     if about is not None and size != about.size_bytes:
-        raise _DamagedError(f"{path} is damaged: it has {size:,} bytes of {about.size_bytes:,}")
+        raise DamagedError(f"{path} is damaged: it has {size:,} bytes of {about.size_bytes:,}")
     if about is not None and sha256 != about.sha256:
-        raise _DamagedError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
+        raise DamagedError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
     if unreadable:
         raise ConfigError(f"{path} is damaged: {unreadable}")
     if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
-    return cast("State", state)
+    shards = _shards(storage, name, about)
+    if shards is None:
+        return cast("State", state)
+    shards.check_files()
+    try:
+        return cast("State", shards.loaded(state))
+    except (ValueError, TypeError) as error:
+        raise DamagedError(f"{path} is damaged: {short_message(error)}") from error
+
+
+def _shards(storage: Storage, name: str, about: Checkpoint | None) -> Shards | None:
+    """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
+    file_name = about.index if about is not None else INDEX
+    if file_name is None:
+        return None
+    path = joined(storage.root, name, file_name)
+    try:
+        content = storage.read(name, file_name)
+        if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
+            raise ValueError("its SHA-256 is not the one it was saved with")
+        return Shards(storage, name, content)
+    except FileNotFoundError as error:
+        if about is None:
+            return None
+        raise DamagedError(f"{path} is damaged: there is no such file") from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: {short_message(error)}") from error

@@ -1,0 +1,161 @@
+"""`ShardWriter`: where torch's distributed checkpointing (DCP) writes. Imported only by runs that have shards."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from mlx_runtime.errors import MlxError, StorageError, short_message
+from mlx_runtime.runs.checkpoints import tensor_files
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.hashing import BlockWriter
+from mlx_runtime.storage.publishing import Publication
+
+
+class StagedPlanner(DefaultSavePlanner):
+    """Plans with the sharded tensors, and writes copies of this worker's parts.
+
+    Args:
+        staged: The copies by name.
+    """
+
+    def __init__(self, staged: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._staged = staged
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self._staged[index.fqn]
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """The file of one worker, which rank 0 names."""
+
+    folder: str
+    file: str
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a worker has written."""
+
+    file: str
+    size_bytes: int
+    blocks: list[str]
+    starts: dict[MetadataIndex, int]  # position of each chunk in the file
+
+
+class ShardWriter(StorageWriter):
+    """Writes one file per worker to a folder that rank 0 publishes.
+
+    Args:
+        storage: Storage of the checkpoints.
+        publication: On rank 0, the attempt to publish this one.
+        begin: On rank 0, begins it.
+        write_state: On rank 0, writes the part of the state that is not sharded.
+        publish: On rank 0, publishes the checkpoint, given its index and the size of all shards in bytes.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        publication: Publication | None = None,
+        begin: Callable[[], object] = lambda: None,
+        write_state: Callable[[], None] = lambda: None,
+        publish: Callable[[bytes, int], None] = lambda index, size_bytes: None,
+    ) -> None:
+        self._storage, self._publication = storage, publication
+        self._begin, self._write_state, self._publish = begin, write_state, publish
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._begin()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Name the file of each worker, on rank 0."""
+        assert self._publication is not None
+        files = [self._publication.unique(f"shard_{rank:05d}.safetensors") for rank in range(len(plans))]
+        self._publication.expect(files)
+        folder = self._publication.folder
+        return [replace(plan, storage_data=_Destination(folder, file)) for plan, file in zip(plans, files, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this worker, unless it has nothing to write."""
+        to: _Destination = plan.storage_data
+        tensors = {item.index: cast("torch.Tensor", planner.resolve_data(item)) for item in plan.items}
+        written: Future[list[WriteResult]] = Future()
+        results = []
+        if tensors:
+            try:
+                file = BlockWriter(self._storage.create(to.folder, to.file))
+                with file:
+                    starts = tensor_files.write(file, {_title(index): part for index, part in tensors.items()})
+            except FileNotFoundError as error:
+                raise StorageError(f"{error.filename or to.folder} is missing on this machine: {_SHARED}") from error
+            facts = _Written(to.file, file.size_bytes, file.blocks, dict(zip(tensors, starts, strict=True)))
+            results.append(WriteResult(MetadataIndex(to.file), file.size_bytes, facts))
+        self._write_state()
+        written.set_result(results)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint, on rank 0, once all workers have written their files."""
+        assert self._publication is not None
+        written: list[_Written] = [item.storage_data for worker in results for item in worker]
+        for item in written:
+            if self._storage.size_bytes(self._publication.folder, item.file) != item.size_bytes:
+                raise StorageError(f"{item.file}, which another worker has written, is not in the storage: {_SHARED}")
+        self._publish(_index(metadata, written), sum(item.size_bytes for item in written))
+
+
+_SHARED = "all machines must share cfg.storage_path; name a shared folder or an object store"
+
+
+def failure(error: CheckpointException, problem: str) -> NoReturn:
+    """Raise what failed on the worker with the lowest rank, as an error for users that begins with the problem."""
+    cause = error.failures[min(error.failures)][0]
+    if isinstance(cause, MlxError):
+        raise cause
+    reason = cause.__context__ if isinstance(cause.__context__, OSError) else cause  # torch hides a full disk
+    if isinstance(reason, OSError | RuntimeError):
+        raise StorageError(f"{problem}: {short_message(reason)}") from error
+    raise cause
+
+
+def _title(index: MetadataIndex) -> str:
+    """Return the name of a chunk in its file: a worker may have several of one tensor."""
+    return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
+
+
+def _index(metadata: Metadata, written: list[_Written]) -> bytes:
+    """Return the index of a checkpoint; `shards` describes it."""
+    places = {index: (item.file, start) for item in written for index, start in item.starts.items()}
+    tensors = {}
+    for name, about in metadata.state_dict_metadata.items():
+        assert isinstance(about, TensorStorageMetadata)
+        chunks = []
+        for chunk in about.chunks:
+            file, start = places[MetadataIndex(name, chunk.offsets)]
+            facts = {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": file, "start": start}
+            chunks.append(facts)
+        dtype = tensor_files.dtype_name(about.properties.dtype)
+        tensors[name] = {"dtype": dtype, "shape": list(about.size), "chunks": chunks}
+    files = {item.file: {"size_bytes": item.size_bytes, "sha256": item.blocks} for item in written}
+    return json.dumps({"tensors": tensors, "files": files}, separators=(",", ":")).encode()

@@ -1,0 +1,295 @@
+"""Sharded tensors of a state: each worker writes its part, and reads the part that it needs, or the whole tensor.
+
+Torch's distributed checkpointing (DCP) plans who writes and reads which part. What it would pickle is an index in JSON,
+and the parts are in files in the format of safetensors:
+
+    {"tensors": {"models/net/head.weight": {"dtype": "F32", "shape": [10, 64], "chunks": [
+         {"offsets": [0, 0], "sizes": [5, 64], "file": "shard_00000.safetensors", "start": 4096}, ...]}, ...},
+     "files": {"shard_00000.safetensors": {"size_bytes": 8192, "sha256": [SHA-256 of each block, ...]}, ...}}
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.errors import ConfigError, StorageError, short_message
+from mlx_runtime.runs.checkpoints import tensor_files
+from mlx_runtime.runs.checkpoints.groups import tensors
+from mlx_runtime.storage.documents import COUNT, FILE_NAME, TEXT, from_json, list_of, mapping_of, mapping_with
+from mlx_runtime.storage.files import Storage, joined
+from mlx_runtime.storage.hashing import BlockReader
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
+    from torch.distributed.tensor import DTensor
+
+_PLACEHOLDER = "mlx_runtime.sharded"
+"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
+
+_CHUNK = mapping_with(
+    {"offsets": list_of(COUNT), "sizes": list_of(COUNT), "file": FILE_NAME, "start": COUNT},
+    needs=("offsets", "sizes", "file", "start"),
+)
+_TENSOR = mapping_with(
+    {"dtype": TEXT, "shape": list_of(COUNT), "chunks": list_of(_CHUNK)}, needs=("dtype", "shape", "chunks")
+)
+_FILE = mapping_with({"size_bytes": COUNT, "sha256": list_of(TEXT)}, needs=("size_bytes", "sha256"))
+_SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE)}
+
+
+class DamagedError(ConfigError):
+    """A file of a checkpoint is missing, or is not what was saved."""
+
+
+# -- tensors of a state that are sharded
+
+
+def has_shards(*groups: Mapping[str, Any]) -> bool:
+    """Return True if members of groups hold sharded tensors. FSDP shows whole parameters between two passes."""
+    for member in (member for group in groups for member in group.values()):
+        if isinstance(member, nn.Module):
+            held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())
+        elif isinstance(member, torch.optim.Optimizer):
+            held = (item for group in member.param_groups for item in group["params"])
+        else:
+            held = tensors(getattr(member, "__dict__", None))
+        if any(map(is_sharded, held)):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a loaded state whose content has not been read yet."""
+
+    shards: "Shards"
+    name: str  # in the index
+    dims: tuple[int, ...]  # dimensions that were sharded when it was saved
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.shards.metadata.state_dict_metadata[self.name].size  # type: ignore[union-attr]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards.metadata.state_dict_metadata[self.name].properties.dtype  # type: ignore[union-attr]
+
+    def __deepcopy__(self, memo: Any) -> "StoredTensor":
+        return self
+
+
+class Parts:
+    """The sharded tensors among plain values, each of which gets a placeholder. Every worker must make the same calls.
+
+    Attributes:
+        tensors: The sharded tensors by name.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, DTensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def without(self, value: Any, path: str) -> Any:
+        """Return plain values with placeholders instead of sharded tensors. The path is the start of their names."""
+        if is_sharded(value):
+            return self._placeholder(value, path)
+        if isinstance(value, dict):
+            return type(value)({key: self.without(item, f"{path}/{key}") for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(self.without(item, f"{path}/{number}") for number, item in enumerate(value))
+        return value
+
+    def _placeholder(self, tensor: "DTensor", path: str) -> dict[str, Any]:
+        from torch.distributed.tensor import Replicate
+
+        if any(item.is_partial() for item in tensor.placements):
+            placements = [Replicate() if item.is_partial() else item for item in tensor.placements]
+            tensor = tensor.redistribute(placements=placements)
+        tensor_files.dtype_name(tensor.dtype)
+        local = tensor.to_local()
+        storage = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
+        memory = storage, local.storage_offset(), tensor.shape, tensor.stride()
+        if memory not in self._names:  # else it is tied to another one
+            while path in self.tensors:
+                path += "'"
+            self._names[memory], self.tensors[path] = path, tensor
+        dims = sorted({item.dim for item in tensor.placements if item.is_shard()})  # type: ignore[attr-defined]
+        return {_PLACEHOLDER: [self._names[memory], dims]}
+
+    def staged(self) -> dict[str, torch.Tensor]:
+        """Return copies of this worker's parts on the CPU, which training does not change."""
+        return {name: item.to_local().detach().to("cpu", copy=True) for name, item in self.tensors.items()}
+
+
+def has_stored(value: Any) -> bool:
+    """Return True if plain values contain a `StoredTensor`."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(has_stored, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, StoredTensor)
+
+
+# -- read
+
+
+class Shards:
+    """The sharded tensors of one stored checkpoint.
+
+    Args:
+        storage: Storage of the checkpoint.
+        name: Name of its folder.
+        index: Content of its index.
+
+    Raises:
+        ValueError: The index does not describe whole tensors.
+    """
+
+    def __init__(self, storage: Storage, name: str, index: bytes) -> None:
+        self._storage, self._name = storage, name
+        document = from_json(index, _SHAPE, needs=("tensors", "files"))
+        self.files: dict[str, Any] = document["files"]
+        self.metadata = _metadata(document["tensors"])
+        self._chunks = {
+            (tensor, tuple(chunk["offsets"])): chunk
+            for tensor, item in document["tensors"].items()
+            for chunk in item["chunks"]
+        }
+        if strange := sorted({chunk["file"] for chunk in self._chunks.values()} - set(self.files)):
+            raise ValueError(f"it does not describe {strange[0]}")
+
+    def check_files(self) -> None:
+        """Check that every file exists and has its size, without reading it; else raise DamagedError."""
+        for file, about in self.files.items():
+            size = self._storage.size_bytes(self._name, file)
+            if size != about["size_bytes"]:
+                what = "there is no such file" if size is None else f"it has {size:,} bytes of {about['size_bytes']:,}"
+                raise DamagedError(f"{self._path(file)} is damaged: {what}")
+
+    def loaded(self, value: Any) -> Any:
+        """Return plain values with a `StoredTensor` instead of each placeholder."""
+        if isinstance(value, dict):
+            if value.keys() == {_PLACEHOLDER}:
+                name, dims = value[_PLACEHOLDER]
+                if name not in self.metadata.state_dict_metadata:
+                    raise ValueError(f"it does not describe {name}")
+                return StoredTensor(self, name, tuple(dims))
+            return type(value)({key: self.loaded(item) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(map(self.loaded, value))
+        return value
+
+    def read(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors, by their names in the index; of sharded ones, the part of this worker.
+
+        Raises:
+            DamagedError: A file is missing, or is not what was saved.
+            StorageError: The storage does not answer.
+        """
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), self.metadata)
+        reads: dict[str, list[tuple[int, ReadItem]]] = {}
+        for item in planner.create_local_plan().items:
+            chunk = self._chunk(item)
+            reads.setdefault(chunk["file"], []).append((chunk["start"], item))
+        for file, items in sorted(reads.items()):
+            try:
+                with self._storage.open(self._name, file) as stream:
+                    reader = BlockReader(stream, self.files[file]["sha256"])
+                    for _, item in sorted(items, key=lambda pair: pair[0]):
+                        self._read(reader, item, planner.resolve_tensor(item).detach())
+            except FileNotFoundError as error:
+                raise DamagedError(f"{self._path(file)} is damaged: there is no such file") from error
+            except OSError as error:
+                raise StorageError(f"cannot read {self._path(file)}: {short_message(error)}") from error
+            except ValueError as error:
+                raise DamagedError(f"{self._path(file)} is damaged: {error}") from error
+
+    def _read(self, reader: BlockReader, item: "ReadItem", target: torch.Tensor) -> None:
+        """Fill one tensor with a box of a chunk: all rows that the box is in are read."""
+        chunk = self._chunk(item)
+        sizes, offsets, lengths = chunk["sizes"] or [1], [*item.storage_offsets] or [0], [*item.lengths] or [1]
+        row = tensor_files.size_bytes(sizes[1:], target.dtype)
+        start = chunk["start"] + offsets[0] * row
+        if target.device.type == "cpu" and target.is_contiguous() and lengths[1:] == sizes[1:]:
+            reader.read_into(tensor_files.content(target), start)
+            return
+        rows = torch.empty([lengths[0], *sizes[1:]], dtype=target.dtype)
+        reader.read_into(tensor_files.content(rows), start)
+        for dim in range(1, len(sizes)):
+            rows = rows.narrow(dim, offsets[dim], lengths[dim])
+        target.copy_(rows.reshape(target.shape))
+
+    def _chunk(self, item: "ReadItem") -> Any:
+        return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+
+    def _path(self, file: str) -> str:
+        return joined(self._storage.root, self._name, file)
+
+
+class Reads:
+    """Tensors to be filled from a checkpoint, all at once."""
+
+    def __init__(self) -> None:
+        self._targets: dict[tuple[Shards, Any], dict[str, torch.Tensor]] = {}
+
+    def target(self, stored: StoredTensor, layout: Any, empty: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the tensor to be filled: the same for tied tensors that are to have the same layout."""
+        targets = self._targets.setdefault((stored.shards, layout), {})
+        if stored.name not in targets:
+            targets[stored.name] = empty()
+        return targets[stored.name]
+
+    def full(self, value: Any) -> Any:
+        """Return plain values with whole tensors on the CPU instead of stored ones."""
+        if isinstance(value, StoredTensor):
+            return self.target(value, None, lambda: torch.empty(value.shape, dtype=value.dtype))
+        if isinstance(value, dict):
+            return type(value)({key: self.full(item) for key, item in value.items()})
+        if type(value) in (list, tuple):
+            return type(value)(map(self.full, value))
+        return value
+
+    def run(self) -> None:
+        """Fill those that have not been filled yet; see `Shards.read`."""
+        rest, self._targets = self._targets, {}
+        for (shards, _), targets in rest.items():
+            shards.read(targets)
+
+
+def full(state: Any) -> Any:
+    """Return a state with whole tensors on the CPU instead of stored ones."""
+    reads = Reads()
+    state = reads.full(state)
+    reads.run()
+    return state
+
+
+def _metadata(tensors: Mapping[str, Any]) -> "Metadata":
+    """Return what DCP knows about stored tensors."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    found = {}
+    for name, item in tensors.items():
+        if item["dtype"] not in tensor_files.DTYPES:
+            raise ValueError(f"{name} is of the unknown type {item['dtype']}")
+        if sum(math.prod(chunk["sizes"]) for chunk in item["chunks"]) != math.prod(item["shape"]):
+            raise ValueError(f"it does not describe the whole of {name}")
+        chunks = [
+            ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in item["chunks"]
+        ]
+        properties = TensorProperties(dtype=tensor_files.DTYPES[item["dtype"]])
+        found[name] = TensorStorageMetadata(properties, torch.Size(item["shape"]), chunks)
+    return Metadata(dict(found))

@@ -1,0 +1,228 @@
+"""Checkpoints with shards: saved by some workers, restored by others; damage; loads that run no code."""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.runs.checkpoint_index import INDEX, list_checkpoints
+from mlx_runtime.runs.checkpoints import Checkpoints, read
+from mlx_runtime.storage import hashing
+from mlx_runtime.storage.hashing import BlockReader, BlockWriter
+
+pytestmark = pytest.mark.local
+
+SCRIPT = str(Path(__file__).with_name("sharding.py"))
+
+Stages = tuple[Path, dict[str, list[Any]]]
+
+RESTORED = ("same", "three", "hybrid", "hybrid to two", "one", "from whole")
+"""Stages of `sharding.py` that restore what the stage `saved` has saved."""
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
+    """The folder of the checkpoints, and what each stage of `sharding.py` found on each rank."""
+    folder = tmp_path_factory.mktemp("shards")
+    subprocess.run([sys.executable, SCRIPT, "main", str(folder)], check=True, timeout=240)
+    return folder, torch.load(folder / "results.pt", weights_only=True)
+
+
+@pytest.fixture
+def checkpoint(stages: Stages, tmp_path: Path) -> Path:
+    """A copy of the checkpoint of two workers."""
+    return Path(shutil.copytree(stages[0] / "two" / "epoch_0001", tmp_path / "epoch_0001"))
+
+
+def difference(one: Any, other: Any) -> float:
+    """Return the largest difference between tensors; infinity if anything else differs."""
+    if isinstance(one, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return torch.inf
+        return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    if isinstance(one, dict):
+        same = one.keys() == other.keys()
+        return max((difference(one[name], other[name]) for name in one), default=0.0) if same else torch.inf
+    if isinstance(one, list | tuple):
+        return difference(dict(enumerate(one)), dict(enumerate(other)))
+    return 0.0 if one == other else torch.inf
+
+
+@pytest.mark.parametrize("stage", RESTORED)
+def test_everything_is_restored_whatever_the_workers(stages: Stages, stage: str) -> None:
+    """Weights, momenta, step counts, buffers and the weights that a tool keeps."""
+    saved = stages[1]["saved"][0]["saved"]
+    assert len(saved["optimizers"]["main"]["state"]) == 9
+    for rank in stages[1][stage]:
+        assert difference(rank["restored"], saved) == 0
+
+
+@pytest.mark.parametrize(("stage", "tolerance"), [("same", 0), *((name, 1e-6) for name in RESTORED[1:])])
+def test_training_continues(stages: Stages, stage: str, tolerance: float) -> None:
+    """On as many workers, bit for bit. The stage loads the weights that the tool kept, which are the same."""
+    wanted = stages[1]["saved"][0]["continued"]
+    for rank in stages[1][stage]:
+        assert difference(rank["continued"], wanted) <= tolerance
+
+
+def test_tensors_have_the_layout_of_the_run(stages: Stages) -> None:
+    """Weights that a tool keeps, and momenta of an optimizer that had none."""
+    found = {name: {*stages[1][name][0]["layouts"]} for name in RESTORED}
+    sharded, hybrid = "(Shard(dim=0),)", "(Replicate(), Shard(dim=0))"
+    assert found == {name: {sharded} for name in RESTORED} | {"hybrid": {hybrid}, "one": {"whole"}}
+    momentum = stages[1]["three"][2]["momentum"]
+    assert momentum["layouts"] == [sharded] * 2
+    assert difference(momentum["restored"], stages[1]["saved"][0]["momentum"]["saved"]) == 0
+
+
+@pytest.mark.parametrize("stage", ["same", "one"])
+def test_another_shape_is_told_by_name(stages: Stages, stage: str) -> None:
+    for rank in stages[1][stage]:
+        assert rank["misfit"].startswith("models.net in the checkpoint does not fit the config: ")
+        assert "size mismatch for embed.weight" in rank["misfit"]
+        assert "torch.Size([7, 6])" in rank["misfit"]
+        assert "torch.Size([7, 4])" in rank["misfit"]
+
+
+def test_replicas_are_written_once_and_tied_weights_too(stages: Stages) -> None:
+    """By two replicas of two workers each as often as by two workers."""
+    two, four = (list_checkpoints(str(stages[0] / name))[0] for name in ("two", "four"))
+    indices = [json.loads((stages[0] / name / "epoch_0001" / INDEX).read_bytes()) for name in ("two", "four")]
+    contents = [
+        sum(4 * torch.Size(chunk["sizes"]).numel() for item in index["tensors"].values() for chunk in item["chunks"])
+        for index in indices
+    ]
+    assert contents[0] == contents[1]
+    assert [len(index["files"]) for index in indices] == [2, 4]
+    assert "models/net/embed.weight" in indices[0]["tensors"]
+    assert "models/net/head.weight" not in indices[0]["tensors"]
+    files = [sum(path.stat().st_size for path in (stages[0] / name).rglob("*.safetensors")) for name in ("two", "four")]
+    assert files == [two.shards_bytes, four.shards_bytes]
+
+
+def test_whole_tensors_are_read_without_workers(stages: Stages, checkpoint: Path) -> None:
+    """Also of a folder with nothing but the files, and tied weights stay one tensor."""
+    (checkpoint / "checkpoint.json").unlink()
+    state, saved = read(str(checkpoint)), stages[1]["saved"][0]["saved"]
+    assert all(difference(state[name], saved[name]) == 0 for name in saved)
+    net = state["models"]["net"]
+    assert net["head.weight"] is net["embed.weight"]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "a byte of a shard": (lambda folder: flip(folder / "shard_00001.safetensors"), "SHA-256"),
+    "half of a shard": (lambda folder: os.truncate(folder / "shard_00000.safetensors", 2000), "has 2,000 bytes of"),
+    "a lost shard": (lambda folder: (folder / "shard_00001.safetensors").unlink(), "there is no such file"),
+    "a byte of the index": (lambda folder: flip(folder / INDEX), "SHA-256"),
+    "a lost index": (lambda folder: (folder / INDEX).unlink(), "there is no such file"),
+    "a foreign shard": (
+        lambda folder: shutil.copy(folder / "shard_00000.safetensors", folder / "shard_00001.safetensors"),
+        "is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_noticed(checkpoint: Path, name: str) -> None:
+    damage, problem = DAMAGES[name]
+    damage(checkpoint)
+    with pytest.raises(ConfigError, match=f"is damaged: .*{problem}|{problem}"):
+        read(str(checkpoint))
+
+
+def test_a_checkpoint_whose_shards_are_lost_is_not_the_newest(checkpoint: Path) -> None:
+    """Nothing is read for that; what only a worker that reads notices is rejected by name."""
+    newer = Path(shutil.copytree(checkpoint, checkpoint.parent / "epoch_0002"))
+    about = json.loads((newer / "checkpoint.json").read_text()) | {"epoch": 1}
+    (newer / "checkpoint.json").write_text(json.dumps(about))
+    saved, warnings = Checkpoints(str(checkpoint.parent)), []
+    found = saved.newest(warnings.append)
+    assert found is not None
+    assert (found.name, warnings) == ("epoch_0002", [])
+    (newer / "shard_00001.safetensors").unlink()
+    found = saved.newest(warnings.append)
+    assert found is not None
+    assert found.name == "epoch_0001"
+    saved.reject(found, "it is damaged")
+    with pytest.raises(ConfigError, match=r"No other checkpoint is left"):
+        saved.newest(warnings.append)
+    saved.set_damaged_aside()
+
+
+def test_reading_shards_runs_no_code(checkpoint: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    for file in ("shard_00000.safetensors", "shard_00001.safetensors", INDEX):
+        whole = (checkpoint / file).read_bytes()
+        (checkpoint / file).write_bytes(pickle.dumps(Evil()).ljust(len(whole), b" "))
+        with pytest.raises(ConfigError, match="is damaged"):
+            read(str(checkpoint))
+        (checkpoint / file).write_bytes(whole)
+    assert not (tmp_path / "ran").exists()
+    assert read(str(checkpoint))["epoch"] == 0
+
+
+@pytest.mark.pure
+def test_parts_of_files_are_verified_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "VERIFIED_BYTES", 10)
+    content = bytes(range(35))
+    file = BlockWriter((tmp_path / "x").open("wb"))
+    with file:
+        for start, stop in ((0, 3), (3, 25), (25, 25), (25, 35)):
+            file.write(content[start:stop])
+    assert (len(file.blocks), file.size_bytes) == (4, 35)
+    flipped = bytearray(content)
+    flipped[31] ^= 1
+    (tmp_path / "x").write_bytes(flipped)
+    with (tmp_path / "x").open("rb") as stream:
+        reader = BlockReader(stream, file.blocks)
+        for start, stop in ((0, 35), (8, 30), (12, 13), (0, 0)):
+            buffer = bytearray(stop - start)
+            if stop > 30:
+                with pytest.raises(ValueError, match="SHA-256"):
+                    reader.read_into(memoryview(buffer), start)
+            else:
+                reader.read_into(memoryview(buffer), start)
+                assert buffer == content[start:stop]
+
+
+@pytest.mark.kills
+def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """Either of two workers is killed at different moments; the other one notices, and readers find whole ones."""
+    saved, streams = Checkpoints(str(tmp_path / "checkpoints")), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, SCRIPT, "kills", str(tmp_path)]
+    with subprocess.Popen(command, **streams, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for number in range(10):
+            process.stdin.write("another\n")
+            pids = [*map(int, process.stdout.readline().split())]
+            for _ in range(4):
+                process.stdout.readline()
+            time.sleep(number / 300)
+            os.kill(pids[number % 2], signal.SIGKILL)
+            line = next(line for line in process.stdout if line.startswith("ended"))
+            assert sorted(map(int, line.split()[1:])) == [-signal.SIGKILL, 1]
+            found = saved.newest(pytest.fail)
+            assert found is not None
+            assert saved.load(found)["epoch"] == found.epoch
+    saved.clean()
+    assert all(path.name.startswith("epoch_") for path in (tmp_path / "checkpoints").iterdir())
