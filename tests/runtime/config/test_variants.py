@@ -247,6 +247,10 @@ class TestChoosing:
         add(conf.parent, "tools.name/long", "_target_: builtins.str\n")
         assert loaded(conf, "tools.name=deep", "cfg.name=deep").tree["tools"]["name"] == "deep"
 
+    def test_below_a_value_there_is_nothing_to_choose(self, conf: Path) -> None:
+        add(conf.parent, "tools.name.part/long", "_target_: builtins.str\n")
+        assert problems(conf, "tools.name.part=long").startswith("conf.yaml: override tools.name.part=long: ")
+
     def test_the_run_keeps_the_node(self, conf: Path, tmp_path: Path) -> None:
         """Strings in the conf.yaml of a run are no names, while overrides choose from the project."""
         config = loaded(conf, "models.net=deep", "tools.name=long")
@@ -361,6 +365,21 @@ class TestOrigins:
             "models.net.width": small,
             "models.spare.width": "variants/debug.yaml",
         }
+
+    def test_a_value_comes_from_what_was_chosen_last_and_closest(self, conf: Path) -> None:
+        text = f"_target_: {HERE}.Models\nnet: small\nspare: {{_target_: {HERE}.Net, width: 9}}\n"
+        both = add(conf.parent, "models/both", text).relative_to(conf.parent)
+        changed = self.changed(conf, "--variant=debug", "models=both")
+        assert changed == {
+            "cfg.num_epochs": "variants/debug.yaml",
+            **dict.fromkeys(("models._target_", "models.spare._target_", "models.spare.width"), str(both)),
+            **dict.fromkeys(("models.net._target_", "models.net.width"), "variants/models.net/small.yaml"),
+        }
+
+    def test_a_key_that_begins_like_another_has_its_own_source(self, conf: Path) -> None:
+        add(conf.parent, "debug", "cfg:\n  fold: 1\n")
+        edit(conf, "folds: null", "folds: 3")
+        assert self.changed(conf, "--variant=debug") == {"cfg.fold": "variants/debug.yaml", "cfg.folds": "file"}
 
     def test_as_comments(self, conf: Path) -> None:
         text = origins.shown(conf, Description(Experiment).tree, ["models.net=small"], "models.net", as_json=False)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,28 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
     assert [*runs_table.index[:2]] == ["run_001", "run_002"]
     assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None}
+    first_fold = run_folder(root, "digits", runs[0][0])
+    Checkpoints(first_fold.checkpoints).save({}, Checkpoint(1, True, 19, {}))
+    assert result.summary()["checkpoint"] is None  # there is one per fold
+
+
+def test_a_fold_that_has_got_further_than_the_others(root: str) -> None:
+    runs = [store_run(root, {"val/loss": values}) for values in ([0.5, 0.3, 0.1], [0.3, 0.5])]
+    (trial,) = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": runs}], folds=2)).trials
+    assert (trial.curve, trial.epoch) == ({1: pytest.approx(0.4), 2: pytest.approx(0.4)}, 1)  # the first of equals
+
+
+def test_the_best_of_a_maximum(root: str) -> None:
+    statuses = {"SUCCEEDED": 0.5, "FAILED": 0.9, "PRUNED": 0.7}
+    trials = [
+        {"values": {"a": "1", "name": f"'{status} one'"}, "runs": [store_run(root, {"val/f1": [value, 0.1]}, status)]}
+        for status, value in statuses.items()
+    ]
+    overrides = ["b='2 3'", "a=1,2"]
+    result = SweepResult(store_sweep(root, trials, metric="val/f1", mode="max", overrides=overrides))
+    assert [trial.number for trial in result.ranked()] == [3, 1, 2]
+    assert (result.best.score, result.best.epoch) == (0.7, 1)
+    assert shlex.split(result.command) == ["mlx", "train", "run", "b='2 3'", "a=1", "name='PRUNED one'"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +158,8 @@ def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
 def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_STORAGE", searched.root)
     best = run_folder(searched.root, "digits", "run_001")
-    Checkpoints(best.checkpoints).save({}, Checkpoint(1, True, 19, {"val/loss": 0.5}))
+    for checkpoint in (Checkpoint(0, True, 9, {}), Checkpoint(1, False, 15, {}), Checkpoint(1, True, 19, {})):
+        Checkpoints(best.checkpoints).save({}, checkpoint)
     done = CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001"])
     assert done.stdout.splitlines() == [
         "val/loss    0.5000 (min)",
