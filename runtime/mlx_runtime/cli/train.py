@@ -120,7 +120,8 @@ def sweep_request(
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
-    if resume is not None and ("=" in resume or resume.startswith("~")):  # it has no name
+    key, equals, _ = (resume or "").partition("=")
+    if resume and not is_uri(key) and (equals or key.startswith("~")):  # an override; the sweep has no name
         resume, overrides = "latest", (resume, *overrides)
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")

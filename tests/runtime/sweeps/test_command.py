@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from conftest import Mlx, Start
-from faults import wait_for
+from faults import diary, wait_for
 
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.sweeps.results import SweepResult
+from mlx_runtime.storage.files import Storage, joined
+from mlx_runtime.sweeps.results import SweepResult, open_sweep
 
 pytestmark = pytest.mark.process
 
@@ -171,6 +173,56 @@ def test_trials_do_not_survive_their_killed_driver(experiment: Make, start: Star
     process.kill()
     pids = [record(folder, path.name)["pid"] for path in (folder / "runs" / "faults").glob("run_*")]
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+
+
+@pytest.mark.kills
+def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: Start) -> None:
+    folder = experiment("faults")
+    arguments = [LR, *COMMON, "datasets.train.rows=4", "cfg.pause_s=4", "--parallel=2"]  # one step of 4 s per epoch
+    process = start(folder, "train", "sweep", *arguments)
+    wait_for(lambda: sum("rows" in note for note in diary(folder)) == 2)  # both are within a step
+    pids = [record(folder, f"run_{number:03d}")["pid"] for number in (1, 2)]
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, out + err
+    assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
+    assert statuses(folder) == ["STOPPED"] * 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    done = mlx(folder, "train", "sweep", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(folder) == ["SUCCEEDED"] * 2
+
+
+@pytest.mark.s3
+def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3: str, tmp_path: Path) -> None:
+    """Killed, resumed, and read by its URI."""
+    folder, storage = experiment("faults"), s3.format(f"swept-{tmp_path.name}")
+    first, sweep = (joined(storage, "faults", name) for name in ("run_001", "sweep_001"))
+    settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=0.1", "cfg.checkpoint_every_steps=2", "--parallel=1")
+    process = start(folder, "train", "sweep", LR, *COMMON, *settings)
+    wait_for(lambda: Checkpoints(joined(first, "checkpoints")).any())
+    process.kill()
+    process.wait()
+    done = mlx(folder, "train", "sweep", f"--resume={sweep}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (folder / "runs").exists()
+    there = {"MLX_STORAGE": storage}
+    rows = json.loads(mlx(folder, "xp", "ls", "faults", "--sweep", "sweep_001", "--json", **there).stdout)
+    assert [(row["run"], row["status"], row["epoch"]) for row in rows] == [
+        ("run_001", "SUCCEEDED", 2),
+        ("run_002", "SUCCEEDED", 2),
+    ]
+    assert json.loads(Storage(first).read("run.json"))["attempt"] == 2
+    best = json.loads(mlx(folder, "xp", "best", "faults", "sweep_001", "--json", **there).stdout)
+    result = open_sweep(sweep)
+    assert (best["trial"], best["value"]) == (result.best.number, result.best.score)
+    assert best["checkpoint"] == joined(storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}")
+    page = mlx(folder, "xp", "report", sweep).stdout.strip()
+    assert page == joined(sweep, "report.html")
+    assert "optimizers.adam.lr" in Storage(sweep).read("report.html").decode()
 
 
 @pytest.mark.kills
