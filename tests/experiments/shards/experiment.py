@@ -39,14 +39,18 @@ class Tokens(Dataset):
 
 
 class Block(nn.Module):
+    """Causal attention with three heads, and an MLP."""
+
     def __init__(self, width: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
 
     def forward(self, x):
-        x = x + torch.cumsum(self.mix(self.norm(x)), dim=1) / 8
+        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (9, -1)).transpose(1, 2).chunk(3, dim=1)
+        heads = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(heads.transpose(1, 2).flatten(2))
         return x + self.mlp(x)
 
 

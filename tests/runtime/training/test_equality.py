@@ -1,0 +1,51 @@
+"""The same rows give the same losses, on any number of workers and under any strategy."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Mlx
+
+pytestmark = pytest.mark.local
+
+GLOBAL_BATCH = 8
+
+RELATIVE = 1e-5
+"""Tolerance, in float32; sums over workers have another order. The largest difference is 3e-7."""
+
+
+@pytest.fixture
+def losses(mlx: Mlx, experiment: Callable[[str], Path]) -> Callable[..., list[float]]:
+    """`losses("fsdp", 2, "cfg.offload=cpu")`: the mean losses of all workers in each step of a run."""
+    folder = experiment("shards")
+
+    def losses(strategy: str, workers: int, *options: str) -> list[float]:
+        rows = f"datasets.train.batch_size={GLOBAL_BATCH // max(1, workers)}"
+        done = mlx(folder, "train", "run", f"cfg.strategy={strategy}", f"cfg.start_workers={workers}", rows, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count(f"sharded   net: {strategy} over ") == (strategy != "ddp")
+        return json.loads((folder / "seen" / "losses.json").read_text())  # type: ignore[no-any-return]
+
+    return losses
+
+
+def test_strategies_and_numbers_of_workers(losses: Callable[..., list[float]]) -> None:
+    steps = ("datasets.train.rows=80", "cfg.num_epochs=5")
+    one = losses("ddp", 0, *steps)
+    assert len(one) == 50
+    assert one[-1] < one[0] / 2
+    assert losses("ddp", 2, *steps) == pytest.approx(one, rel=RELATIVE)
+    assert losses("fsdp", 2, *steps) == pytest.approx(one, rel=RELATIVE)
+    assert losses("fsdp", 4, *steps) == pytest.approx(one, rel=RELATIVE)
+    assert losses("hsdp", 4, "cfg.shard_size=2", *steps) == pytest.approx(one, rel=RELATIVE)
+    assert losses("fsdp", 2, "cfg.activation_checkpointing=true", *steps) == pytest.approx(one, rel=RELATIVE)
+
+
+def test_updates_of_several_steps_with_clipped_gradients(losses: Callable[..., list[float]]) -> None:
+    """Gradients are clipped by their norm over all shards, once per update."""
+    scaled = "optimizers.adam.eps=1", "optimizers.adam.lr=0.3"  # a small eps would cancel the scale of gradients
+    plain, updates = losses("ddp", 0, *scaled), (*scaled, "cfg.accumulate_grad_batches=2", "cfg.gradient_clip=0.5")
+    one = losses("ddp", 0, *updates)
+    assert one != pytest.approx(plain, rel=1e-2)
+    assert losses("hsdp", 4, "cfg.shard_size=2", *updates) == pytest.approx(one, rel=RELATIVE)
