@@ -18,6 +18,7 @@ from mlx_runtime.training.options import TrainConfig
 
 SCRIPT = """
 import contextlib, json, os, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 from mlx_runtime.settings import prepare_fork
 prepare_fork()
@@ -83,9 +84,10 @@ def kill(sweep, job):
     return False
 
 
-def carry_out(*plans, act=lambda sweep, job: False, runs=()):
+def carry_out(*plans, act=lambda sweep, job: False, runs=(), gpus=0):
     sweep = Trials(*plans, act=act, runs=runs)
     with contextlib.closing(Local(TrainConfig(start_workers=0), parallel=2)) as engine:
+        engine._room = replace(engine._room, gpus=gpus)
         engine.run(sweep)
     return {"outcomes": sweep.outcomes, "epochs": sweep.epochs, "most": sweep.most}
 
@@ -100,6 +102,7 @@ found["stopped"] = carry_out(slow, slow_worker, act=stop)
 runs = [item["run"] for _, item in sorted(found["stopped"]["outcomes"].items())]
 found["resumed"] = carry_out(short, short, runs=runs)
 found["killed"] = carry_out(slow, slow, act=kill)
+found["without"] = carry_out(here, gpus=1)
 print(json.dumps(found))
 """
 
@@ -111,7 +114,7 @@ def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def found(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """What four sweeps have seen, of which nothing else is printed."""
+    """What five sweeps have seen, of which nothing else is printed."""
     path = f"{folder}:{environment['PYTHONPATH']}" if "PYTHONPATH" in environment else str(folder)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -175,6 +178,11 @@ class TestTrials:
         assert (said["status"], said["error"]) == ("FAILED", why)
         assert (record["status"], record["error"]) == ("FAILED", why)
         assert Path(said["run"], "logs", "driver.log").read_text().endswith(f"error: {why}\n")
+
+    def test_a_trial_that_lacks_its_gpu_does_not_train(self, found: dict[str, Any]) -> None:
+        said, _ = outcome(found, "without", 1)
+        assert (said["status"], found["without"]["epochs"]["1"]) == ("FAILED", [])
+        assert said["error"].startswith("trial 1 should train on 1 GPUs, but its process finds 0 for 1 workers")
 
     def test_not_more_run_at_a_time_than_there_are_slots(self, found: dict[str, Any]) -> None:
         assert found["mixed"]["most"] == 2
