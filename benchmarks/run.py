@@ -7,7 +7,7 @@ import argparse
 
 import page
 import rounds
-from parts import checkpoints, imports, logging, reading, sharding, starting, sweeps, training
+from parts import checkpoints, imports, logging, memory, reading, sharding, starting, sweeps, training
 
 PARTS = {
     "starting": starting,
@@ -17,6 +17,7 @@ PARTS = {
     "logging": logging,
     "checkpoints": checkpoints,
     "sharding": sharding,
+    "memory": memory,
     "sweeps": sweeps,
 }
 

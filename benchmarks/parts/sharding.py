@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commands import Command, environment, found_by, mlx, torchrun, workplace
@@ -20,12 +20,20 @@ CONTENDERS = {
     "mlx": "**mlx**, `cfg.strategy=fsdp`",
 }
 
-WORKERS = (1, 2, 4)
-
 
 @dataclass(frozen=True)
 class Work:
-    """What a contender does in one run: train a model for some steps with `batch_size` rows per worker, then stop."""
+    """What a contender does in one run.
+
+    Attributes:
+        layers: number of blocks.
+        width: width of the model.
+        batch_size: rows per worker and step.
+        steps: number of steps.
+        workers: number of workers.
+        checkpoint: save and restore checkpoints after the steps.
+        returns: give freed memory back to the kernel immediately, so that the peak is that of memory in use.
+    """
 
     layers: int
     width: int
@@ -33,12 +41,19 @@ class Work:
     steps: int
     workers: int
     checkpoint: bool = False
+    returns: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, up to biases and norms: 12 width² per block, and 1,024 tokens twice."""
+        return 12 * self.layers * self.width**2 + 2 * 1024 * self.width
 
 
 SMALL = Work(layers=8, width=320, batch_size=4, steps=33, workers=2)
-LARGE = {
-    workers: Work(layers=14, width=768, batch_size=1, steps=5, workers=workers, checkpoint=workers == 2)
-    for workers in WORKERS
+LARGE = Work(layers=14, width=768, batch_size=1, steps=3, workers=2)
+MEMORY = {
+    **{str(workers): replace(LARGE, workers=workers, returns=True) for workers in (1, 2, 4)},
+    "2, as it is": LARGE,
 }
 
 Found = dict[str, dict[str, float]]
@@ -48,39 +63,31 @@ def section(rounds: int, only: Collection[str]) -> str:
     names = list(CONTENDERS)
     with tempfile.TemporaryDirectory(prefix="bench-") as parent:
         folder = workplace(Path(parent), "sharding")
-        small = alternating(names, only, rounds, lambda name: measured(name, folder, SMALL))
-        large = {
-            # memory varies by 1 % between runs
-            workers: alternating(
-                names, only, rounds if work.checkpoint else 1, lambda name, work=work: measured(name, folder, work)
-            )
-            for workers, work in LARGE.items()
-        }
-    head = ["", "step", *(f"memory of one of {workers}" if workers > 1 else "memory of one" for workers in WORKERS)]
-    rows = []
-    for name in small:
-        cells = [CONTENDERS[name], _seconds(small, name, "step")]
-        for found in large.values():
-            own, base = (_median(found, item, "peak_mb", "training") for item in (name, "plain"))
-            cells.append(f"{own:,.0f} MB" if name == "plain" else f"{own:,.0f} MB, {own / base:.2f}x")
-        rows.append(cells)
-    checkpoints = [
-        [CONTENDERS[name], *(_seconds(large[2], name, key) for key in ("blocked", "written", "restored"))]
+        of = lambda work: lambda name: measured(name, folder, work)
+        small = alternating(names, only, rounds, of(SMALL))
+        stored = alternating(names, only, rounds, of(replace(LARGE, checkpoint=True)))
+        memory = {title: alternating(names, only, 1, of(work)) for title, work in MEMORY.items()}  # varies by 1 %
+    steps = [
+        [CONTENDERS[name], _seconds(small, name, "step"), *(_peak(found, name) for found in memory.values())]
         for name in small
     ]
-    return f"""A GPT whose blocks are sharded, float32, Adam, 64 tokens per row.
+    checkpoints = [
+        [CONTENDERS[name], *(_seconds(stored, name, key) for key in ("blocked", "written", "restored"))]
+        for name in small
+    ]
+    return f"""A GPT whose blocks are sharded, with float32 and Adam. The step is the median one with
+{SMALL.parameters / 1e6:.0f} M parameters, two workers, and four rows of 64 tokens per worker and step, in medians of
+{rounds} alternating rounds.
 
-The step: 10 M parameters, two workers, four rows per worker and step; the median step, in medians of {rounds}
-alternating rounds. The peak memory of the worst worker: 100 M parameters, one row per worker and step. It is the peak
-of the resident memory (`VmHWM`) without mapped files, minus the private memory just before the model is built, so it
-is that of parameters, gradients, moments and activations. Without sharding, the first three alone are
-{16 * parameters(LARGE[1]) / 1e6:,.0f} MB.
+Memory is the peak of the worst worker with {LARGE.parameters / 1e6:.0f} M parameters, and one row per worker and step:
+that of the resident memory (`VmHWM`) without mapped files, minus what was private just before the model was built.
+Without sharding, weights, gradients and moments alone are {16 * LARGE.parameters / 1e6:,.0f} MB. The allocator of glibc
+keeps most of what is freed, so `MALLOC_MMAP_THRESHOLD_=1000000` makes it give memory back, except in the last column.
 
-{table(head, rows)}
+{table(["", "step", *(f"MB, workers: {title}" for title in memory)], steps)}
 
-A checkpoint of these 100 M parameters and their moments, {12 * parameters(LARGE[2]) / 1e6:,.0f} MB, by two workers:
-how long the loop waits, how long it takes until everything is written, and how long to restore it. Plain torch uses
-`dcp.async_save` and `dcp.load`; only mlx writes checksums, and verifies them.
+A checkpoint of these parameters and their moments, {12 * LARGE.parameters / 1e6:,.0f} MB, by two workers: how long the loop waits, when everything is written, and how long it takes to restore. Plain torch uses
+`dcp.async_save` and `dcp.load`. Only mlx writes checksums, and verifies them. Medians of {rounds} alternating rounds.
 
 {table(["", "the loop waits", "written after", "restored in"], checkpoints)}
 
@@ -110,12 +117,8 @@ def measured(contender: str, folder: Path, work: Work, *more: str) -> Found:
             *(f"datasets.train.{key}={value}" for key, value in data.items()),
             *more,
         )
-    return found_by(command, folder, out, environment(folder))
-
-
-def parameters(work: Work) -> int:
-    """Return the number of parameters, up to biases and norms: 12 width² per block, and 1,024 tokens twice."""
-    return 12 * work.layers * work.width**2 + 2 * 1024 * work.width
+    variables = environment(folder) | ({"MALLOC_MMAP_THRESHOLD_": "1000000"} if work.returns else {})
+    return found_by(command, folder, out, variables)
 
 
 def _median(found: dict[str, list[Found]], name: str, kind: str, key: str) -> float:
@@ -126,3 +129,9 @@ def _seconds(found: dict[str, list[Found]], name: str, key: str) -> str:
     """Return the median of a contender, with the ratio to the first one."""
     own, base = (_median(found, item, "seconds", key) for item in (name, "plain"))
     return f"{own:.2f} s" if name == "plain" else f"{own:.2f} s, {own / base:.2f}x"
+
+
+def _peak(found: dict[str, list[Found]], name: str) -> str:
+    """Return the peak of a contender's memory, with the ratio to the first one."""
+    own, base = (_median(found, item, "peak_mb", "training") for item in (name, "plain"))
+    return f"{own:,.0f}" if name == "plain" else f"{own:,.0f}, {own / base:.2f}x"
