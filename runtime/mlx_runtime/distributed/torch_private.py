@@ -3,11 +3,22 @@
 Importing it takes seconds, so only runs with sharded models do.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.distributed.fsdp import FSDPModule
+
+BROADCAST_BYTES = 250 * 2**20
+"""Bytes to broadcast at once, as in DDP."""
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill tensors of any types with the values of rank 0, in few collectives. Every worker must call this."""
+    group: Any = torch.distributed.group.WORLD
+    torch.distributed._broadcast_coalesced(group, list(tensors), BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def drop_unreduced_gradients(model: Any) -> None:

@@ -27,7 +27,7 @@ from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
 from mlx_runtime.training.strategies.recomputation import recompute_blocks
-from mlx_runtime.training.strategies.sharing import AsIfWhole, check_same, contents, share
+from mlx_runtime.training.strategies.sharing import AsIfWhole, check_same, contents, keep_buffers_equal, share
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
 """Those of torch that take sharded parameters; LBFGS, Adafactor and Rprop do not."""
@@ -104,6 +104,7 @@ class Sharded:
             raise ConfigError(f"models.{name} cannot be sharded; {cure}: {error}") from error
         for module in (model, *parts):
             type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
+        keep_buffers_equal(model)
         model.register_forward_hook(_reshard_after_evaluation)
         self._lines.append(_line(name, model, blocks, strategy, mesh))
 

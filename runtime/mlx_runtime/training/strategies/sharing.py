@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import broadcast_tensors
 from mlx_runtime.errors import MlxError
 
 Contents = dict[str, dict[str, torch.Tensor]]
@@ -43,6 +44,27 @@ def check_same(built: Contents, topology: Topology) -> None:
     if different:
         names = ", ".join(sorted(different))
         raise MlxError(f"rank {topology.rank} and rank 0 have built different models: {names:.300}")
+
+
+def keep_buffers_equal(model: nn.Module) -> None:
+    """Copy the buffers of rank 0 to all workers before each forward pass of a sharded model, as DDP does.
+
+    Workers compute running statistics from different rows, and a checkpoint holds those of rank 0. Buffers that are not
+    saved are left alone.
+    """
+    kept = [
+        (module, name)
+        for module in model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+
+    def copy(*_: Any) -> None:
+        found = (getattr(module, name) for module, name in kept)
+        broadcast_tensors([item.data for item in found if item is not None])
+
+    if kept:
+        model.register_forward_pre_hook(copy)
 
 
 def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) -> None:
