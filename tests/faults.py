@@ -22,12 +22,20 @@ from typing import Any
 
 import torch
 
+from mlx_runtime.runs.checkpoints import read
+
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
 MAIN = ROOT / "<<cookiecutter.experiment_name>>" / "main.py"
 
 KINDS = {"local": ("worker", "server", "driver", "save"), "ray": ("worker", "raylet", "driver", "save")}
 """What to kill, by engine: `server` is the fork server of the local engine, `save` a worker that is saving."""
+
+SLOW_TO_SAVE = {
+    "ddp": ("models.net.ballast=5000000",),
+    "fsdp": ("cfg.strategy=fsdp", "models.net.frozen=4000000"),
+}
+"""Overrides by strategy that make checkpoints large enough to be interrupted."""
 
 MOST_S = 240
 """Maximum time without progress before the campaign fails."""
@@ -51,8 +59,7 @@ def run_of(folder: Path, run: str = "run_001") -> Path:
 def final_state(run: Path) -> dict[str, Any]:
     """Return the state of the last checkpoint, without paths and times."""
     last = max(path for path in (run / "checkpoints").iterdir() if re.fullmatch(r"epoch_\d+", path.name))
-    state: dict[str, Any] = torch.load(last / "state.pt", weights_only=True)
-    return {name: value for name, value in state.items() if name not in ("config", "tracking")}
+    return {name: value for name, value in read(str(last)).items() if name not in ("config", "tracking")}
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
@@ -241,8 +248,10 @@ class Campaign:
 
     def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
         checkpoints = run_of(self.folder) / "checkpoints"
-        pid = self._worker(rank=0)["pid"]
-        wait_for(lambda: any(checkpoints.glob(".*.part-*/state.pt")), every_s=0.001)
+        sharded = any(item.startswith("cfg.strategy=") for item in self.overrides)
+        pid = self._worker(rank=None if sharded else 0)["pid"]  # without shards, rank 0 writes everything
+        wait_for(lambda: any(checkpoints.glob(".*.part-*/*")), every_s=0.001)
+        time.sleep(self.random.uniform(0, 0.02))
         os.kill(pid, signal.SIGKILL)
 
 
@@ -251,19 +260,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--kills", type=int, default=50, help="of each engine")
     parser.add_argument("--engine", choices=[*KINDS, "both"], default="both")
+    parser.add_argument("--strategy", choices=SLOW_TO_SAVE, default="ddp")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for engine in KINDS if options.engine == "both" else [options.engine]:
-        campaign_on(engine, options.kills, options.seed)
+        campaign_on(engine, options.strategy, options.kills, options.seed)
 
 
-def campaign_on(engine: str, kills: int, seed: int) -> None:
+def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
     """Kill a run that many times, and exit if its result differs from that of the undisturbed run."""
     kinds = [KINDS[engine][number % len(KINDS[engine])] for number in range(kills)]
     random.Random(seed).shuffle(kinds)
     epochs = kills * 3 // 4 + 4
     overrides = [f"cfg.num_epochs={epochs}", "cfg.checkpoint_every_steps=3", "cfg.max_failures=-1"]
-    overrides += ["models.net.ballast=5000000", "cfg.pause_s=0.15"]
+    overrides += [*SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
     with tempfile.TemporaryDirectory(prefix="mlx-chaos-") as place:
         environment = dict(os.environ) | {"HOME": place}
         undisturbed, disturbed = make(Path(place) / "undisturbed"), make(Path(place) / "disturbed")

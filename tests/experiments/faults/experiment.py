@@ -77,10 +77,12 @@ class Norm(nn.BatchNorm1d):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 16, ballast: int = 0):
+    def __init__(self, width: int = 16, ballast: int = 0, frozen: int = 0):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, width), Norm(width), nn.Dropout(0.3), nn.Linear(width, 1))
         self.ballast = nn.Buffer(torch.zeros(ballast))  # makes writing checkpoints slow
+        if frozen:
+            self.frozen = nn.Parameter(torch.zeros(frozen), requires_grad=False)  # the same for each shard
 
     def forward(self, x):
         return self.layers(x)[:, 0]

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from conftest import Mlx, Start, Started
 from faults import (
     KINDS,
+    SLOW_TO_SAVE,
     Campaign,
     cluster,
     diary,
@@ -56,12 +59,17 @@ def folder(bound: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run on two workers."""
-    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("whole") / "faults"))
-    done = mlx(folder, "train", "run", *OFTEN, f"cfg.num_epochs={EPOCHS}", "models.net.ballast=5000000")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+def whole(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`whole("fsdp")`: the folder of an undisturbed run on two workers."""
+
+    @cache
+    def whole(strategy: str) -> Path:
+        folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("whole") / "faults"))
+        done = mlx(folder, "train", "run", *OFTEN, f"cfg.num_epochs={EPOCHS}", *SLOW_TO_SAVE[strategy])
+        assert done.returncode == 0, done.stdout + done.stderr
+        return folder
+
+    return whole
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +98,27 @@ def same(folder: Path, whole: Path) -> list[str]:
     return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
-@pytest.mark.parametrize("engine", [pytest.param("local", marks=pytest.mark.local), "ray"])
+@pytest.mark.parametrize(
+    ("engine", "strategy"),
+    [pytest.param("local", "ddp", marks=pytest.mark.local), ("local", "fsdp"), ("ray", "ddp"), ("ray", "fsdp")],
+)
 def test_the_run_ends_as_if_nobody_had_killed_anything(
-    engine: str, environment: dict[str, str], folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+    engine: str,
+    strategy: str,
+    environment: dict[str, str],
+    folder: Path,
+    whole: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Workers, nodes, drivers, fork servers and savers are killed twice each in one run, at random moments."""
-    overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", "models.net.ballast=5000000", "cfg.pause_s=0.15"]
+    overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", *SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
     with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
         campaign = Campaign(folder, 7, raylets, overrides, environment)
         with capsys.disabled():
             print()
             status = campaign.carry_out([*KINDS[engine], *reversed(KINDS[engine])])
     assert status == 0, campaign.output
-    assert verdict(folder, whole, EPOCHS) == []
+    assert verdict(folder, whole(strategy), EPOCHS) == []
     assert len(record(folder)["attempts"]) == sum(kind in ("driver", "server") for kind, _ in campaign.recoveries)
     assert record(folder)["status"] == "SUCCEEDED"
 
