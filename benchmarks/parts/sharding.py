@@ -86,8 +86,9 @@ keeps most of what is freed, so `MALLOC_MMAP_THRESHOLD_=1000000` makes it give m
 
 {table(["", "step", *(f"MB, workers: {title}" for title in memory)], steps)}
 
-A checkpoint of these parameters and their moments, {12 * LARGE.parameters / 1e6:,.0f} MB, by two workers: how long the loop waits, when everything is written, and how long it takes to restore. Plain torch uses
-`dcp.async_save` and `dcp.load`. Only mlx writes checksums, and verifies them. Medians of {rounds} alternating rounds.
+A checkpoint of these parameters and their moments, {12 * LARGE.parameters / 1e6:,.0f} MB, by two workers: how long
+the loop waits, when everything is written, and how long it takes to restore. Plain torch uses `dcp.async_save` and
+`dcp.load`. Only mlx writes checksums, and verifies them. Medians of {rounds} alternating rounds.
 
 {table(["", "the loop waits", "written after", "restored in"], checkpoints)}
 
