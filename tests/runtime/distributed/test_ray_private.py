@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, T
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.context import LocalTrainContext
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.torch import train_loop_utils
 
 from mlx_runtime.distributed import ray_private
 from mlx_runtime.distributed.ray_private import TrimmedTrainer, enter_ray_train, quiet_ray_train
@@ -174,3 +175,9 @@ class TestForkedWorker:
         for use in (ray.init, auto_init_hook.auto_init_ray, ray.remote(int).remote, lambda: ray.put(1)):
             with pytest.raises(MlxError, match="train with cfg.engine=ray"):
                 use()
+
+
+class TestShardedModels:
+    def test_prepare_model_looks_the_wrapper_up_by_this_name(self) -> None:
+        assert ray.train.torch.prepare_model.__globals__ is vars(train_loop_utils)
+        assert "DataParallel = DistributedDataParallel\n" in inspect.getsource(ray.train.torch.prepare_model)

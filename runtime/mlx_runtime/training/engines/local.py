@@ -15,7 +15,7 @@ from typing import Any
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines.base import Handle, StopAsked, lost
+from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of, lost
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.processes import exit_reason, memory_kills, unsafe_to_fork
@@ -28,6 +28,9 @@ UNWIND_S = 5.0
 
 EXIT_S = 10.0
 """How long a worker may take to exit after it has finished or was killed."""
+
+SHARDING = ("mlx_runtime.training.strategies.sharded",)
+"""Modules that only the workers of sharded models import, which takes seconds."""
 
 _warm_server: ForkServer | None = None
 """Started by `warm_up` and not yet used by a run."""
@@ -62,7 +65,7 @@ class Local:
     def __init__(self, cfg: Any, *, use_gpu: bool, timeout_s: float) -> None:
         self.cfg, self.use_gpu, self.timeout_s = cfg, use_gpu, timeout_s
         self.server = warm_server()
-        self.server.preload()
+        self.server.preload(*(SHARDING if cfg.strategy != "ddp" else ()))
 
     @property
     def notice(self) -> str | None:
@@ -127,7 +130,7 @@ class LocalGroup:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         results = self._scratch / str(self._failures)
         results.mkdir()
-        job = WorkerJob(self._job, engine.use_gpu, engine.timeout_s, results)
+        job = WorkerJob(self._job, backend_of(engine.cfg, use_gpu=engine.use_gpu), engine.timeout_s, results)
         self._attempt = _Attempt(store, results)
         for rank, streams in enumerate(self._output.writers):
             engine.server.start(rank, partial(run, job, rank), self._environment(rank, store.port), streams)

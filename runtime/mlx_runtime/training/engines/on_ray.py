@@ -12,7 +12,7 @@ import ray.train.torch
 
 from mlx_runtime.distributed.ray_private import TrimmedTrainer
 from mlx_runtime.settings import environment
-from mlx_runtime.training.engines.base import Handle, StopAsked
+from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of
 from mlx_runtime.training.engines.placement import Cluster
 from mlx_runtime.training.failures import Failures, error_of
 from mlx_runtime.training.job import Job
@@ -73,7 +73,7 @@ class OnRay:
         return TrimmedTrainer(
             train,
             train_loop_config={"job": pickle.dumps(job)},  # as bytes, or the controller would import what it names
-            torch_config=ray.train.torch.TorchConfig(timeout_s=int(self._timeout_s)),
+            torch_config=ray.train.torch.TorchConfig(backend_of(cfg, use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
                 use_gpu=use_gpu,

@@ -22,7 +22,7 @@ class WorkerJob:
     """What the workers of one attempt share."""
 
     job: Job
-    use_gpu: bool  # each worker trains on the GPU of its rank
+    backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank
     timeout_s: float  # of collectives
     results: Path  # folder for the results of workers
 
@@ -31,13 +31,11 @@ def run(shared: WorkerJob, rank: int) -> int:
     """Train as one of the workers and store the result. Return the exit code."""
     error: BaseException | None = None
     try:
-        if shared.use_gpu:
+        if "nccl" in shared.backend:
             torch.cuda.set_device(rank)
         enter_ray_train(shared.job.run.experiment, rank, int(os.environ["WORLD_SIZE"]))
         # The driver hosts the store; torchrun's environment variables name it.
-        torch.distributed.init_process_group(
-            "nccl" if shared.use_gpu else "gloo", timeout=datetime.timedelta(seconds=shared.timeout_s)
-        )
+        torch.distributed.init_process_group(shared.backend, timeout=datetime.timedelta(seconds=shared.timeout_s))
         train_to(Remote(*shared.job.receiver, rank), shared.job)
     except MlxError as caught:
         error = caught

@@ -72,6 +72,19 @@ def _plain_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from _plain_tensors(item, seen)
 
 
+def check_values(name: str, model: nn.Module, *, elsewhere: bool = False) -> None:
+    """Check that a model was built with values, on this worker or `elsewhere`.
+
+    Raises:
+        ConfigError: it is the copy of a deferred model.
+    """
+    if not elsewhere and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ConfigError(
+            f"models.{name} has no values, because it was copied from a model in Models.deferred_init. Name it there "
+            f"too, and copy weights in worker_loop: self.models.{name}.load_state_dict(self.models.net.state_dict())"
+        )
+
+
 def place(model: nn.Module, device: torch.device, *, offloads: bool = False) -> None:
     """Move a model to a device, or allocate its memory there. Shards that are offloaded are on the CPU."""
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
@@ -94,7 +107,7 @@ def initialize(name: str, model: nn.Module, device: torch.device) -> None:
     """
     init_weights: Any = getattr(model, "init_weights", None)
     if not callable(init_weights):
-        raise ConfigError(f"Models.deferred_init names {name!r}, but {type(model).__name__} has no init_weights()")
+        raise ConfigError(f"Models.deferred_init names {name!r}, but its class has no init_weights()")
     _move_buffers(model, torch.device("cpu"))
     for _, tensor in _floats(model):
         local_part(tensor).fill_(torch.nan)
@@ -102,7 +115,7 @@ def initialize(name: str, model: nn.Module, device: torch.device) -> None:
     left = [title for title, tensor in _floats(model) if local_part(tensor).isnan().any()]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise ConfigError(f"{type(model).__name__}.init_weights() does not initialize {left[0]}{more}")
+        raise ConfigError(f"init_weights() of models.{name} does not initialize {left[0]}{more}")
     _move_buffers(model, device)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.strategies.blocks import blocks_of
-from mlx_runtime.training.strategies.building import build_models, deferred_models, initialize, place
+from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.recomputation import recompute_blocks
 
 
@@ -37,6 +37,7 @@ class DDP:
             if name in deferred:
                 place(model, torch.device("cpu"))
                 initialize(name, model, torch.device("cpu"))
+            check_values(name, model)
             place(model, self._device)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:

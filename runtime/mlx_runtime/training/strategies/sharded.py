@@ -19,18 +19,20 @@ from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import local_part, total_norm
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.forward import HALF, compile_forward
 from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
-from mlx_runtime.training.strategies.building import build_models, deferred_models, initialize, place
+from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
 from mlx_runtime.training.strategies.recomputation import recompute_blocks
 from mlx_runtime.training.strategies.sharing import AsIfWhole, check_same, contents, keep_buffers_equal, share
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
 """Those of torch that take sharded parameters; LBFGS, Adafactor and Rprop do not."""
+
+_CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
 
 class Sharded:
@@ -68,6 +70,7 @@ class Sharded:
             if name in deferred:
                 self._initialize(name, model)
                 continue
+            check_values(name, model, elsewhere=not topology.writes)
             place(model, topology.device, offloads=self._offloads and isinstance(model, FSDPModule))
             if topology.world_size > 1:
                 share(model, whole.pop(name), topology)
@@ -82,6 +85,8 @@ class Sharded:
             initialize(name, model, self._topology.device)
 
     def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: str) -> None:
+        if any(map(is_sharded, model.parameters())):
+            raise ConfigError(f"models.{name} shares parameters with another model, so neither can be sharded; {_CURE}")
         mesh, half = self._mesh(strategy), HALF.get(self._cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
         inside, outside = (
@@ -100,11 +105,12 @@ class Sharded:
                     fully_shard(module, mesh=mesh, mp_policy=inside, offload_policy=offload)
             fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
         except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
-            cure = f'Models.strategies = {{"{name}": "ddp"}} replicates the model'
-            raise ConfigError(f"models.{name} cannot be sharded; {cure}: {error}") from error
+            raise ConfigError(f"models.{name} cannot be sharded: {error}\n{_CURE}") from error
         for module in (model, *parts):
             type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
         keep_buffers_equal(model)
+        if self._offloads:
+            model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
         self._lines.append(_line(name, model, blocks, strategy, mesh))
 
@@ -164,7 +170,7 @@ def _explain_errors(optimizer: Optimizer) -> None:
                 raise
             name = type(optimizer).__name__
             raise MlxError(
-                f"{name} cannot take the parameters of sharded models: {short_message(error)}. These optimizers can: "
+                f"{name} cannot take the parameters of sharded models: {short_message(error).rstrip('.')}. These can: "
                 f"{', '.join(OPTIMIZERS)} (SGD without fused); or train the model with the strategy ddp"
             ) from error
 
