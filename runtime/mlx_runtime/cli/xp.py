@@ -130,6 +130,21 @@ def report(name: str, run: str, output: Path | None) -> None:
 
 @group.command()
 @options.name()
+@options.run("latest")
+@click.option(
+    "--checkpoint", metavar="WHICH", type=word, default="latest", show_default=True, help="Also best, or epoch_0004."
+)
+@click.option("-o", "--output", type=PAGE, help="Default: a file in this folder, named after the checkpoint.")
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+def consolidate(name: str, run: str, checkpoint: str, output: Path | None, force: bool) -> None:
+    """Write the weights of a RUN (run_003, 3 or latest) of NAME to one safetensors file, sharded or not."""
+    from mlx_runtime.runs import consolidation
+
+    say(consolidation.consolidate(lookup.resolve_run(name, run), checkpoint, output, force=force))
+
+
+@group.command()
+@options.name()
 @options.run()
 @options.yes
 @click.option("--force", is_flag=True, help="With -y, also a run whose record cannot be read: it may be training.")

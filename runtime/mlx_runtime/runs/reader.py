@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlx_runtime.config.building import build
 from mlx_runtime.config.interpolation import parsed, unset_variables
 from mlx_runtime.config.projects import EXPERIMENT
-from mlx_runtime.errors import ConfigError, StorageError, UsageError
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
+from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
 from mlx_runtime.storage.documents import from_json
@@ -101,17 +102,8 @@ class Run:
             UsageError: there is no checkpoint yet, or none with a value of `cfg.monitor`.
             ConfigError: it is damaged.
         """
-        saved = Checkpoints(self._folder.checkpoints)
-        found = saved.all()
-        if which == "best":
-            cfg = self.config["cfg"]
-            scored = [(checkpoints.score(item.metrics, cfg["monitor"], cfg["mode"]), item) for item in found]
-            known = [(value, item) for value, item in scored if item.finished and value > float("-inf")]
-            found = [item for _, item in sorted(known, key=lambda pair: (pair[0], pair[1].order))]
-        if not found:
-            problem = "no checkpoint yet" if which == "latest" else "no checkpoint with a value of cfg.monitor"
-            raise UsageError(f"{self._folder.title} has {problem}")
-        return saved.load(found[-1])
+        saved, checkpoint = find_checkpoint(self._folder, which)
+        return saved.load(checkpoint)
 
     def load_models(self, which: Which = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
@@ -154,3 +146,27 @@ class Run:
         with contextlib.suppress(StorageError):
             return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
         return f"<Run {self._folder.title}>"
+
+
+def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpoint]:
+    """Return the checkpoints of a run, and one of them: the `latest`, the `best`, or the one of a name.
+
+    Raises:
+        UsageError: there is no such checkpoint.
+    """
+    saved = Checkpoints(folder.checkpoints)
+    found = saved.all()
+    if which == "best":
+        cfg = Run(folder).config["cfg"]
+        scored = [(checkpoints.score(item.metrics, cfg["monitor"], cfg["mode"]), item) for item in found]
+        known = [(value, item) for value, item in scored if item.finished and value > float("-inf")]
+        found = [item for _, item in sorted(known, key=lambda pair: (pair[0], pair[1].order))]
+    elif which != "latest":
+        names = [item.name for item in found]
+        if which not in names:
+            raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, names)}")
+        found = [item for item in found if item.name == which]
+    if not found:
+        problem = "no checkpoint with a value of cfg.monitor" if which == "best" else "no checkpoint yet"
+        raise UsageError(f"{folder.title} has {problem}")
+    return saved, found[-1]

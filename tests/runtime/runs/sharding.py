@@ -107,7 +107,7 @@ def values(groups: SimpleNamespace) -> dict[str, Any]:
     return {name: whole(state_of(getattr(groups, name))[0]) for name in GROUPS}
 
 
-def saver_of(root: Path) -> AsyncCheckpointer:
+def saver_of(root: Path | str) -> AsyncCheckpointer:
     return AsyncCheckpointer(Checkpoints(str(root)), lambda checkpoint: None, lambda: None)
 
 
@@ -124,7 +124,7 @@ def save(saver: AsyncCheckpointer, groups: SimpleNamespace, epoch: int = 0) -> N
     dist.barrier()
 
 
-def restore(root: Path, groups: SimpleNamespace) -> SimpleNamespace:
+def restore(root: Path | str, groups: SimpleNamespace) -> SimpleNamespace:
     saved = Checkpoints(str(root))
     checkpoint = saved.all()[-1]
     state = saved.load(checkpoint, whole=False)
@@ -229,6 +229,20 @@ def main(root: Path) -> None:
     torch.save(results, root / "results.pt")
 
 
+def replaced(uri: str) -> dict[str, Any]:
+    """Save at a URI, replace the checkpoint, and restore it."""
+    groups, saver = trained(experiment("fsdp")), saver_of(uri)
+    save(saver, groups)
+    save(saver, trained(groups))
+    return {"saved": values(groups), "restored": values(restore(uri, experiment("fsdp")))}
+
+
+def at_uri(root: Path) -> None:
+    """Do this in a group of two, with the URI on stdin."""
+    uri = sys.stdin.read()
+    sys.exit(any(exit_codes(started(2, lambda: replaced(uri), root / "uri"))))
+
+
 def kills(root: Path) -> None:
     """Start a group that saves for each line on stdin, print its process ids, and wait for its end."""
     for number, _ in enumerate(iter(sys.stdin.readline, "")):
@@ -238,4 +252,4 @@ def kills(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"main": main, "kills": kills}[sys.argv[1]](Path(sys.argv[2]))
+    {"main": main, "kills": kills, "at_uri": at_uri}[sys.argv[1]](Path(sys.argv[2]))

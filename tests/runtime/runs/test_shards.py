@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.checkpoint_index import INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints import Checkpoints, read
+from mlx_runtime.runs.consolidation import consolidate
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import hashing
+from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.hashing import BlockReader, BlockWriter
 
 pytestmark = pytest.mark.local
@@ -119,6 +124,45 @@ def test_whole_tensors_are_read_without_workers(stages: Stages, checkpoint: Path
     assert net["head.weight"] is net["embed.weight"]
 
 
+def a_run(stages: Stages, stage: str, folder: Path) -> RunFolder:
+    """A run whose only checkpoint is that of a stage."""
+    shutil.copytree(stages[0] / stage, folder / "net" / "run_001" / "checkpoints")
+    return RunFolder(folder / "net" / "run_001")
+
+
+@pytest.mark.parametrize("stage", ["two", "four", "whole"])
+def test_weights_become_one_file_that_others_read(stages: Stages, stage: str, tmp_path: Path) -> None:
+    """Those of a run without shards as well. Tied weights are there under both names."""
+    file, run = tmp_path / "net.safetensors", a_run(stages, stage, tmp_path)
+    line = consolidate(run, "epoch_0001", file)
+    assert line.startswith(f"wrote {file}: 13 tensors, ")
+    assert line.endswith("of net/run_001 epoch_0001")
+    saved = {f"net.{name}": item for name, item in stages[1]["saved"][0]["saved"]["models"]["net"].items()}
+    assert difference(load_file(file), saved) == 0
+    with pytest.raises(UsageError, match=r"net.safetensors exists; replace it with --force"):
+        consolidate(run, output=file)
+    file.write_text("x")
+    consolidate(run, output=file, force=True)
+    assert difference(load_file(file), saved) == 0
+
+
+def test_a_damaged_checkpoint_leaves_no_file(stages: Stages, tmp_path: Path) -> None:
+    run = a_run(stages, "two", tmp_path)
+    flip(Path(run.checkpoints, "epoch_0001", "shard_00001.safetensors"))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="SHA-256"):
+        consolidate(run, output=tmp_path / "out" / "net.safetensors")
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(UsageError, match="has no checkpoint epoch_0002"):
+        consolidate(run, "epoch_0002")
+
+
+def test_shards_are_files_that_others_read(checkpoint: Path) -> None:
+    shards = [load_file(checkpoint / f"shard_0000{rank}.safetensors") for rank in range(2)]
+    weight = torch.cat([shards[0]["models/net/last.weight@0,0"], shards[1]["models/net/last.weight@1,0"]])
+    assert difference(weight, read(str(checkpoint))["models"]["net"]["last.weight"]) == 0
+
+
 def flip(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -202,6 +246,21 @@ def test_parts_of_files_are_verified_block_by_block(tmp_path: Path, monkeypatch:
             else:
                 reader.read_into(memoryview(buffer), start)
                 assert buffer == content[start:stop]
+
+
+@pytest.mark.s3
+def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
+    """Replaced once; the files of the first attempt are gone."""
+    uri = s3.format(f"checkpoints/{tmp_path.name}")
+    command = [sys.executable, SCRIPT, "at_uri", str(tmp_path)]
+    subprocess.run(command, input=uri, text=True, check=True, timeout=120)
+    for rank in range(2):
+        found = torch.load(tmp_path / "uri" / f"{rank}.pt", weights_only=True)
+        assert difference(found["restored"], found["saved"]) == 0
+    saved = Checkpoints(uri)
+    assert difference(saved.load(saved.all()[0])["models"], found["saved"]["models"]) == 0
+    files = [re.sub(r"-[0-9a-f]{8}", "", name) for name in Storage(uri).names("epoch_0001")]
+    assert files == ["checkpoint.json", INDEX, "shard_00000.safetensors", "shard_00001.safetensors", "state.pt"]
 
 
 @pytest.mark.kills

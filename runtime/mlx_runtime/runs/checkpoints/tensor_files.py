@@ -56,11 +56,9 @@ def content(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_header(
-    file: _Writable, entries: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] = {}
-) -> list[int]:
+def write_header(file: _Writable, entries: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> list[int]:
     """Write the header of a file with these tensors. Return the position of each; their bytes must follow in order."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = [], 0
     for name, (shape, dtype) in entries.items():
         begin, end = end, end + size_bytes(shape, dtype)

@@ -1,0 +1,85 @@
+"""Write the weights of a checkpoint to one file in the format of safetensors, whatever workers have saved it."""
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.runs.checkpoints import tensor_files
+from mlx_runtime.runs.checkpoints.shards import Reads, StoredTensor
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.reader import find_checkpoint
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.storage.hashing import HashingWriter
+
+BATCH_BYTES = 256 << 20
+"""Size of the tensors that are in memory at the same time, unless one is larger."""
+
+Weights = dict[str, torch.Tensor | StoredTensor]
+
+
+def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = None, *, force: bool = False) -> str:
+    """Write the whole weights of all models to a file. Return a line that describes it.
+
+    Tied weights are written under each of their names, so that a strict `load_state_dict` finds all of them.
+
+    Args:
+        folder: The run.
+        which: `latest`, `best`, or the name of a checkpoint.
+        output: Default: a file in the working directory that is named after the checkpoint.
+        force: Replace an existing file.
+
+    Raises:
+        UsageError: There is no such checkpoint, or the file exists.
+        ConfigError: The checkpoint is damaged.
+        StorageError: A file cannot be read or written.
+    """
+    saved, checkpoint = find_checkpoint(folder, which)
+    output = output or Path(f"{folder.experiment}_{folder.name}_{checkpoint.name}.safetensors")
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists; replace it with --force, or name another file with --output")
+    weights: Weights = {}
+    left_out: list[str] = []
+    for name, state in saved.load(checkpoint, whole=False)["models"].items():
+        _flatten(state, name, weights, left_out)
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with HashingWriter(temporary.open("wb")) as file:
+            tensor_files.write_header(file, {name: (item.shape, item.dtype) for name, item in weights.items()})
+            tensor_files.write_content(file, _read([*weights.values()]))
+        temporary.replace(output)
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {short_message(error)}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    facts = f"{len(weights):,} tensors, {size_text(output.stat().st_size)}"
+    rest = f"; left out, because they are no tensors: {', '.join(left_out)}" if left_out else ""
+    return f"wrote {output}: {facts}, of {folder.title} {checkpoint.name}{rest}"
+
+
+def _flatten(value: Any, name: str, weights: Weights, left_out: list[str]) -> None:
+    if isinstance(value, torch.Tensor | StoredTensor):
+        weights[name] = value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _flatten(item, f"{name}.{key}", weights, left_out)
+    else:
+        left_out.append(name)
+
+
+def _read(weights: Sequence[torch.Tensor | StoredTensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors, reading several at a time."""
+    batch: list[torch.Tensor | StoredTensor] = []
+    total = 0
+    for number, item in enumerate(weights, 1):
+        batch.append(item)
+        total += tensor_files.size_bytes(item.shape, item.dtype)
+        if total >= BATCH_BYTES or number == len(weights):
+            reads = Reads()
+            tensors = reads.full(batch)
+            reads.run()
+            yield from tensors
+            batch, total = [], 0
