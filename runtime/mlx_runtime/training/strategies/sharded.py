@@ -3,6 +3,7 @@
 import functools
 import traceback
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NoReturn
@@ -52,6 +53,7 @@ class Sharded:
         without_effect = cfg.offload == "cpu" and not self._offloads
         self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
         keep_sharded_models()
+        warnings.filterwarnings("ignore", ".* returned a view tensor")  # as `nn.Linear` does, so as every transformer
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self._topology, deferred_models(node)
