@@ -40,7 +40,7 @@ format: $(VENV)/.dev ## fix style and formatting for `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and write docs/benchmarks.md; 40 minutes
+bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and write docs/benchmarks.md; an hour
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour

@@ -162,7 +162,8 @@ class Record:
         own, workers = (self._seconds, self._peaks), [None] * dist.get_world_size()
         dist.all_gather_object(workers, own)
         seconds, peaks = ({key: max(item[part][key] for item in workers) for key in own[part]} for part in range(2))
-        ticks = self._ticks[WARM - 1 :]
-        seconds["step"] = statistics.median(after - before for before, after in pairwise(ticks))
+        steps = [after - before for before, after in pairwise(self._ticks[WARM - 1 :])]
+        if steps:
+            seconds["step"] = statistics.median(steps)
         if dist.get_rank() == 0:
             out.write_text(json.dumps({"seconds": seconds, "peak_mb": peaks}))
