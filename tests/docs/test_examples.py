@@ -70,6 +70,16 @@ def test_two_training_sets_are_read_side_by_side(mlx: Mlx, example: Make) -> Non
     assert [line["val/accuracy"] for line in found if "val/accuracy" in line][-1] > 0.9
 
 
+def test_a_sharded_gpt_learns_the_words_of_its_text(mlx: Mlx, example: Make) -> None:
+    folder = example("gpt")
+    done = mlx(folder, "train", "run")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    run = open_run(folder / "runs" / "gpt" / "run_001")
+    assert run.record["metrics"]["val/loss"] < 2
+    assert run.state()["models"]["net"]["characters.weight"].shape == (27, 64)
+
+
 def test_fine_tuning_starts_from_weights_with_other_names_and_resumes_exactly(
     mlx: Mlx, example: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
