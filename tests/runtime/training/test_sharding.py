@@ -561,7 +561,8 @@ class TestTraining:
 
     def test_all_workers_stop_at_a_nan_on_one(self, on_workers: dict[str, Any]) -> None:
         for found in everywhere(on_workers["gradients"]):
-            assert found["stop"] == "the gradient of net.embed is not finite at step 4 (cfg.stop_on_nan)"
+            tied = "net.embed (and 1 more layers)"
+            assert found["stop"] == f"the gradient of {tied} is not finite at step 4 (cfg.stop_on_nan)"
 
 
 class TestUserCode:
