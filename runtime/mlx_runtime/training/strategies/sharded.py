@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
@@ -23,6 +24,7 @@ from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gr
 from mlx_runtime.distributed.wrapping import is_sharded, local_part, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.storage.files import size_text
 from mlx_runtime.training.forward import HALF, compile_forward
 from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
@@ -97,7 +99,12 @@ class Sharded:
         parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
         for module in parts or [model] if self._cfg.compile else []:
             compile_forward(module, self._cfg.compile)
+        empty = [path for path, param in model.named_parameters() if not param.numel()]
         try:
+            if empty:
+                raise ValueError(f"{empty[0]} has no elements")  # the first backward pass would fail
+            for module in (model, *parts):
+                module.register_forward_hook(_copied_views)
             for module in model.modules() if half else ():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):  # whose running statistics are float32
                     full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
@@ -114,7 +121,8 @@ class Sharded:
         if self._offloads:
             model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
-        self._lines.append(_line(name, model, blocks, strategy, mesh))
+        if next(model.parameters(), None) is not None:
+            self._lines.append(_line(name, model, blocks, strategy, mesh))
 
     def _new_mesh(self, strategy: str) -> DeviceMesh:
         device, size = self._topology.device.type, self._topology.world_size
@@ -197,11 +205,21 @@ def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None
         module.reshard()
 
 
+def _copied_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return copies of the outputs that are views: in-place operations would detach them from the hooks of FSDP.
+
+    It warns of each view, even if there is no such operation.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(torch.Tensor, lambda item: item.clone() if item._is_view() else item, output)
+
+
 def _line(name: str, model: nn.Module, blocks: list[str], strategy: str, mesh: DeviceMesh) -> str:
-    """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 of 248.0 MB each`."""
+    """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 MB of 248.0 MB each`."""
     params = list(model.parameters())
     whole = sum(param.numel() * param.element_size() for param in params)
     local = sum(local_part(param).nbytes for param in params)
     parts = f"{len(blocks)} blocks and the rest" if blocks else "in one piece"
-    workers = f"{strategy} over {' x '.join(map(str, mesh.shape))} workers"
-    return f"{name}: {workers}, {parts}; {local / 1e6:.1f} of {whole / 1e6:.1f} MB each"
+    workers = f"{strategy} over {' x '.join(map(str, mesh.shape))} {'worker' if mesh.size() == 1 else 'workers'}"
+    return f"{name}: {workers}, {parts}; {size_text(local)} of {size_text(whole)} each"

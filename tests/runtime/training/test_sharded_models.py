@@ -1,0 +1,89 @@
+"""Models of unusual forms are sharded, or refused in one line. A group of one worker is enough to see it."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sessions import ALONE
+from torch import nn
+
+from mlx_runtime import TrainConfig
+from mlx_runtime.distributed.wrapping import whole
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.training.strategies import strategy_of
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Views(nn.Module):
+    """Returns views of what its layers have computed, and so do its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x)
+            x += 1
+            x = x.flatten(1)
+        return {"first": x[:, 0], "all": [x]}
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.rest = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(0, 4))
+
+
+class NoParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+
+@dataclass
+class Models:
+    net: nn.Module
+
+
+def built(kind: type[nn.Module], strategy: str) -> tuple[Any, tuple[str, ...]]:
+    """Return a model, and the lines about it."""
+    torch.manual_seed(0)
+    node = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.{kind.__name__}"}}
+    made = strategy_of(TrainConfig(strategy=strategy), ALONE, node)
+    return made.build(node).net, made.described()
+
+
+def test_views_may_be_changed_in_place() -> None:
+    gradients = []
+    for strategy in ("ddp", "fsdp"):
+        model, _ = built(Views, strategy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # FSDP warns of views
+            output = model(torch.ones(3, 4))
+        output["first"] += output["all"][0].sum()
+        output["first"].square().sum().backward()
+        gradients.append([whole(item.grad) for item in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_empty_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"models\.net cannot be sharded: rest has no elements"):
+        built(Empty, "fsdp")
+
+
+def test_lines_give_sizes_in_fitting_units() -> None:
+    assert built(Views, "fsdp")[1] == ("net: fsdp over 1 worker, 2 blocks and the rest; 160 bytes of 160 bytes each",)
+    assert built(NoParameters, "fsdp")[1] == ()
