@@ -39,5 +39,5 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
     norms = [nn.utils.get_total_norm(group) for group in groups.values()]
-    norms = [whole(norm) for norm in norms]
+    norms = [whole(norm) for norm in norms] or [torch.zeros(())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_optimizers
+from mlx_runtime.distributed.wrapping import local_part
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
 
@@ -93,17 +94,11 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 
 def _without_data(param: torch.Tensor) -> nn.Parameter:
-    local = _local(param)
+    local = local_part(param)
     made = nn.Parameter(torch.empty_like(local, device="meta"), requires_grad=param.requires_grad)
     made.grad = torch.empty_like(made) if param.requires_grad else None
     return made
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(local.numel() * local.element_size() for local in map(_local, tensors))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this worker's part of a sharded tensor."""
-    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    return sum(local.numel() * local.element_size() for local in map(local_part, tensors))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from mlx_runtime.distributed.wrapping import total_norm
 from mlx_runtime.errors import MlxError
 from mlx_runtime.training.gradients import GradientMonitor
 
@@ -34,6 +35,11 @@ def test_norms_by_layer_every_so_many_steps() -> None:
     first = net[0]
     assert seen[0]["gradient_norm/net.0"] == pytest.approx(norm(first.weight.grad, first.bias.grad))
     assert seen[0]["weight_norm/net.0"] == pytest.approx(norm(first.weight, first.bias))
+
+
+def test_the_norm_of_no_gradients() -> None:
+    """An optimizer may step without any, and its gradients are clipped."""
+    assert total_norm([]) == 0
 
 
 def test_a_picture_of_what_was_seen_since_the_last() -> None:

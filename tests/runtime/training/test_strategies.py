@@ -204,6 +204,42 @@ class Later(nn.Linear):
         self.reset_parameters()
 
 
+class Positioned(Later):
+    """`init_weights` sets one of its buffers in place, replaces one, and forgets those that are `left`."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+        self.register_buffer("ids", torch.arange(3))
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool))
+        self.register_buffer("turns", torch.ones(3, dtype=torch.complex64))
+
+    def init_weights(self) -> None:
+        super().init_weights()
+        self.ids = torch.arange(3)
+        if self.left < 2:
+            self.get_buffer("mask").fill_(True).tril_()
+        if self.left < 1:
+            self.get_buffer("turns").zero_()
+
+
+def test_deferred_initialization_covers_buffers_of_any_type() -> None:
+    node = {"_target_": f"{__name__}.Late", "net": {"_target_": f"{__name__}.Positioned", "left": 2}}
+    with pytest.raises(ConfigError, match=r"init_weights\(\) of models.net does not initialize mask and 1 more"):
+        DDP(CFG, ALONE).build(node)
+    node["net"]["left"] = 1  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"does not initialize turns$"):
+        DDP(CFG, ALONE).build(node)
+    node["net"]["left"] = 0  # type: ignore[index]
+    net = DDP(CFG, ALONE).build(node).net
+    assert net.ids.tolist() == [0, 1, 2]
+    assert net.mask.tolist() == torch.ones(3, 3).tril().bool().tolist()
+
+
+class Late(Models):
+    deferred_init = ("net",)
+
+
 def test_without_workers_models_are_not_sharded() -> None:
     strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, TREE["models"])
     assert isinstance(strategy, DDP)

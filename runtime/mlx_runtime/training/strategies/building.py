@@ -111,8 +111,13 @@ def initialize(name: str, model: nn.Module, device: torch.device) -> None:
     _move_buffers(model, torch.device("cpu"))
     for _, tensor in _floats(model):
         local_part(tensor).fill_(torch.nan)
+    buffers = {title: (buffer, buffer._version) for title, buffer in model.named_buffers()}  # counts in-place changes
     init_weights()
     left = [title for title, tensor in _floats(model) if local_part(tensor).isnan().any()]
+    for title, buffer in model.named_buffers():
+        before, version = buffers.get(title, (None, 0))
+        if buffer is before and buffer._version == version and not buffer.is_floating_point():
+            left.append(title)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise ConfigError(f"init_weights() of models.{name} does not initialize {left[0]}{more}")
