@@ -17,6 +17,7 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 from mlx_runtime.training.gradients import GradientMonitor
 from mlx_runtime.training.optimization import prepare_models
@@ -193,6 +194,16 @@ class PlannedByFunction(Models):
 class Nested:
     def __init__(self, net: Net) -> None:
         self.net, self.first = net, net.norm
+
+
+class Tied:
+    def __init__(self, net: Net) -> None:
+        self.net, self.head = net, nn.Linear(7, 12)
+        self.head.weight = net.embed.weight
+
+
+class AverageReplicated(WithAverage):
+    strategies = {"average": "ddp"}
 
 
 class Scalar(nn.Linear):
@@ -492,7 +503,14 @@ def copies(rank: int) -> list[str]:
 
 @work
 def refused(rank: int) -> list[str]:
-    return [error_of(functools.partial(sharded, tree)) for tree in (node(Nested, net=Net), node(Models, net=Scalar))]
+    trees = (node(Nested, net=Net), node(Tied, net=Net), node(Models, net=Scalar))
+    return [error_of(functools.partial(sharded, tree)) for tree in trees]
+
+
+@work
+def made_by_models(rank: int) -> list[bool]:
+    _, ours = sharded(node(AverageReplicated, net=Net))
+    return [is_sharded(ours.net), is_sharded(ours.average)]
 
 
 # -- what they found
@@ -573,11 +591,13 @@ class TestUserCode:
         for found in everywhere(on_workers["copies"]):
             assert all(text.startswith("a sharded model cannot be copied; make the copy in Models.") for text in found)
 
+    def test_a_model_that_only_models_constructs_has_a_strategy(self, on_workers: dict[str, Any]) -> None:
+        assert on_workers["made_by_models"][0] == [True, False]
+
     def test_models_that_cannot_be_sharded(self, on_workers: dict[str, Any]) -> None:
-        nested, scalar = on_workers["refused"][0]
-        assert nested.startswith(
-            "models.first shares parameters with another model, so neither can be sharded; Models."
-        )
+        nested, tied, scalar = on_workers["refused"][0]
+        assert nested.startswith("models.first shares parameters with models.net, so neither can be sharded; Models.")
+        assert tied.startswith("models.head shares parameters with models.net, so neither can be sharded; Models.")
         assert scalar.startswith("models.net cannot be sharded: fully_shard doesn't support scalar parameters. Change")
         assert scalar.endswith('\nModels.strategies = {"name": "ddp"} replicates a model on all workers')
 

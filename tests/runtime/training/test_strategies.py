@@ -154,6 +154,11 @@ class TestErrors:
             ),
             ({"strategies": {"net": "fspd"}}, "Models.strategies['net'] is 'fspd'. Did you mean 'fsdp'?"),
             (
+                {"strategies": {"net": "hsdp"}},
+                "Models.strategies['net'] is 'hsdp', which needs cfg.strategy=hsdp and cfg.shard_size; name the others "
+                "instead",
+            ),
+            (
                 {"deferred_init": ("nte",)},
                 "Models.deferred_init names 'nte', which is not a model. Did you mean 'net'?",
             ),

@@ -14,6 +14,7 @@ from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.runs.checkpoints import members
 
 
 def deferred_models(node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -35,7 +36,20 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
 
     With `elsewhere`, another worker builds the models with values, and this one builds all of them on the meta device.
     If a constructor does not work there, or leaves tensors that are neither parameters nor buffers, it runs on the CPU.
+
+    Raises:
+        ConfigError: a model cannot be built, or `Models.deferred_init` or `Models.strategies` names one that does not
+            exist.
     """
+    group = _built(node, elsewhere)
+    models = [name for name, item in members(group).items() if isinstance(item, nn.Module)]
+    for name in getattr(group, "strategies", {}):
+        if name not in models:
+            raise ConfigError(f"Models.strategies names {name!r}, which is not a model.{suggest(name, models)}")
+    return group
+
+
+def _built(node: Mapping[str, Any], elsewhere: bool) -> Any:
     deferred = deferred_models(node)
     if not elsewhere and not deferred:
         return build(node, "models")

@@ -21,8 +21,8 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
     Raises:
         ConfigError: `Models.strategies` names a model or a strategy that does not exist.
     """
-    chosen = strategies(cfg, node)
-    names = sorted({name for name in chosen.values() if name != "ddp"})
+    chosen = strategies(node, cfg.shard_size)
+    names = sorted({cfg.strategy, *chosen.values()} - {"ddp"})
     if not names:
         return DDP(cfg, topology)
     if not torch.distributed.is_initialized():
@@ -32,14 +32,13 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
     return Sharded(cfg, topology, chosen)
 
 
-def strategies(cfg: Any, node: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the name of each model's strategy; ConfigError if `Models.strategies` does not fit."""
-    models = object_at(node["_target_"]) if node is not None else None
-    names = [name for name in node or {} if not name.startswith("_")]
-    own = getattr(models, "strategies", {})
+def strategies(node: Mapping[str, Any] | None, shard_size: int | None) -> dict[str, str]:
+    """Return the strategies of the models that have their own; ConfigError if there is no such strategy."""
+    own = dict(getattr(object_at(node["_target_"]), "strategies", {})) if node is not None else {}
     for name, strategy in own.items():
-        if name not in names:
-            raise ConfigError(f"Models.strategies names {name!r}, which is not a model.{suggest(name, names)}")
+        title = f"Models.strategies[{name!r}] is {strategy!r}"
         if strategy not in NAMES:
-            raise ConfigError(f"Models.strategies[{name!r}] is {strategy!r}.{suggest(str(strategy), NAMES)}")
-    return {name: own.get(name, cfg.strategy) for name in names}
+            raise ConfigError(f"{title}.{suggest(str(strategy), NAMES)}")
+        if strategy == "hsdp" and shard_size is None:
+            raise ConfigError(f"{title}, which needs cfg.strategy=hsdp and cfg.shard_size; name the others instead")
+    return own

@@ -21,7 +21,7 @@ from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import is_sharded, local_part, total_norm
+from mlx_runtime.distributed.wrapping import local_part, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
@@ -66,10 +66,12 @@ class Sharded:
         check_same(whole, topology)
         blocks = blocks_of(group, models)
         recompute_blocks(models, blocks, self._cfg.activation_checkpointing)
+        blocks = {name: without_shared(model, blocks[name]) for name, model in models.items()}
+        strategies = {name: self._chosen.get(name, self._cfg.strategy) for name in models}
+        _check_unshared(models, blocks, strategies)
         for name, model in models.items():
-            strategy = self._chosen.get(name, self._cfg.strategy)
-            if strategy != "ddp" and not isinstance(model, FSDPModule):
-                self._shard(name, model, without_shared(model, blocks[name]), strategy)
+            if strategies[name] != "ddp" and not isinstance(model, FSDPModule):
+                self._shard(name, model, blocks[name], strategies[name])
         for name, model in models.items():
             if name in deferred:
                 self._initialize(name, model)
@@ -89,8 +91,6 @@ class Sharded:
             initialize(name, model, self._topology.device)
 
     def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: str) -> None:
-        if any(map(is_sharded, model.parameters())):
-            raise ConfigError(f"models.{name} shares parameters with another model, so neither can be sharded; {_CURE}")
         mesh, half = self._mesh(strategy), HALF.get(self._cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
         inside, outside = (
@@ -165,6 +165,25 @@ class Sharded:
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def _check_unshared(
+    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: Mapping[str, str]
+) -> None:
+    """Check that models to be sharded have no parameter of another model: each would train its own copy.
+
+    A model that is a block of another one is sharded with it, and one with two names only once.
+    """
+    done = {id(models[name].get_submodule(path)) for name, paths in blocks.items() for path in paths}
+    owners: dict[int, str] = {}
+    for name, model in models.items():
+        for param in model.parameters() if id(model) not in done else ():
+            other = owners.setdefault(id(param), name)
+            if other != name and {strategies[name], strategies[other]} != {"ddp"}:
+                raise ConfigError(
+                    f"models.{name} shares parameters with models.{other}, so neither can be sharded; {_CURE}"
+                )
+        done.add(id(model))
 
 
 def _explain_errors(optimizer: Optimizer) -> None:
