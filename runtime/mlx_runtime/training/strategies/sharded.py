@@ -3,7 +3,6 @@
 import functools
 import traceback
 import types
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NoReturn
@@ -55,7 +54,6 @@ class Sharded:
         without_effect = cfg.offload == "cpu" and not self._offloads
         self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
         keep_sharded_models()
-        warnings.filterwarnings("ignore", ".* returned a view tensor")  # as `nn.Linear` does, so as every transformer
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self._topology, deferred_models(node)
