@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from clusters import RayCluster, cluster, free_ports
 from conftest import KEYS, Mlx, edit
@@ -28,6 +29,7 @@ from mlx_runtime.cli.verbs import data
 from mlx_runtime.cluster.addresses import Address
 from mlx_runtime.cluster.dashboard import Dashboard
 from mlx_runtime.cluster.jobs import JobSpec
+from mlx_runtime.data.folds import Fold, rows_digest
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import read_log
 from mlx_runtime.storage.files import Storage
@@ -488,6 +490,28 @@ class TestSweep:
         assert self.runs(user, "stopped") == runs
         found = [user.record(run, "tuning") for run in runs]
         assert {(run["status"], run["epoch"]) for run in found} == {("SUCCEEDED", 79)}
+
+    def test_folds_are_runs_on_the_cluster(self, user: User, ray_cluster: RayCluster) -> None:
+        """The job splits the rows; all runs of a fold hold out the same ones."""
+        settings = ("cfg.name=crossed", "cfg.start_workers=1", "cfg.num_epochs=2", "optimizers.adam.lr=1e-3,1e-2")
+        words = ("--sweep", "-f", "--ray-address", ray_cluster.url, *settings, "--folds", "2")
+        done = user.types("train", "launch", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        row = r"^(\d) +(0\.\d+) +0\.\d+ ± 0\.\d+ +[12] +SUCCEEDED +(run_\d+ … run_\d+)$"
+        table = sorted(re.findall(row, done.stdout, re.MULTILINE))
+        assert table == [("1", "0.001", "run_001 … run_002"), ("2", "0.01", "run_003 … run_004")]
+        assert re.search(r"^best +trial \d, val/accuracy 0\.\d+ ± 0\.\d+ \(epoch \d\)$", done.stdout, re.MULTILINE)
+        with np.load(user.folder / "runs/crossed/sweep_001/folds.npz") as stored:
+            first, second = stored.values()
+        assert sorted([*first, *second]) == [*range(1257)]
+        held_out = [rows_digest([Fold(second, first)]), rows_digest([Fold(first, second)])]
+        rows = json.loads(user.types("xp", "ls", "crossed", "--sweep", "sweep_001", "--json").stdout)
+        assert [(row["sweep"]["trial"], row["sweep"]["fold"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+        for row in rows:
+            record = user.record(row["run"], "crossed")
+            assert (record["status"], record["epoch"]) == ("SUCCEEDED", 1)
+            assert record["fold"] == {"fold": row["sweep"]["fold"], "folds": 2, "rows": held_out[row["sweep"]["fold"]]}
+            assert record["engine"]["used"] == "ray"
 
     @staticmethod
     def runs(user: User, name: str) -> list[str]:
