@@ -513,6 +513,27 @@ class TestSweep:
             assert record["fold"] == {"fold": row["sweep"]["fold"], "folds": 2, "rows": held_out[row["sweep"]["fold"]]}
             assert record["engine"]["used"] == "ray"
 
+    def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
+        launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
+        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=25")
+        done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: user.has("run_001", "killed") and user.record("run_001", "killed").get("latest"))
+        pids = [user.record(name, "killed")["pid"] for name in ("sweep_001", "run_001")]
+        os.kill(pids[0], signal.SIGINT)
+        time.sleep(0.2)
+        os.kill(pids[0], signal.SIGINT)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
+        records = [user.record(name, "killed") for name in ("sweep_001", "run_001")]
+        assert [record["status"] for record in records] == ["STOPPED"] * 2
+        done = user.types(*launch, "-f", "--resume=killed/sweep_001")
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = [user.record(run, "killed") for run in ("run_001", "run_002")]
+        assert [(run["status"], run["attempt"], run["epoch"]) for run in found] == [
+            ("SUCCEEDED", 2, 24),
+            ("SUCCEEDED", 1, 24),
+        ]
+
     @staticmethod
     def runs(user: User, name: str) -> list[str]:
         """Return the names of the runs that a sweep has begun."""

@@ -44,9 +44,14 @@ QUIET = {
 }
 """Keep Tune from printing, from handling Ctrl-C, and from storing what nobody reads."""
 
-
 ASK_S = 5.0
 """Interval between two requests to stop the same run."""
+
+KILL_S = 5.0
+"""How long a killed run may take to exit."""
+
+POLL_S = 0.5
+"""Interval between two looks at the driver of a run."""
 
 
 class TuneTrials:
@@ -95,6 +100,12 @@ class TuneTrials:
                     failure_config=tune.FailureConfig(max_failures=self._cfg.max_failures),
                 ),
             ).fit()
+        if sweep.killing:
+            self.close()
+            for job in runs.jobs.values():
+                _wait_for_driver(job.folder, KILL_S)  # it would record the run as running again
+                record_end(job, "STOPPED")
+                sweep.ended(job, "STOPPED")
 
     @property
     def _needs(self) -> dict[str, float]:
@@ -200,9 +211,6 @@ class _Stop(tune.Callback):  # type: ignore[misc]
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
         if self._runs.sweep.killing:
-            for job in self._runs.jobs.values():
-                record_end(job, "STOPPED")
-                self._runs.sweep.ended(job, "STOPPED")
             raise _Killed
         if self._runs.sweep.stopping and time.monotonic() - self._asked_at > ASK_S:
             self._asked_at = time.monotonic()
@@ -235,7 +243,7 @@ class _Run(tune.Trainable):  # type: ignore[misc]
 
     def _train(self, job: TrialJob) -> None:
         try:
-            _wait_for_lost_driver(job.folder)
+            _wait_for_driver(job.folder, STALE_S + HEARTBEAT_S)
             if has_begun(job.folder):  # by the driver that was lost
                 job = replace(job, overrides=begun_overrides(job.run))
             ended = run_trial(job, self._emit, self._control)
@@ -250,14 +258,14 @@ class _Run(tune.Trainable):  # type: ignore[misc]
             self._results.put({"event": event})
 
 
-def _wait_for_lost_driver(run: RunFolder) -> None:
+def _wait_for_driver(run: RunFolder, most_s: float) -> None:
     """Wait until a run has no driver: that of a lost machine seems alive until its lease expires."""
-    deadline = time.monotonic() + STALE_S + HEARTBEAT_S
+    deadline = time.monotonic() + most_s
     while time.monotonic() < deadline:
         try:
             records.refuse_living(run)
         except UsageError:
-            time.sleep(1)
+            time.sleep(POLL_S)
         except StorageError:  # it has no record yet
             return
         else:
