@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.distributed.wrapping import local_part
+from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
 
@@ -37,7 +37,9 @@ class MemoryNeeds:
 
 def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
     """Return what the members of two groups need on this worker, which holds some or all shards of each tensor."""
-    modules = (item for item in members(models).values() if isinstance(item, nn.Module))
+    modules = [item for item in members(models).values() if isinstance(item, nn.Module)]
+    for part in (part for module in modules for part in module.modules() if is_sharded(part)):
+        part.reshard()  # type: ignore[operator]  # the error may have left it gathered
     params = list(dict.fromkeys(param for module in modules for param in module.parameters()))
     of_optimizers = (_state_bytes(item) for item in members(optimizers).values() if isinstance(item, Optimizer))
     return MemoryNeeds(_bytes(params), _bytes(param for param in params if param.requires_grad), sum(of_optimizers))

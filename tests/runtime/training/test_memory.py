@@ -13,9 +13,13 @@ import pytest
 import ray.exceptions
 import ray.train
 import torch
+import torch.distributed as dist
 from conftest import Mlx
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.training.engines.local import _ProcessDied
@@ -60,6 +64,19 @@ class TestNeeds:
         optimizers.adam.step()
         stored = sum(item.nbytes for state in optimizers.adam.state.values() for item in state.values())
         assert before == memory_needs(models, optimizers) == dataclasses.replace(before, optimizer_states=stored)
+
+    def test_shards_count_even_while_they_are_gathered(self) -> None:
+        models, _ = groups()
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # whose collectives do nothing
+        try:
+            fully_shard(models.net, mesh=init_device_mesh("cpu", (2,)))
+            optimizers = SimpleNamespace(adam=torch.optim.Adam(models.net.parameters()))
+            del models.again
+            models.net.unshard()
+            assert memory_needs(models, optimizers).parameters == 4 * 7500 // 2
+            assert memory_needs(models, optimizers).optimizer_states // 4 // 2500 == 2
+        finally:
+            dist.destroy_process_group()
 
     def test_no_step_is_counted(self) -> None:
         seen: list[Any] = []
