@@ -170,7 +170,9 @@ class Experiment(BaseModule):
             pid=os.getpid(),
             node=ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",
         )
-        self.models.net = prepare_model(self.models.net)  # a barrier: no row is noted before all workers have started
+        self.models.net = prepare_model(self.models.net)
+        if dist.is_initialized():
+            dist.barrier()  # no row is noted before all workers have started
         if self.cfg.late:
             self.go_wrong(self.cfg.late)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizers.adam, lambda step: 0.98**step)
