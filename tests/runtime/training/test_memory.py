@@ -3,7 +3,7 @@
 import dataclasses
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from mlx_runtime.training.engines.processes import memory_kills
 from mlx_runtime.training.failures import error_of
 from mlx_runtime.training.memory import memory_needs, out_of_memory, ways_to_save
 from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.strategies.sharded import _explain_errors
 from mlx_runtime.training.worker import _needed_here, loop_errors
 
 FULL = 1 << 50
@@ -44,6 +45,14 @@ def whole(error: BaseException) -> None:
         raise error
     except BaseException as cause:
         raise ConfigError("models.net: cannot be built") from cause
+
+
+@pytest.fixture
+def two_workers() -> Iterator[None]:
+    """A group whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.pure
@@ -65,18 +74,15 @@ class TestNeeds:
         stored = sum(item.nbytes for state in optimizers.adam.state.values() for item in state.values())
         assert before == memory_needs(models, optimizers) == dataclasses.replace(before, optimizer_states=stored)
 
+    @pytest.mark.usefixtures("two_workers")
     def test_shards_count_even_while_they_are_gathered(self) -> None:
         models, _ = groups()
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # whose collectives do nothing
-        try:
-            fully_shard(models.net, mesh=init_device_mesh("cpu", (2,)))
-            optimizers = SimpleNamespace(adam=torch.optim.Adam(models.net.parameters()))
-            del models.again
-            models.net.unshard()
-            assert memory_needs(models, optimizers).parameters == 4 * 7500 // 2
-            assert memory_needs(models, optimizers).optimizer_states // 4 // 2500 == 2
-        finally:
-            dist.destroy_process_group()
+        fully_shard(models.net, mesh=init_device_mesh("cpu", (2,)))
+        optimizers = SimpleNamespace(adam=torch.optim.Adam(models.net.parameters()))
+        del models.again
+        models.net.unshard()
+        assert memory_needs(models, optimizers).parameters == 4 * 7500 // 2
+        assert memory_needs(models, optimizers).optimizer_states // 4 // 2500 == 2
 
     def test_no_step_is_counted(self) -> None:
         seen: list[Any] = []
@@ -128,6 +134,19 @@ class TestErrors:
             "parameters 30.0 kB, gradients 20.0 kB, optimizer states 40.0 kB"
         )
         assert ways == ways_to_save(TrainConfig())
+
+    @pytest.mark.usefixtures("two_workers")
+    def test_an_optimizer_without_memory_is_not_one_that_cannot_take_shards(self) -> None:
+        class Hungry(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                self.param_groups[0]["params"][0].repeat(1 << 40, 1)
+
+        models, _ = groups()
+        fully_shard(models.net, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = Hungry(models.net.parameters())
+        _explain_errors(optimizer)
+        with pytest.raises(RuntimeError, match="tried to allocate"):
+            optimizer.step()
 
     def test_other_messages_are_as_they_were(self, tmp_path: Path) -> None:
         with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117

@@ -25,6 +25,7 @@ from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.training.forward import HALF, compile_forward
+from mlx_runtime.training.memory import out_of_memory
 from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
@@ -193,7 +194,7 @@ def _explain_errors(optimizer: Optimizer) -> None:
         try:
             return step(self, *args, **options)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
-            if lost_peer(error) or not _raised_by_shards(error):
+            if lost_peer(error) or out_of_memory(error) or not _raised_by_shards(error):
                 raise
             name = type(optimizer).__name__
             raise MlxError(
