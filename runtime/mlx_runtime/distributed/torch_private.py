@@ -11,6 +11,8 @@ import torch
 import torch.distributed
 from torch.distributed.fsdp import FSDPModule
 
+from mlx_runtime.distributed.wrapping import by_mesh
+
 BROADCAST_BYTES = 250 * 2**20
 """Bytes to broadcast at once, as in DDP."""
 
@@ -42,10 +44,9 @@ class ShardScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: torch.Tensor, allow_fp16: bool) -> Any:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params: list[torch.Tensor] = [param for group in optimizer.param_groups for param in group["params"]]
         found: dict[torch.device, torch.Tensor] = {}
-        for mesh in {getattr(param, "device_mesh", None) for param in params}:
-            part = [param for param in params if getattr(param, "device_mesh", None) == mesh]
+        for part in by_mesh(params):
             alike: Any = SimpleNamespace(param_groups=[{"params": part}])
             overflowed = super()._unscale_grads_(alike, inv_scale, found_inf.clone(), allow_fp16)
             for device, value in overflowed.items():

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 
 def unwrap(model: Any) -> Any:
@@ -33,11 +35,15 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if is_sharded(value) else value
 
 
-def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of tensors, over all shards of those that are sharded. All workers must call this for those."""
-    groups: dict[Any, list[torch.Tensor]] = {}
+def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors that operations take together: those that are whole, and those that are sharded alike."""
+    groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    norms = [nn.utils.get_total_norm(group) for group in groups.values()]
-    norms = [whole(norm) for norm in norms] or [torch.zeros(())]
+    return list(groups.values())
+
+
+def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of tensors, over all shards of those that are sharded. All workers must call this for those."""
+    norms: list[torch.Tensor] = [whole(nn.utils.get_total_norm(group)) for group in by_mesh(tensors) or [[]]]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -20,7 +20,7 @@ from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import local_part, total_norm
+from mlx_runtime.distributed.wrapping import by_mesh, local_part, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
@@ -146,10 +146,10 @@ class Sharded:
                 drop_unreduced_gradients(model)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        parameters = list(parameters)
+        parameters = [param for param in parameters if param.grad is not None]
         norm = total_norm([param.grad for param in parameters if param.grad is not None])
-        for param in parameters:
-            nn.utils.clip_grads_with_norm_(param, max_norm, norm)
+        for group in by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
         return norm
 
     def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
@@ -158,7 +158,7 @@ class Sharded:
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                if len({getattr(param, "device_mesh", None) for param in group["params"]}) > 1:
+                if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
             _explain_errors(optimizer)
 
