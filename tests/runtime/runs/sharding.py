@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, Layouts, Parts, load_into, state_of
 
@@ -170,6 +170,18 @@ def misfit(strategy: str, root: Path) -> str:
     return "none"
 
 
+def uneven(root: Path) -> str:
+    """Return the error if only rank 0 keeps weights."""
+    groups = experiment("fsdp")
+    if dist.get_rank() == 0:
+        groups.tools.best.update(groups.models.net)
+    try:
+        save(saver_of(root), groups)
+    except MlxError as error:
+        return str(error)
+    return "none"
+
+
 def stages(root: Path) -> dict[str, tuple[int, Callable[[], dict[str, Any]]]]:
     """The number of workers, and what each of them does, in order."""
     two, four, whole, momentum = (root / name for name in ("two", "four", "whole", "momentum"))
@@ -178,7 +190,7 @@ def stages(root: Path) -> dict[str, tuple[int, Callable[[], dict[str, Any]]]]:
         "same": (2, lambda: restored_by("fsdp", two) | {"misfit": misfit("fsdp", two)}),
         "three": (3, lambda: restored_by("fsdp", two) | {"momentum": restored_by("fsdp", momentum, adam=False)}),
         "hybrid": (4, lambda: restored_by("hsdp", two, again=four)),
-        "hybrid to two": (2, lambda: restored_by("fsdp", four)),
+        "hybrid to two": (2, lambda: restored_by("fsdp", four) | {"uneven": uneven(root / "uneven")}),
         "one": (1, lambda: restored_by("ddp", two, again=whole) | {"misfit": misfit("ddp", two)}),
         "from whole": (2, lambda: restored_by("fsdp", whole)),
     }

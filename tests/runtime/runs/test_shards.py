@@ -99,6 +99,14 @@ def test_another_shape_is_told_by_name(stages: Stages, stage: str) -> None:
         assert "torch.Size([7, 4])" in rank["misfit"]
 
 
+def test_tensors_that_only_some_workers_hold_are_refused(stages: Stages) -> None:
+    for rank in stages[1]["hybrid to two"]:
+        assert rank["uneven"].startswith(
+            "tools.best.weights.embed.weight is sharded, but not all workers hold a part of it."
+        )
+    assert list((stages[0] / "uneven").iterdir()) == []
+
+
 def test_replicas_are_written_once_and_tied_weights_too(stages: Stages) -> None:
     """By two replicas of two workers each as often as by two workers."""
     two, four = (list_checkpoints(str(stages[0] / name))[0] for name in ("two", "four"))

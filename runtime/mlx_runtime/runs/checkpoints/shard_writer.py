@@ -31,6 +31,16 @@ class StagedPlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._staged = staged
 
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check that all workers hold the same tensors, on rank 0, and plan who writes which part."""
+        held: list[set[str]] = [{item.index.fqn for item in plan.items} for plan in all_plans]
+        if odd := sorted(held[0].union(*held) - held[0].intersection(*held)):
+            raise MlxError(
+                f"{odd[0].replace('/', '.')} is sharded, but not all workers hold a part of it. Keep weights on all "
+                "workers, or none: a tool that does so on rank 0 only needs `full_tensor()` on all of them first"
+            )
+        return super().create_global_plan(all_plans)
+
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
         return self._staged[index.fqn]
 

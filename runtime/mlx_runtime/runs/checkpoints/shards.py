@@ -160,8 +160,11 @@ class Shards:
             for tensor, item in document["tensors"].items()
             for chunk in item["chunks"]
         }
-        if strange := sorted({chunk["file"] for chunk in self._chunks.values()} - set(self.files)):
-            raise ValueError(f"it does not describe {strange[0]}")
+        for (tensor, _), chunk in self._chunks.items():
+            dtype = self.metadata.state_dict_metadata[tensor].properties.dtype  # type: ignore[union-attr]
+            end = chunk["start"] + tensor_files.size_bytes(chunk["sizes"], dtype)
+            if chunk["start"] < 0 or end > self.files.get(chunk["file"], {"size_bytes": 0})["size_bytes"]:
+                raise ValueError(f"a part of {tensor} is outside of its file")
 
     def check_files(self) -> None:
         """Check that every file exists and has its size, without reading it; else raise DamagedError."""
@@ -285,7 +288,9 @@ def _metadata(tensors: Mapping[str, Any]) -> "Metadata":
     for name, item in tensors.items():
         if item["dtype"] not in tensor_files.DTYPES:
             raise ValueError(f"{name} is of the unknown type {item['dtype']}")
-        if sum(math.prod(chunk["sizes"]) for chunk in item["chunks"]) != math.prod(item["shape"]):
+        numbers = [number for chunk in item["chunks"] for number in (*chunk["sizes"], *chunk["offsets"])]
+        volumes = sum(math.prod(chunk["sizes"]) for chunk in item["chunks"])
+        if min(numbers, default=0) < 0 or volumes != math.prod(item["shape"]):
             raise ValueError(f"it does not describe the whole of {name}")
         chunks = [
             ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in item["chunks"]
