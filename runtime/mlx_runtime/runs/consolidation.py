@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoints import tensor_files
 from mlx_runtime.runs.checkpoints.shards import Reads, StoredTensor
 from mlx_runtime.runs.folder import RunFolder
@@ -33,9 +33,9 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
         force: Replace an existing file.
 
     Raises:
-        UsageError: There is no such checkpoint, or the file exists.
+        UsageError: There is no such checkpoint, or the file exists or cannot be written.
         ConfigError: The checkpoint is damaged.
-        StorageError: A file cannot be read or written.
+        StorageError: The checkpoint cannot be read.
     """
     saved, checkpoint = find_checkpoint(folder, which)
     output = output or Path(f"{folder.experiment}_{folder.name}_{checkpoint.name}.safetensors")
@@ -52,7 +52,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
             tensor_files.write_content(file, _read([*weights.values()]))
         temporary.replace(output)
     except OSError as error:
-        raise StorageError(f"cannot write {output}: {short_message(error)}") from error
+        raise UsageError(f"cannot write {output}: {error.strerror or error}; choose another file") from error
     finally:
         temporary.unlink(missing_ok=True)
     facts = f"{len(weights):,} tensors, {size_text(output.stat().st_size)}"

@@ -149,6 +149,8 @@ def test_weights_become_one_file_that_others_read(stages: Stages, stage: str, tm
     assert difference(load_file(file), saved) == 0
     with pytest.raises(UsageError, match=r"net.safetensors exists; replace it with --force"):
         consolidate(run, output=file)
+    with pytest.raises(UsageError, match=r"cannot write /proc/net.safetensors: No such file or directory"):
+        consolidate(run, output=Path("/proc/net.safetensors"))
     file.write_text("x")
     consolidate(run, output=file, force=True)
     assert difference(load_file(file), saved) == 0
