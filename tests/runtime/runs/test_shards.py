@@ -295,3 +295,34 @@ def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pat
             assert saved.load(found)["epoch"] == found.epoch
     saved.clean()
     assert all(path.name.startswith("epoch_") for path in (tmp_path / "checkpoints").iterdir())
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """A file size limit of 64 KiB simulates one; the part that is not sharded, which torch writes, does not fit."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"cannot write a checkpoint to {tmp_path}: [Errno 27] File too large\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+FULL = """
+import resource, signal, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, Parts
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+parts = Parts()
+sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+state = dict.fromkeys(PARTS) | {"models": parts.without(sharded, "models"), "tools": torch.ones(100_000)}
+saver = AsyncCheckpointer(Checkpoints(sys.argv[1]), lambda checkpoint: None, lambda: None)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
+try:
+    saver.save_sharded(state, Checkpoint(0, True, 1, {}), parts)
+    saver.wait()
+except StorageError as error:
+    print(error)
+"""

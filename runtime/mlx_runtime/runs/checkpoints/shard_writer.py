@@ -143,9 +143,8 @@ def failure(error: CheckpointException, problem: str) -> NoReturn:
     cause = error.failures[min(error.failures)][0]
     if isinstance(cause, MlxError):
         raise cause
-    reason = cause.__context__ if isinstance(cause.__context__, OSError) else cause  # torch hides a full disk
-    if isinstance(reason, OSError | RuntimeError):
-        raise StorageError(f"{problem}: {short_message(reason)}") from error
+    if isinstance(cause, OSError | RuntimeError):
+        raise StorageError(f"{problem}: {short_message(cause)}") from error
     raise cause
 
 

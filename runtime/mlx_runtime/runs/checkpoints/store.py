@@ -78,8 +78,7 @@ class Checkpoints:
                 about = _write_state(publication, state, checkpoint)
                 return self._publish(publication, about, allowed)
         except (OSError, RuntimeError) as error:
-            reason = error.__context__ if isinstance(error.__context__, OSError) else error  # torch hides a full disk
-            raise StorageError(f"{self._problem}: {short_message(reason)}") from error
+            raise StorageError(f"{self._problem}: {short_message(error)}") from error
 
     def save_sharded(
         self,
@@ -294,8 +293,13 @@ def read(path: str, *, whole: bool = True) -> State:
 def _write_state(publication: Publication, state: State | None, checkpoint: Checkpoint) -> Checkpoint:
     """Write a state. Return the description with its checksum."""
     file_name = publication.unique(STATE)
-    with HashingWriter(publication.create(file_name)) as file:
-        torch.save(state, cast("IO[bytes]", file))  # it only writes
+    try:
+        with HashingWriter(publication.create(file_name)) as file:
+            torch.save(state, cast("IO[bytes]", file))  # it only writes
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch hides a full disk
+            raise error.__context__ from None
+        raise
     return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
 
