@@ -3,9 +3,10 @@
 Modules are changed in place, so that the names of their states stay the same.
 """
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,14 +32,34 @@ def in_half_precision(model: nn.Module, device: torch.device, precision: str) ->
 
 
 def recompute(module: nn.Module) -> None:
-    """Store only the inputs of a module's `forward`, and run it again in the backward pass."""
+    """Store only the inputs of a module's `forward`, and run it again in the backward pass.
+
+    Running statistics count each batch once.
+    """
+    norms = [item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase)]
+    options: dict[str, Any] = {}
+    if norms:
+        options["context_fn"] = lambda: (contextlib.nullcontext(), _without_statistics(norms))
 
     def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     _wrap_forward(module, twice)
+
+
+@contextlib.contextmanager
+def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
+    """Leave the running statistics of normalizations as they are: the batch has no weight in them."""
+    before = [(item.momentum, item.num_batches_tracked) for item in norms]
+    for item in norms:
+        item.momentum, item.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for item, (momentum, count) in zip(norms, before, strict=True):
+            item.momentum, item.num_batches_tracked = momentum, count
 
 
 def compile_forward(module: nn.Module, backend: bool | str) -> None:
