@@ -1,6 +1,7 @@
 """Models in and out of the wrapper that synchronizes their gradients, and models and tensors that are sharded."""
 
 import sys
+import traceback
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -9,6 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""In the message of the plain RuntimeError that torch raises in C++ when an operation has both as arguments."""
 
 
 def unwrap(model: Any) -> Any:
@@ -22,6 +26,12 @@ def is_sharded(value: object) -> bool:
     if fsdp is None or tensor is None:  # importing them takes seconds, and without them nothing is sharded
         return False
     return isinstance(value, fsdp.FSDPModule | tensor.DTensor)
+
+
+def raised_by_shards(error: BaseException) -> bool:
+    """Return True if an operation on sharded tensors has raised an error."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return _MIXED in str(error) or any(name.startswith("torch.distributed.tensor.") for name in modules)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

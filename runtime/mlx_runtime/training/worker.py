@@ -19,6 +19,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.ray_private import quiet_ray_train
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.runs.checkpoints import members
@@ -93,6 +94,12 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             return result
 
 
+_NOT_MIXED = (
+    "sharded and whole tensors do not mix; call the model itself, not another of its methods; on every worker, "
+    "tensor.full_tensor() returns the whole of a sharded one"
+)
+
+
 @contextlib.contextmanager
 def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> Iterator[None]:
     """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
@@ -108,6 +115,8 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
         hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
+        if raised_by_shards(error) and not out_of_memory(error):
+            hint = f" ({_NOT_MIXED})"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
 
     try:

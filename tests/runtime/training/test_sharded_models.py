@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.wrapping import whole
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.training.strategies import strategy_of
+from mlx_runtime.training.strategies.blocks import planned_blocks
+from mlx_runtime.training.worker import loop_errors
 
 pytestmark = pytest.mark.pure
 
@@ -87,3 +90,38 @@ def test_empty_parameters_are_refused() -> None:
 def test_lines_give_sizes_in_fitting_units() -> None:
     assert built(Views, "fsdp")[1] == ("net: fsdp over 1 worker, 2 blocks and the rest; 160 bytes of 160 bytes each",)
     assert built(NoParameters, "fsdp")[1] == ()
+
+
+def test_whole_weights_are_loaded() -> None:
+    model, whole_model = built(Views, "fsdp")[0], Views()
+    model(torch.ones(3, 4))  # after which its own parameters are gathered
+    model.load_state_dict(whole_model.state_dict())
+    for param, wanted in zip(model.parameters(), whole_model.parameters(), strict=True):
+        assert torch.equal(whole(param), wanted)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.0\.0\.bias: .*\[5\].*\[4\]"):
+        model.load_state_dict(whole_model.state_dict() | {"layers.0.0.bias": torch.ones(5)})
+
+
+def test_operations_that_mix_sharded_and_whole_tensors_are_explained(tmp_path: Path) -> None:
+    model, _ = built(Views, "fsdp")
+    with (
+        pytest.raises(WorkerLoopError, match=r"\(sharded and whole tensors do not mix; call "),
+        loop_errors(0, tmp_path),
+    ):
+        torch.add(torch.ones(4), next(model.parameters()))
+    with pytest.raises(WorkerLoopError, match=r"^ValueError: other \(raised on rank 0\)"), loop_errors(0, tmp_path):
+        raise ValueError("other")
+
+
+@pytest.mark.parametrize(
+    ("plan", "problem"),
+    [
+        (5, "the plan contains 5; write patterns"),
+        (["layers.*", nn.Linear], "the plan contains <class 'torch.nn"),
+        (lambda model: None, "the plan returned None; "),
+        (lambda model: ["layers.0"], "the plan returned 'layers.0'; "),
+    ],
+)
+def test_plans_of_other_types_are_refused(plan: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        planned_blocks(Views(), plan, "the plan")

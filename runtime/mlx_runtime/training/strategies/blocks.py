@@ -62,16 +62,20 @@ def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
         ConfigError: it selects nothing, what is not part of the model, or a container that is never called.
     """
     paths = {path: module for path, module in model.named_modules() if path}
+    wanted: Any = plan(model) if callable(plan) else [plan] if isinstance(plan, str) else plan
+    wanted = list(wanted) if isinstance(wanted, Iterable) else [wanted]
+    if strange := [item for item in wanted if not isinstance(item, nn.Module if callable(plan) else str)]:
+        cure = "write patterns of module paths, like 'layers.*', or a function that returns modules"
+        raise ConfigError(f"{title} {'returned' if callable(plan) else 'contains'} {strange[0]!r:.60}; {cure}")
     if callable(plan):
-        modules = list(plan(model))
         known = {id(module): path for path, module in paths.items()}
-        for module in modules:
+        for module in wanted:
             if id(module) not in known:
                 raise ConfigError(f"{title} returned a {type(module).__name__} that is not in the model")
-        found = [known[id(module)] for module in modules]
+        found = [known[id(module)] for module in wanted]
     else:
         found = []
-        for pattern in [plan] if isinstance(plan, str) else plan:
+        for pattern in wanted:
             matches = selected(model, pattern)
             if not matches:
                 raise ConfigError(f"{title}: {pattern!r} matches no module.{near_matches(pattern, paths)}")

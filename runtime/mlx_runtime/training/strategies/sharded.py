@@ -1,7 +1,6 @@
 """Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2)."""
 
 import functools
-import traceback
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -20,7 +19,7 @@ from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import by_mesh, local_part, total_norm
+from mlx_runtime.distributed.wrapping import by_mesh, local_part, raised_by_shards, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
@@ -30,7 +29,14 @@ from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
 from mlx_runtime.training.strategies.recomputation import recompute_blocks
-from mlx_runtime.training.strategies.sharing import AsIfWhole, check_same, contents, keep_buffers_equal, share
+from mlx_runtime.training.strategies.sharing import (
+    AsIfWhole,
+    check_same,
+    contents,
+    keep_buffers_equal,
+    share,
+    take_whole_states,
+)
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
 """Those of torch that take sharded parameters; LBFGS, Adafactor and Rprop do not."""
@@ -117,6 +123,7 @@ class Sharded:
         for module in (model, *parts):
             type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
         keep_buffers_equal(model)
+        take_whole_states(model)
         if self._offloads:
             model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
@@ -194,7 +201,7 @@ def _explain_errors(optimizer: Optimizer) -> None:
         try:
             return step(self, *args, **options)
         except (AssertionError, NotImplementedError, RuntimeError) as error:
-            if lost_peer(error) or out_of_memory(error) or not _raised_by_shards(error):
+            if lost_peer(error) or out_of_memory(error) or not raised_by_shards(error):
                 raise
             name = type(optimizer).__name__
             raise MlxError(
@@ -203,11 +210,6 @@ def _explain_errors(optimizer: Optimizer) -> None:
             ) from error
 
     optimizer.step = types.MethodType(explained, optimizer)  # type: ignore[method-assign]
-
-
-def _raised_by_shards(error: BaseException) -> bool:
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(name.startswith("torch.distributed.tensor.") for name in modules)
 
 
 def _no_copy(*_: Any) -> NoReturn:

@@ -80,6 +80,21 @@ def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) 
         _fill(tensor.detach(), full)
 
 
+def take_whole_states(model: nn.Module) -> None:
+    """Let `load_state_dict` of a sharded model take whole tensors, like pretrained weights: a worker keeps its part."""
+
+    def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, own in module.state_dict(prefix=prefix).items():
+            given = state.get(name)
+            if not isinstance(own, DTensor) or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+                continue
+            if given.shape == own.shape:  # else torch reports both
+                given = given.detach().to(own.device)
+                state[name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
+
+    model.register_load_state_dict_pre_hook(cut)  # type: ignore[no-untyped-call]  # torch has not annotated it
+
+
 def _fill(tensor: torch.Tensor, full: torch.Tensor) -> None:
     """Copy a whole tensor, or the part that this worker holds."""
     if isinstance(tensor, DTensor):
