@@ -61,11 +61,16 @@ class Models:
     net: nn.Module
 
 
-def built(kind: type[nn.Module], strategy: str) -> tuple[Any, tuple[str, ...]]:
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU())
+
+
+def built(kind: type[nn.Module], strategy: str, **settings: Any) -> tuple[Any, tuple[str, ...]]:
     """Return a model, and the lines about it."""
     torch.manual_seed(0)
     node = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.{kind.__name__}"}}
-    made = strategy_of(TrainConfig(strategy=strategy), ALONE, node)
+    made = strategy_of(TrainConfig(strategy=strategy, **settings), ALONE, node)
     return made.build(node).net, made.described()
 
 
@@ -125,3 +130,13 @@ def test_operations_that_mix_sharded_and_whole_tensors_are_explained(tmp_path: P
 def test_plans_of_other_types_are_refused(plan: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         planned_blocks(Views(), plan, "the plan")
+
+
+def test_compiled_models_with_running_statistics() -> None:
+    outputs = []
+    for settings in ({}, {"compile": "eager"}):
+        model, _ = built(Normed, "fsdp", **settings)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*_broadcast_coalesced.*")  # dynamo cannot trace it
+            outputs.append(model(torch.arange(12.0).view(3, 4)).detach())
+    torch.testing.assert_close(*outputs)

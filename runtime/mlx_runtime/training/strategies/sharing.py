@@ -59,6 +59,7 @@ def keep_buffers_equal(model: nn.Module) -> None:
         if name not in module._non_persistent_buffers_set
     ]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would warn of the collective
     def copy(*_: Any) -> None:
         found = (getattr(module, name) for module, name in kept)
         broadcast_tensors([item.data for item in found if item is not None])
