@@ -9,7 +9,6 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
-from mlx_runtime.storage.files import is_uri
 
 
 @click.group("train")
@@ -120,8 +119,7 @@ def sweep_request(
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
-    key, equals, _ = (resume or "").partition("=")
-    if resume and not is_uri(key) and (equals or key.startswith("~")):  # an override; the sweep has no name
+    if resume and not lookup.names_run(resume):  # an override; the sweep has no name
         resume, overrides = "latest", (resume, *overrides)
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
@@ -141,7 +139,7 @@ def evaluate(variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     RUN is run_003, 3 or latest (the default), or name/run_003; its latest checkpoint is evaluated. PATH is the folder
     or URI of a run or of a checkpoint.
     """
-    named = [item for item in arguments[:1] if is_uri(item) or not ("=" in item or item.startswith("~"))]
+    named = [item for item in arguments[:1] if lookup.names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
     words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
     projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]])

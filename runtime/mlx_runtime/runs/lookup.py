@@ -14,7 +14,15 @@ from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
 from mlx_runtime.storage.files import Storage, is_uri, joined, storage_errors
 
+_OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
+"""The start of an override or option."""
+
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
+
+
+def names_run(word: str) -> bool:
+    """Return True if a word of a command line is the name, path or URI of a run, rather than an override or option."""
+    return not _OVERRIDE.match(word)
 
 
 def storage_root() -> str:

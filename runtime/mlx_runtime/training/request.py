@@ -1,7 +1,6 @@
 """The run that a command refers to: a new one, one to resume or to begin, or a checkpoint to evaluate."""
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
-from mlx_runtime.storage.files import Storage, is_uri, storage_root
+from mlx_runtime.runs.lookup import names_run
+from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.resuming import Change
@@ -28,9 +28,6 @@ EVAL = "--eval="
 
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
-
-_OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
-"""The start of an override, as opposed to the name of a run."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         name, _, value = item.partition("=")
         if name in options:
             options[name], open_option = value or "latest", "" if value else name
-        elif open_option and (is_uri(item) or not _OVERRIDE.match(item)):
+        elif open_option and names_run(item):
             options[open_option], open_option = item, ""
         else:
             typed.append(item)
