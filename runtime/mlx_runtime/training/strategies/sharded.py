@@ -109,7 +109,7 @@ class Sharded:
             if empty:
                 raise ValueError(f"{empty[0]} has no elements")  # the first backward pass would fail
             for module in (model, *parts):
-                module.register_forward_hook(_copied_views)
+                module.register_forward_hook(_without_views)
             for module in model.modules() if half else ():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):  # whose running statistics are float32
                     full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
@@ -225,14 +225,27 @@ def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None
         module.reshard()
 
 
-def _copied_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return copies of the outputs that are views: in-place operations would detach them from the hooks of FSDP.
+class _Alias(torch.autograd.Function):
+    """A tensor with the same memory that is not a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return outputs that are not views: an in-place operation on a view would detach it from the hooks of FSDP.
 
     It warns of each view, even if there is no such operation.
     """
     if not torch.is_grad_enabled():
         return output
-    return tree_map_only(torch.Tensor, lambda item: item.clone() if item._is_view() else item, output)
+    alias: Any = _Alias
+    return tree_map_only(torch.Tensor, lambda item: alias.apply(item) if item._is_view() else item, output)
 
 
 def _line(name: str, model: nn.Module, blocks: list[str], strategy: str, mesh: DeviceMesh) -> str:
