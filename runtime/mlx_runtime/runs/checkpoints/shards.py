@@ -123,9 +123,18 @@ class Parts:
         dims = sorted({item.dim for item in tensor.placements if item.is_shard()})  # type: ignore[attr-defined]
         return {_PLACEHOLDER: [self._names[memory], dims]}
 
-    def staged(self) -> dict[str, torch.Tensor]:
-        """Return copies of this worker's parts on the CPU, which training does not change."""
-        return {name: item.to_local().detach().to("cpu", copy=True) for name, item in self.tensors.items()}
+    def staged(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies of this worker's parts on the CPU, which training does not change.
+
+        Those of a previous checkpoint are overwritten: to allocate memory takes longer than to copy.
+        """
+        return {name: _copied(item.to_local().detach(), before.get(name)) for name, item in self.tensors.items()}
+
+
+def _copied(part: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    if before is None or before.shape != part.shape or before.dtype != part.dtype:
+        return part.to("cpu", copy=True)
+    return before.copy_(part)
 
 
 def has_stored(value: Any) -> bool:

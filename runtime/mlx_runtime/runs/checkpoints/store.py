@@ -228,6 +228,7 @@ class AsyncCheckpointer:
         self._saving: tuple[threading.Thread, threading.Event] | None = None  # the thread, and whether it is done
         self._error: Exception | None = None
         self._group: Any = None  # of the threads of all workers
+        self._staged: dict[str, torch.Tensor] = {}  # copies of this worker's parts, in the last checkpoint with shards
 
     def save(self, state: State, checkpoint: Checkpoint) -> None:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
@@ -239,9 +240,9 @@ class AsyncCheckpointer:
         self.wait()
         if self._group is None:
             self._group = torch.distributed.new_group(backend="gloo")
-        copy, staged = None if state is None else copied(state), parts.staged()
+        copy, self._staged = None if state is None else copied(state), parts.staged(self._staged)
         save = self._checkpoints.save_sharded
-        self._start(partial(save, copy, checkpoint, parts, staged, self._group, self._allowed))
+        self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))
 
     def _start(self, save: Callable[[], Checkpoint]) -> None:
         done = threading.Event()
