@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mlx_runtime.errors import full_message
+
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -31,7 +33,7 @@ def is_sharded(value: object) -> bool:
 def raised_by_shards(error: BaseException) -> bool:
     """Return True if an operation on sharded tensors has raised an error."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return _MIXED in str(error) or any(name.startswith("torch.distributed.tensor.") for name in modules)
+    return _MIXED in full_message(error) or any(name.startswith("torch.distributed.tensor.") for name in modules)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
