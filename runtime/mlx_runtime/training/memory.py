@@ -57,7 +57,9 @@ def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error means, or was raised because, there is no memory left on the CPU or the GPU."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # Ray's errors may be causes of themselves
+        seen.add(id(error))
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return True
         if isinstance(error, OSError) and error.errno == errno.ENOMEM:

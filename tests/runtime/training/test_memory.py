@@ -121,6 +121,12 @@ class TestErrors:
     def test_others(self, error: Exception) -> None:
         assert not out_of_memory(error)
 
+    @pytest.mark.timeout(10)
+    def test_a_cause_of_itself(self) -> None:
+        first, second = ValueError("one"), ValueError("two")
+        first.__cause__, second.__cause__ = second, first
+        assert not out_of_memory(first)
+
     def test_the_message_of_a_loop(self, tmp_path: Path) -> None:
         models, optimizers = groups()
         found = {"models": models, "optimizers": optimizers, "cfg": TrainConfig()}
