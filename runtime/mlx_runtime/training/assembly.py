@@ -51,9 +51,7 @@ def build_experiment(
             groups[name] = build(node, name)
     if "optimizers" in job.tree:
         groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
-        strategy.prepare_optimizers(
-            {name: item for name, item in members(groups["optimizers"]).items() if isinstance(item, Optimizer)}
-        )
+        strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
     return groups, cls(**groups)
 
 

@@ -35,7 +35,7 @@ class Groups:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        return {name: item for name, item in self.members("optimizers").items() if isinstance(item, Optimizer)}
+        return members(self["optimizers"], Optimizer)
 
     def _own(self) -> dict[str, Any]:
         grouped = {id(item) for group in GROUPS for item in self.members(group).values()}

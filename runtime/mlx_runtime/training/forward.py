@@ -37,14 +37,13 @@ def recompute(module: nn.Module) -> None:
     Running statistics count each batch once.
     """
     norms = [item for item in module.modules() if isinstance(item, nn.modules.batchnorm._NormBase)]
-    options: dict[str, Any] = {}
-    if norms:
-        options["context_fn"] = lambda: (contextlib.nullcontext(), _without_statistics(norms))
 
     def twice(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        if norms and not torch.compiler.is_compiling():  # a compiled graph updates the statistics outside of the region
+            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _without_statistics(norms))
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     _wrap_forward(module, twice)
 

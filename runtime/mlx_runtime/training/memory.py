@@ -37,11 +37,11 @@ class MemoryNeeds:
 
 def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
     """Return what the members of two groups need on this worker, which holds some or all shards of each tensor."""
-    modules = [item for item in members(models).values() if isinstance(item, nn.Module)]
+    modules = members(models, nn.Module).values()
     for part in (part for module in modules for part in module.modules() if is_sharded(part)):
-        part.reshard()  # type: ignore[operator]  # the error may have left it gathered
+        part.reshard()  # the error may have left it gathered
     params = list(dict.fromkeys(param for module in modules for param in module.parameters()))
-    of_optimizers = (_state_bytes(item) for item in members(optimizers).values() if isinstance(item, Optimizer))
+    of_optimizers = map(_state_bytes, members(optimizers, Optimizer).values())
     return MemoryNeeds(_bytes(params), _bytes(param for param in params if param.requires_grad), sum(of_optimizers))
 
 

@@ -95,8 +95,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
 
 
 _NOT_MIXED = (
-    "sharded and whole tensors do not mix; call the model itself, not another of its methods; on every worker, "
-    "tensor.full_tensor() returns the whole of a sharded one"
+    "sharded and whole tensors do not mix; call the model itself, not another of its methods, and do not wrap it in "
+    "DistributedDataParallel; on every worker, tensor.full_tensor() returns the whole of a sharded one"
 )
 
 
@@ -188,8 +188,8 @@ def _position(session: Session) -> WorkerPosition:
 
 
 def _started(groups: Mapping[str, Any], topology: Topology, strategy: Strategy) -> WorkersStarted:
-    models = [item for item in members(groups.get("models")).values() if isinstance(item, torch.nn.Module)]
-    parameters = sum(item.numel() for model in models for item in model.parameters())
+    models = members(groups.get("models"), torch.nn.Module)
+    parameters = sum(item.numel() for model in models.values() for item in model.parameters())
     on_cpu = topology.device.type == "cpu"
     device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
     return WorkersStarted(device, parameters, topology.world_size, strategy.described())

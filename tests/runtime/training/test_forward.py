@@ -6,18 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from mlx_runtime.training.forward import recompute
+from mlx_runtime.training.forward import compile_forward, recompute
 
 pytestmark = pytest.mark.pure
 
 
-def test_recomputation_changes_no_number() -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_recomputation_changes_no_number(backend: str | None) -> None:
     """Neither gradients nor running statistics, which a second pass would update again."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 2))
     plain[3].eval()
     again, batch = copy.deepcopy(plain), torch.randn(5, 3)
     recompute(again)
+    if backend is not None:
+        compile_forward(again, backend)
     for model in (plain, again):
         torch.manual_seed(1)
         model(batch).square().sum().backward()

@@ -22,9 +22,10 @@ _DICTS = (dict, collections.OrderedDict, collections.Counter)
 """Mappings that keep their type when they are loaded with `weights_only=True`."""
 
 
-def members(group: Any) -> dict[str, Any]:
-    """Return the members of a group by name, without private attributes."""
-    return {name: value for name, value in vars(group).items() if not name.startswith("_")} if group is not None else {}
+def members(group: Any, kind: type = object) -> dict[str, Any]:
+    """Return the members of a group that are of one kind, by name, without private attributes."""
+    found = vars(group).items() if group is not None else ()
+    return {name: value for name, value in found if not name.startswith("_") and isinstance(value, kind)}
 
 
 def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]]:
@@ -94,7 +95,7 @@ def load_what_fits(
     `prepared` is called with the weights that fit and those of the model that they replace, and returns what to load.
     """
     lines = []
-    present = {name: unwrap(item) for name, item in members(models).items() if isinstance(item, nn.Module)}
+    present = {name: unwrap(item) for name, item in members(models, nn.Module).items()}
     for name in sorted(set(present) | set(saved)):
         if name not in saved or name not in present:
             lines.append(f"models.{name} is {'new' if name in present else 'in the checkpoint only'}")

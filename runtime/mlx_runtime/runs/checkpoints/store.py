@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import IO, Any, cast
 
@@ -239,7 +240,8 @@ class AsyncCheckpointer:
         """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
         self.wait()
         if self._group is None:
-            self._group = torch.distributed.new_group(backend="gloo")
+            # Workers may wait long for the one with the slowest storage; the watchdog reports deadlocks.
+            self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         copy, self._staged = None if state is None else copied(state), parts.staged(self._staged)
         save = self._checkpoints.save_sharded
         self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))

@@ -42,7 +42,7 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
             exist.
     """
     group = _built(node, elsewhere)
-    models = [name for name, item in members(group).items() if isinstance(item, nn.Module)]
+    models = members(group, nn.Module)
     for name in getattr(group, "strategies", {}):
         if name not in models:
             raise ConfigError(f"Models.strategies names {name!r}, which is not a model.{suggest(name, models)}")

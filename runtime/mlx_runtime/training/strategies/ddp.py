@@ -25,7 +25,7 @@ class DDP:
 
     def build(self, node: Mapping[str, Any]) -> Any:
         group = build_models(node)
-        models = {name: item for name, item in members(group).items() if isinstance(item, nn.Module)}
+        models = members(group, nn.Module)
         if self._cfg.activation_checkpointing:
             recompute_blocks(models, blocks_of(group, models), self._cfg.activation_checkpointing)
         self.place(models, deferred_models(node))

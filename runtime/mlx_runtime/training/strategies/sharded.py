@@ -66,7 +66,7 @@ class Sharded:
         topology, deferred = self._topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
         set_random_state(broadcast(random_state()))  # of rank 0, which has drawn the values of models
-        models = {name: item for name, item in members(group).items() if isinstance(item, nn.Module)}
+        models = members(group, nn.Module)
         whole = contents(models)
         check_same(whole, topology)
         blocks = blocks_of(group, models)
