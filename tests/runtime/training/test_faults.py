@@ -332,40 +332,49 @@ def driver_on(raylets: Any, start: Start, folder: Path, *options: str) -> Starte
 class TestElastic:
     """A group that shrinks with its cluster, and grows again."""
 
+    @pytest.mark.parametrize(
+        ("fewest", "most", "strategy"),
+        [(1, 2, []), pytest.param(2, 4, ["cfg.strategy=hsdp", "cfg.shard_size=2"], id="whole replicas")],
+    )
     def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(
-        self, environment: dict[str, str], start: Start, folder: Path
+        self, fewest: int, most: int, strategy: list[str], environment: dict[str, str], start: Start, folder: Path
     ) -> None:
-        """Throughout, each row is read once per epoch, and each update uses eight rows."""
-        sizes = ["cfg.min_workers=1", "cfg.max_workers=2", "cfg.keep_global_batch=true"]
-        options = [*OFTEN, *sizes, "cfg.num_epochs=99", "cfg.pause_s=0.2"]
-        with cluster(2, environment) as raylets:
+        """Throughout, each row is read once per epoch, and each update uses four rows of each of the `most` workers.
+
+        Of the three workers that one of four nodes leaves, only two train if a replica takes two.
+        """
+        sizes = [f"cfg.start_workers={most}", f"cfg.min_workers={fewest}", f"cfg.max_workers={most}"]
+        options = [*OFTEN, *strategy, *sizes, "cfg.keep_global_batch=true", "cfg.num_epochs=99", "cfg.pause_s=0.2"]
+        with cluster(most, environment) as raylets:
             process = driver_on(raylets, start, folder, *options)
-            wait_for(lambda: len(steps_of(folder)) > 12)
+            wait_for(lambda: len(steps_of(folder)) > 6 * most)
             lost = [note for note in diary(folder) if "start" in note and note["rank"] == 1][-1]["node"]
             at = time.time()
             raylets.remove_node(
                 next(node for node in raylets.worker_nodes if node.node_id == lost), allow_graceful=False
             )
-            alone = wait_for(lambda: [note for note in diary(folder) if "start" in note and note["at"] > at])[0]["at"]
-            wait_for(lambda: len(steps_of(folder, alone)) > 5)
+            fewer = wait_for(lambda: [note for note in diary(folder) if "start" in note and note["at"] > at])[0]["at"]
+            wait_for(lambda: len(steps_of(folder, fewer)) > 5)
+            added = time.time()
             raylets.add_node(num_cpus=1)
-            wait_for(lambda: any(note["rank"] == 1 for note in steps_of(folder, alone)))
-            wait_for(lambda grown=time.time(): len(steps_of(folder, grown)) > 30)
+            wait_for(lambda: any(note["rank"] == most - 1 for note in steps_of(folder, added)))
+            wait_for(lambda grown=time.time(): len(steps_of(folder, grown)) > 15 * most)
             process.send_signal(signal.SIGTERM)
             output, errors = process.communicate(timeout=60)
         assert process.returncode == 143, output + errors
-        assert "workers   2 → 1: restarted" in output
-        assert "workers   1 → 2: restarted" in output
+        assert f"workers   {most} → {fewest}: restarted" in output
+        assert f"workers   {fewest} → {most}: restarted" in output
         epochs = rows_per_epoch(folder)
         last = max(epochs)
         assert last > 2
         assert all(epochs[epoch] == list(range(61)) for epoch in range(last))
-        again = next(note for note in diary(folder) if "start" in note and note["at"] > alone)["at"]
+        again = next(note for note in diary(folder) if "start" in note and note["at"] > added)["at"]
         updates: dict[int, list[int]] = {}
-        for note in steps_of(folder, alone):
+        for note in steps_of(folder, fewer):
             if note["at"] < again:
+                assert note["rank"] < fewest
                 updates.setdefault(note["step"], []).append(len(note["rows"]))
-        assert max(sum(rows) for rows in updates.values()) == 8
+        assert max(sum(rows) for rows in updates.values()) == 4 * most
         assert all(size <= 4 for rows in updates.values() for size in rows)
 
 
