@@ -42,7 +42,10 @@ def work(function: Work) -> Work:
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    torch.multiprocessing.spawn(_worked, (folder,), nprocs=WORLD)
+    torch.multiprocessing.set_forkserver_preload(
+        ["ray.train.torch", "mlx_runtime.training.strategies.sharded"]
+    )  # once for both
+    torch.multiprocessing.start_processes(_worked, (folder,), nprocs=WORLD, start_method="forkserver")
     ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
     return {name: [rank[name] for rank in ranks] for name in WORKS}
 
