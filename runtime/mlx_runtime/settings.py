@@ -25,6 +25,9 @@ QUIET_RAY = {
 }
 """Ray's settings that keep its own output off the terminal."""
 
+QUIET_HUGGING_FACE = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Its progress bars are unreadable between the lines of several workers."""
+
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning"}
 """For the processes that an embedded Ray starts: users who train do not need warnings from libraries."""
 
@@ -65,8 +68,9 @@ class Settings:
 
 
 def prepare_ray() -> None:
-    """Set what Ray reads when it is imported. Variables that the user has set keep their values."""
-    for name, value in (STEADY_RAY if Settings.read().verbose else STEADY_RAY | QUIET_RAY).items():
+    """Set what Ray and Hugging Face read when they are imported. Variables that the user has set keep their values."""
+    quiet = {} if Settings.read().verbose else QUIET_RAY | QUIET_HUGGING_FACE
+    for name, value in (STEADY_RAY | quiet).items():
         os.environ.setdefault(name, value)
 
 
@@ -103,7 +107,7 @@ def environment(variables: Mapping[str, str], *, replace: bool = False) -> Itera
 def be_verbose() -> None:
     """Show Ray's output, in this process and in those that it starts; for `--verbose`."""
     os.environ["MLX_VERBOSE"] = "1"
-    for name, value in QUIET_RAY.items():
+    for name, value in (QUIET_RAY | QUIET_HUGGING_FACE).items():
         if os.environ.get(name) == value:
             del os.environ[name]
 

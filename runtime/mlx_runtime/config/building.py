@@ -16,7 +16,8 @@ from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]
 
-Context = Callable[[], contextlib.AbstractContextManager[None]]
+Context = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Returns what a dataset is constructed within, by its name in the group."""
 
 
 def build(node: Any, key: str = "", **objects: Any) -> Any:
@@ -35,7 +36,7 @@ def declare(node: Any, key: str = "", **objects: Any) -> Any:
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
-    """Build a group of datasets, each of which is constructed when it is first read, within `context()`.
+    """Build a group of datasets, each of which is constructed when it is first read, within `context(name)`.
 
     If the group's constructor does more with its datasets than store them, all are constructed immediately.
     """
@@ -46,7 +47,7 @@ def build_group(node: Any, key: str, context: Context) -> Any:
     return build(node, key) if any(is_dataset(type(item)) for item in vars(group).values()) else group
 
 
-def declare_group(node: Any, key: str, context: Context = contextlib.nullcontext) -> Any:
+def declare_group(node: Any, key: str, context: Context = lambda name: contextlib.nullcontext()) -> Any:
     """Build a group of datasets with a Declaration in place of each; arguments as for `build_group`."""
     cls = object_at(node["_target_"])
 

@@ -2,13 +2,15 @@
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
-`Declaration` if `f` is a torch Dataset, and calls `f` otherwise. The bodies of functions stay as they are.
+`Declaration` if `f` is a dataset or returns one of Hugging Face, and calls `f` otherwise. The bodies of functions stay
+as they are.
 """
 
 import ast
 import contextlib
 import functools
 import sys
+import typing
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
@@ -51,25 +53,46 @@ def _made(value: Any) -> Any:
 
 
 def is_dataset(cls: Any) -> bool:
-    """Return True if `cls` is a class of torch datasets. Does not import torch."""
+    """Return True if `cls` is a class of datasets: of torch, of Hugging Face, or with `to_hf()`. Imports neither."""
     data = sys.modules.get("torch.utils.data")
-    return data is not None and isinstance(cls, type) and issubclass(cls, data.Dataset)
+    if not isinstance(cls, type):
+        return False
+    return (data is not None and issubclass(cls, data.Dataset)) or hasattr(cls, "to_hf") or is_hf_dataset(cls)
+
+
+def is_hf_dataset(cls: Any) -> bool:
+    """Return True if `cls` is the `Dataset` or `IterableDataset` of Hugging Face, or derived from one."""
+    library = sys.modules.get("datasets")
+    kinds = (getattr(library, "Dataset", None), getattr(library, "IterableDataset", None))
+    return isinstance(cls, type) and issubclass(cls, tuple(kind for kind in kinds if isinstance(kind, type)))
+
+
+def returns_hf_dataset(function: Any) -> bool:
+    """Return True if a function is annotated to return a dataset of Hugging Face, like `datasets.load_dataset`."""
+    if "datasets" not in sys.modules or "return" not in getattr(function, "__annotations__", {}):
+        return False
+    try:
+        hint = typing.get_type_hints(function)["return"]
+    except Exception:  # annotations are arbitrary expressions
+        return False
+    return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
 
 
 def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what to call for `callee`: a Declaration for a dataset or a class method of one, else `callee` itself."""
-    if is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)):
+    """Return what to call for `callee`: a Declaration for a dataset or what returns one, else `callee` itself."""
+    if is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee):
         return functools.partial(Declaration, callee)
     return callee
 
 
-def made_on_read(cls: type, context: Callable[[], contextlib.AbstractContextManager[None]]) -> type:
-    """Return a subclass of a group that constructs each declared dataset when it is first read, within `context()`."""
+def made_on_read(cls: type, context: Callable[[str], contextlib.AbstractContextManager[None]]) -> type:
+    """Return a subclass of a group that constructs each declared dataset when it is first read, within
+    `context(name)`."""
 
     def read(self: Any, name: str) -> Any:
         value = cls.__getattribute__(self, name)  # type: ignore[call-arg]
         if isinstance(value, Declaration):
-            with context():
+            with context(name):
                 value = value.make()
             object.__setattr__(self, name, value)
         return value

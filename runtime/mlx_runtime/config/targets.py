@@ -9,7 +9,11 @@ from typing import Any
 
 from mlx_runtime.errors import BindError
 
-PUBLIC = {"mlx_runtime.training.options": "mlx_runtime", "mlx_runtime.tracking.trackers": "mlx_runtime.trackers"}
+PUBLIC = {
+    "mlx_runtime.training.options": "mlx_runtime",
+    "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
+    "mlx_runtime.data.huggingface": "mlx_runtime.datasets",
+}
 """The path that conf.yaml shows for the runtime's own classes, by the module that defines them."""
 
 MOVED = {"mlx_runtime.config": "mlx_runtime.training.options", "mlx_runtime.trackers": "mlx_runtime.tracking.trackers"}

@@ -1,4 +1,4 @@
-"""Samples of a torch dataset → batches: `ray_map_batches`, and what it may return."""
+"""Samples of a dataset → batches: its `ray_map_batches` or `collate`, and what they may return."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import length_hint
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mlx_runtime.data.collation import culprit, stacked
 from mlx_runtime.errors import DatasetError
 
 Batch = dict[str, Any]
@@ -17,7 +18,10 @@ _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BatchReader:
-    """Reads samples of a map-style dataset and stacks them with its `ray_map_batches`; streams use only `stack`.
+    """Reads samples of a map-style dataset and stacks them; streams use only `stack`.
+
+    A dataset stacks its own samples if it has `ray_map_batches({"item": samples})` or `collate(samples)`. Otherwise
+    they are dicts, whose values are stacked by key.
 
     An exception in user code gets a note that names the dataset and the sample.
     """
@@ -38,16 +42,24 @@ class BatchReader:
             which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
             note(error, f"while reading {which} of datasets.{self.name}")
             raise
-        return self.stack(samples)
+        return self.stack(samples, rows)
 
-    def stack(self, samples: list[Any]) -> Batch:
-        """Return the batch of some samples. Raises DatasetError if `ray_map_batches` returns no valid one."""
+    def stack(self, samples: list[Any], rows: Sequence[int] | None = None) -> Batch:
+        """Return the batch of some samples; `rows` are their numbers. DatasetError if it is not a valid one."""
+        rows = range(len(samples)) if rows is None else rows
+        method = "ray_map_batches" if hasattr(self.dataset, "ray_map_batches") else "collate"
+        function = getattr(self.dataset, method, None)
+        if function is None:
+            return _tensors(stacked(samples, rows, self.name), len(samples), f"datasets.{self.name}: rows are")
         try:
-            batch = self.dataset.ray_map_batches({"item": samples})
+            batch = function({"item": samples} if method == "ray_map_batches" else samples)
         except Exception as error:
-            note(error, f"in ray_map_batches, while stacking {len(samples)} samples of datasets.{self.name}")
+            text = f"in {method}, while stacking {len(samples)} samples of datasets.{self.name}"
+            if method == "collate" and (row := culprit(function, samples, rows)):
+                text += f": {row} cannot be collated"
+            note(error, text)
             raise
-        return _tensors(batch, len(samples), f"datasets.{self.name}: ray_map_batches returned")
+        return _tensors(batch, len(samples), f"datasets.{self.name}: {method} returned")
 
 
 def _tensors(batch: Any, rows: int, subject: str) -> Batch:

@@ -5,7 +5,6 @@ From an object store, workers first copy the files to a folder on their machine.
 
 import contextlib
 import dataclasses
-import fcntl
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -21,6 +20,7 @@ from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_errors
+from mlx_runtime.storage.local import locked
 from mlx_runtime.storage.publishing import Publication, recover
 
 CHUNK_BYTES = 1 << 20
@@ -165,8 +165,7 @@ def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> 
     """Return the columns of a copy on this machine; if several processes ask, one fetches it while the others wait."""
     cache.mkdir(parents=True, exist_ok=True)
     copies = Store(str(cache))
-    with (cache / f".{manifest.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(cache / f".{manifest.name}.lock"):
         if copies.find(manifest.name) == manifest:
             copies.note_use(manifest.name)
         else:

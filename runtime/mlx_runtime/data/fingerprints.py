@@ -22,12 +22,10 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
+from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
 from mlx_runtime.data.prepared import Manifest
 from mlx_runtime.data.streams import make_dataset, stream_of
 from mlx_runtime.errors import DatasetError
-
-LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
-"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
 
 Schema = dict[str, tuple[str, tuple[int, ...]]]
 """Type and shape of one row, by column."""

@@ -21,6 +21,7 @@ from mlx_runtime.config.signatures import parameters
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import rows_of
 from mlx_runtime.data.fingerprints import digest
+from mlx_runtime.data.huggingface import adopted, constructing
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.data.streams import dataset_error, dataset_nodes
 from mlx_runtime.distributed.randomness import seeded
@@ -86,7 +87,7 @@ def leak_warning(tree: Tree) -> str | None:
         return None
     return (
         "the held-out rows are read exactly as datasets.train reads them: "
-        f"{node['_target_'].rpartition('.')[2]} has no argument training or augment that turns off augmentation"
+        f"{_class_name(node)} has no argument training or augment that turns off augmentation"
     )
 
 
@@ -98,12 +99,14 @@ def fold_rows(config: Config) -> list[Fold]:
         DatasetError: The dataset cannot be constructed, or has other rows in evaluation mode.
     """
     cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.fold)
-    group = build_group(tree["datasets"], "datasets", lambda: seeded(cfg.seed))
+    nodes = tree["datasets"]
+    group = build_group(nodes, "datasets", lambda name: constructing(nodes[name], cfg.seed))
     try:
-        rows = rows_of(group.train, "train")
-        arrays = [_per_row(group.train, name, rows) for name in PER_ROW]
-        if _switches(tree["datasets"]["train"]):
-            _check_same_rows(group, rows, arrays)
+        train = adopted(group.train, "train", nodes["train"])
+        rows = rows_of(train, "train")
+        arrays = [_per_row(train, name, rows) for name in PER_ROW]
+        if _switches(nodes["train"]):
+            _check_same_rows(train, adopted(group.val, "val", nodes["val"]), rows, arrays)
     except USER_ERRORS as error:
         raise dataset_error(error, "cfg.folds cannot split datasets.train") from error
     if rows < cfg.folds:
@@ -117,7 +120,8 @@ def fold_rows(config: Config) -> list[Fold]:
         if not methods:
             raise ConfigError(f"{title} cannot split the rows of datasets.train: {short_message(error)}") from error
         raise ConfigError(
-            f"{title} needs {methods.replace('fold_', '')} of the rows, but {type(group.train).__name__} has no method "
+            f"{title} needs {methods.replace('fold_', '')} of the rows, but "
+            f"{_class_name(nodes['train'])} has no method "
             f"{methods}; write it to return an array with one item per row"
         ) from error
     if len(folds) != cfg.folds:
@@ -170,17 +174,21 @@ def _per_row(dataset: Any, method: str, rows: int) -> _PerRow:
     return values
 
 
-def _check_same_rows(group: Any, rows: int, arrays: Sequence[_PerRow]) -> None:
+def _check_same_rows(train: Any, val: Any, rows: int, arrays: Sequence[_PerRow]) -> None:
     """Refuse a dataset that has other rows in evaluation mode, like the test set of MNIST."""
-    if rows_of(group.val, "val") != rows or not all(
-        np.array_equal(np.asarray(_per_row(group.val, name, rows)), np.asarray(before))
+    if rows_of(val, "val") != rows or not all(
+        np.array_equal(np.asarray(_per_row(val, name, rows)), np.asarray(before))
         for name, before in zip(PER_ROW, arrays, strict=True)
     ):
-        cls = type(group.train).__name__
+        cls = type(train).__name__
         raise DatasetError(
             f"cfg.folds cannot read the held-out rows through {cls} in evaluation mode, which has other rows than "
             f"datasets.train. Give {cls} an argument training: bool that only turns off augmentation"
         )
+
+
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
 
 
 def _switches(node: Mapping[str, Any]) -> list[str]:

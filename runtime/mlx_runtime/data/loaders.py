@@ -11,16 +11,18 @@ epoch and the world size, and every worker takes the same number of steps.
 
 import re
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.data.columns import PreparedReader
+from mlx_runtime.data.huggingface import HFRows, adopted, constructing
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
@@ -81,6 +83,7 @@ class DatasetShard:
         prepared: Prepared dataset to read instead; None reads the dataset.
         stream: Reader of a stream of Ray Data; None for other datasets.
         subset: Part of the dataset to read; None reads all of it.
+        node: Node of the dataset in conf.yaml; None if there is none.
         follow: Called with each new loader; returns the one to use. A session has one per dataset, to count its passes.
     """
 
@@ -91,12 +94,15 @@ class DatasetShard:
     prepared: PreparedSet | None = None
     stream: StreamReader | None = None
     subset: Subset | None = None
+    node: Mapping[str, Any] | None = None
     follow: "Callable[[Loader], Loader]" = lambda loader: loader
 
-    @property
+    @cached_property
     def dataset(self) -> Any:
-        """The dataset object."""
-        return getattr(self.group, self.name)
+        """The dataset object, or the rows of Hugging Face that it stands for."""
+        dataset = getattr(self.group, self.name)
+        with constructing(self.node, self.options.seed):
+            return adopted(dataset, self.name, self.node)
 
     @property
     def training(self) -> bool:
@@ -127,11 +133,13 @@ class DatasetShard:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
-            cls = "its class" if self.prepared else type(self.dataset).__name__
-            raise DatasetError(
-                f"datasets.{self.name} has batch_size {size!r}; "
-                f"set self.batch_size to a number of rows, 1 or more, in {cls}"
-            )
+            cure = "set self.batch_size to a number of rows, 1 or more, in "
+            if isinstance(self.dataset, HFRows) and self.dataset.owner is self.dataset.source:
+                cure = "give the function that returns it an argument batch_size, or wrap it in mlx_runtime.datasets."
+                cure += "Batched(..., batch_size=32)"
+            else:
+                cure += "its class" if self.prepared else type(getattr(self.dataset, "owner", self.dataset)).__name__
+            raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
         wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
         if not self.training:
             return size, 1
@@ -384,15 +392,30 @@ class Loader:
 
 def check(cls: type, key: str) -> None:
     """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
-    if callable(getattr(cls, "to_ray", None)):
+    if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf")):
         return
-    if not callable(getattr(cls, "ray_map_batches", None)):
+    if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):
         raise DatasetError(
-            f"{key}: {cls.__name__} has no ray_map_batches. Add a static method that stacks samples: "
-            'ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
+            f"{key}: {cls.__name__} has no ray_map_batches, and its samples are not dicts. Add a static method that "
+            'stacks samples: ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
         )
     if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
         raise DatasetError(
             f"{key}: {cls.__name__} is an IterableDataset without __len__; "
             "every worker must know how many samples one pass has"
         )
+
+
+def _may_return_dicts(cls: type) -> bool:
+    """Return False if a class cannot be read by row, or if the annotation of its rows excludes dicts."""
+    method = getattr(cls, "__iter__" if issubclass(cls, IterableDataset) else "__getitem__", None)
+    if method in (None, Dataset.__getitem__):
+        return False
+    if "collate" in dir(cls):
+        return True
+    try:
+        hint = typing.get_type_hints(method).get("return", Any)
+    except Exception:  # annotations are arbitrary expressions
+        return True
+    kind = typing.get_origin(hint) or hint
+    return not isinstance(kind, type) or issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)

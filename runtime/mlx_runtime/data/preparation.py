@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_runtime.data.fingerprints import LOADER_ARGUMENTS, Candidate
+from mlx_runtime.data.fingerprints import Candidate
+from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
 from mlx_runtime.data.mapping import Cluster, Progress, write_rows, write_stream
 from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.data.streams import dataset_error

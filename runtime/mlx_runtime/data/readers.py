@@ -182,11 +182,12 @@ class _IterableBatches(IterableDataset[Any]):
     def read(self) -> Iterator[Batch]:
         reader, samples = BatchReader(self.dataset, self.name), self._own_samples()
         for number, size in enumerate(self.part.plan.sizes(self.part.rank)):
-            batch = list(islice(samples, size))
+            positions, batch = zip(*islice(samples, size), strict=True)
             if number >= self.part.skip:
-                yield reader.stack(batch)
+                yield reader.stack(list(batch), positions)
 
-    def _own_samples(self) -> Iterator[Any]:
+    def _own_samples(self) -> Iterator[tuple[int, Any]]:
+        """Yield the samples of this worker, each with its position in the stream."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.part.epoch)
         randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
@@ -199,8 +200,8 @@ class _IterableBatches(IterableDataset[Any]):
                 continue
             with randomness:
                 own = self._next(samples, position, before, count)
-            position, before = position + before + count, 0
-            yield from own
+            first, position, before = position + before, position + before + count, 0
+            yield from enumerate(own, first)
 
     def _next(self, samples: Iterator[Any], position: int, before: int, count: int) -> list[Any]:
         """Skip `before` samples of other workers, and return the next `count`."""

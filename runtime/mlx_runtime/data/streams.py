@@ -13,9 +13,9 @@ import torch
 from mlx_runtime.config.building import build
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.huggingface import adopted, constructing
 from mlx_runtime.data.ray_blocks import block_arrays, block_references
 from mlx_runtime.distributed.peers import lost_peer
-from mlx_runtime.distributed.randomness import seeded
 from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
 
 Part = tuple[Any, int, int]
@@ -26,8 +26,8 @@ def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -
     """Construct the dataset that a node of conf.yaml describes, in any process of the cluster."""
     if project.is_dir() and str(project) not in sys.path:
         sys.path.insert(0, str(project))
-    with seeded(seed):
-        return build(node, f"datasets.{name}")
+    with constructing(node, seed):
+        return adopted(build(node, f"datasets.{name}"), name, node)
 
 
 def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:

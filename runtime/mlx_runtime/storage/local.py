@@ -1,6 +1,7 @@
 """Files on this machine: replaced atomically, removed without following links."""
 
 import contextlib
+import fcntl
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +31,14 @@ def discard_unfinished(path: Path) -> None:
     """Remove what calls to `write_atomic` for a file have written but not yet renamed."""
     for temporary in path.parent.glob(f".{path.name}.*"):
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file while the block runs; other processes of this machine wait until it is released."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

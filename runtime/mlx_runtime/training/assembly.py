@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.huggingface import constructing
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.randomness import seed_everything, seeded
+from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import members
@@ -44,7 +46,7 @@ def build_experiment(
     seed_everything(cfg.seed)
     for name, node in job.tree.items():
         if name == "datasets":
-            groups[name] = build_group(node, name, lambda: seeded(cfg.seed))  # random data is the same on all ranks
+            groups[name] = build_group(node, name, partial(_constructing, node, cfg.seed))
         elif name == "models":
             groups[name] = strategy.build(node)
         elif name not in ("cfg", "optimizers"):
@@ -53,6 +55,10 @@ def build_experiment(
         groups["optimizers"] = build_optimizers(job.tree["optimizers"], groups.get("models"))
         strategy.prepare_optimizers(members(groups["optimizers"], Optimizer))
     return groups, cls(**groups)
+
+
+def _constructing(nodes: Mapping[str, Any], seed: int, name: str) -> contextlib.AbstractContextManager[None]:
+    return constructing(nodes[name], seed)
 
 
 @contextlib.contextmanager
@@ -101,6 +107,7 @@ def dataset_shards(
                 prepared=job.prepared.get(name),
                 stream=streams.get(name),
                 subset=job.subsets.get(name),
+                node=nodes[name],
                 follow=follow,
             )
             for name in nodes

@@ -142,7 +142,7 @@ def test_a_group_makes_each_dataset_once_when_it_is_read(source: ModuleType, mad
     entered = []
 
     @contextlib.contextmanager
-    def context() -> Iterator[None]:
+    def context(name: str) -> Iterator[None]:
         entered.append(list(made))
         yield
 

@@ -132,7 +132,7 @@ def config(
 def shards(of: Config, fold: Fold, rank: int = 0, world_size: int = 1, **options: Any) -> list[DatasetShard]:
     """Return the shards of train and val that a worker of a fold gets."""
     tree, topology = with_held_out(of.tree, of.cfg.fold), Topology(rank, world_size, torch.device("cpu"))
-    group = build_group(tree["datasets"], "datasets", lambda: torch.random.fork_rng())
+    group = build_group(tree["datasets"], "datasets", lambda _: torch.random.fork_rng())
     return [
         DatasetShard(name, group, topology, LoaderOptions(seed=7, **options), subset=fold.subsets()[name])
         for name in ("train", "val")

@@ -393,7 +393,10 @@ class Words(Rows):
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (WithoutStacking, r"datasets.train: WithoutStacking has no ray_map_batches. Add a static method"),
+        (
+            WithoutStacking,
+            r"datasets.train: WithoutStacking has no ray_map_batches, and its samples are not dicts. Add",
+        ),
         (Stream, r"datasets.train: Stream is an IterableDataset without __len__"),
     ],
 )

@@ -1,0 +1,150 @@
+"""Datasets of Hugging Face: what `datasets.load_dataset` returns, or a class with `to_hf()`, as loaders read them.
+
+A process of a machine loads and maps such a dataset while the others wait, and then find the result in the cache of
+Hugging Face.
+"""
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.errors import DatasetError
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.local import locked
+
+LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
+"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+
+Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+"""Makes a batch of rows, like `transformers.DataCollatorWithPadding`."""
+
+
+class Batched(Dataset[Any]):
+    """A dataset of Hugging Face with how its rows are batched, for a `load_dataset(...)` that stands in `Datasets`.
+
+    Args:
+        source: the rows.
+        batch_size: rows per worker and step.
+        collate: makes a batch of a list of rows; by default, numbers of one shape are stacked.
+        shuffle: read the rows in another order in each epoch; by default if the name of the dataset is for training.
+        drop_last: leave out the rows at the end that do not fill a batch on every worker.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int = 32,
+        collate: Collate | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.source, self.batch_size, self.drop_last = source, batch_size, drop_last
+        if collate is not None:
+            self.collate = collate
+        if shuffle is not None:
+            self.shuffle = shuffle
+
+    def to_hf(self) -> Any:
+        """Return the rows."""
+        return self.source
+
+
+class HFRows(Dataset[Any]):
+    """The rows of a map-style dataset of Hugging Face, with the attributes of the object that they come from.
+
+    Args:
+        owner: object with attributes like `batch_size` and `collate`; the dataset itself if a function returned it.
+        source: a `datasets.Dataset`.
+        arguments: the node in conf.yaml, whose arguments for loaders apply if the owner has no such attributes.
+    """
+
+    def __init__(self, owner: Any, source: Any, arguments: Mapping[str, Any]) -> None:
+        self.owner, self.source = owner, source
+        self._arguments = {name: arguments[name] for name in LOADER_ARGUMENTS if arguments.get(name) is not None}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.source[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        return self.source.__getitems__(list(rows))  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("owner", "source", "_arguments"):  # while it is unpickled
+            raise AttributeError(name)
+        if self.owner is self.source:  # only what a function has set: `shuffle` is a method
+            values = vars(self.source)
+            if name in values and not name.startswith("_"):
+                return values[name]
+        elif hasattr(self.owner, name):
+            return getattr(self.owner, name)
+        if name in self._arguments:
+            return self._arguments[name]
+        raise AttributeError(f"{type(self.owner).__name__} has no attribute {name!r}")
+
+
+def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
+    """Return what loaders read: the rows if a dataset is one of Hugging Face or has `to_hf()`, else the dataset itself.
+
+    Args:
+        dataset: the object in `Datasets`.
+        name: its name there.
+        node: its node in conf.yaml.
+
+    Raises:
+        DatasetError: it has several splits, or `to_hf()` returns something else.
+    """
+    source = dataset.to_hf() if hasattr(type(dataset), "to_hf") else dataset
+    if is_hf_dataset(type(source)):
+        return HFRows(dataset, source, node or {})
+    if _has_splits(source):
+        cure = f"choose one, like split={next(iter(source), 'train')!r}"
+        raise DatasetError(f"datasets.{name} has the splits {', '.join(map(str, source))}; {cure}")
+    if source is not dataset:
+        returned = f"{type(dataset).__name__}.to_hf() returned {type(source).__name__}"
+        raise DatasetError(f"datasets.{name}: {returned}; it must return a datasets.Dataset")
+    return dataset
+
+
+def _has_splits(source: Any) -> bool:
+    library = sys.modules.get("datasets")
+    kinds = tuple(getattr(library, name, ()) for name in ("DatasetDict", "IterableDatasetDict"))
+    return library is not None and isinstance(source, kinds)
+
+
+@contextlib.contextmanager
+def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
+    """Construct the dataset of a node in conf.yaml within the block: random data is the same in all processes."""
+    with seeded(seed), loading(node):
+        yield
+
+
+@contextlib.contextmanager
+def loading(node: Mapping[str, Any] | None) -> Iterator[None]:
+    """Let one process of this machine at a time load the dataset of a node in conf.yaml, if it is of Hugging Face.
+
+    The others find the files that it has downloaded and mapped in the cache.
+    """
+    with contextlib.ExitStack() as stack:
+        if node is not None and loads_hf(object_at(node["_target_"])):
+            folder = Settings.read().cache / "locks"
+            with contextlib.suppress(OSError):  # of a cache that cannot be written: all processes load it
+                folder.mkdir(parents=True, exist_ok=True)
+                digest = hashlib.sha256(json.dumps(node, default=str).encode()).hexdigest()
+                stack.enter_context(locked(folder / f"{digest[:16]}.lock"))
+        yield
+
+
+def loads_hf(target: Any) -> bool:
+    """Return True if calling a class or function makes a dataset of Hugging Face, or an object with `to_hf()`."""
+    return hasattr(target, "to_hf") or is_hf_dataset(getattr(target, "__self__", None)) or returns_hf_dataset(target)

@@ -1,0 +1,44 @@
+"""Datasets of Hugging Face in real runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Mlx
+from omegaconf import OmegaConf
+
+Make = Callable[[str], Path]
+
+
+@pytest.fixture
+def folder(experiment: Make) -> Path:
+    folder = experiment("text")
+    rows = [{"row": row, "text": "word " * (1 + row * 7 % 5)} for row in range(21)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.local
+def test_two_workers_read_every_row_once_and_map_it_once(mlx: Mlx, folder: Path, tmp_path: Path) -> None:
+    done = mlx(folder, "train", "bind", MLX_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "made.txt").exists()  # only declared
+    nodes = OmegaConf.load(folder / "src" / "conf.yaml").datasets
+    assert nodes.more == {"_target_": "src.experiment.some", "rows": 9, "batch_size": 2}
+    assert (nodes.val["_target_"], nodes.val.batch_size) == ("mlx_runtime.datasets.Batched", 8)
+    assert (nodes.val.source["_target_"], nodes.val.source.split) == ("datasets.load.load_dataset", "train")
+    done = mlx(
+        folder, "train", "run", "datasets.train.batch_size=3", "datasets.more.batch_size=1", MLX_CACHE=str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    ranks = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    for name, rows, steps in (("train", 21, 4), ("more", 9, 4), ("val", 21, 2)):
+        for epoch in range(2):
+            read = [batch for rank in ranks for batch in rank[name][epoch]]
+            assert sorted(row for batch in read for row in batch) == list(range(rows)), name
+            assert [len(rank[name][epoch]) for rank in ranks] == [steps] * 2
+    assert ranks[0]["train"][0] != ranks[0]["train"][1]
+    assert ranks[0]["val"][0] == ranks[0]["val"][1] == [sorted(batch) for batch in ranks[0]["val"][0]]
+    assert sorted(map(int, (folder / "mapped.txt").read_text().split())) == list(range(21))
