@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mlx_runtime.runs.reader import open_run
     from mlx_runtime.sweeps.api import kfold, sweep
     from mlx_runtime.sweeps.results import open_sweep
+    from mlx_runtime.training.api import run
     from mlx_runtime.training.engines.placement import connect
     from mlx_runtime.training.experiment import BaseModule
     from mlx_runtime.training.options import DataConfig, TrainConfig
@@ -41,6 +42,7 @@ __all__ = [
     "load_config",
     "open_run",
     "open_sweep",
+    "run",
     "run_job",
     "sweep",
 ]
@@ -61,6 +63,7 @@ _HOMES = {
     "load_config": "training.request",
     "open_run": "runs.reader",
     "open_sweep": "sweeps.results",
+    "run": "training.api",
     "run_job": "cluster.datajob",
     "sweep": "sweeps.api",
 }

@@ -35,6 +35,7 @@ DOORS = {"__init__", "__main__", "datasets", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 HOMES = {
+    "IPython": {"tracking.cell_display"},
     "aiohttp": {"cluster.dashboard"},
     "botocore": {"storage.leases"},
     "click": {"cli"},

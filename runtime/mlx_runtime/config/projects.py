@@ -5,6 +5,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from mlx_runtime.errors import USER_ERRORS, MlxError, UsageError, raised_in, short_message
 from mlx_runtime.importing import many_imports
@@ -32,6 +33,11 @@ class Kind:
     template: str
 
     @property
+    def module(self) -> str:
+        """The name of the module in that file."""
+        return ".".join(self.file.with_suffix("").parts)
+
+    @property
     def question(self) -> str:
         """The variable of the template that holds the name."""
         return f"{self.file.stem}_name"
@@ -53,24 +59,28 @@ DATA_JOB = Kind("data job", "a", "mlx data", Path("src/job.py"), "Job", "DataJob
 
 def main_class(kind: Kind, folder: Path) -> type:
     """Import `src.experiment.Experiment` or `src.job.Job` of a folder."""
-    name = ".".join(kind.file.with_suffix("").parts)
+    module = project_module(kind.module, folder)
+    cls = getattr(module, kind.main, None)
+    if not isinstance(cls, type):
+        raise UsageError(f"{kind.file} has no class {kind.main}; write: class {kind.main}({kind.base})")
+    return cls
+
+
+def project_module(name: str, folder: Path) -> ModuleType:
+    """Import a module of a project, like `src.experiment`. Errors name the line of it that raised."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
         with many_imports():
-            module = importlib.import_module(name)
+            return importlib.import_module(name)
     except USER_ERRORS as error:
         if isinstance(error, MlxError) and not raised_in(error, folder):
             raise
         files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         lines = [f"src/{file.name}:{line}" for file, line in files if file.parent == folder / "src"]
-        at = lines[-1] if lines else kind.file
+        at = lines[-1] if lines else f"{name.replace('.', '/')}.py"
         message = f"{at}: {name} cannot be imported: {type(error).__name__}: {short_message(error)}"
         raise MlxError(message) from error
-    cls = getattr(module, kind.main, None)
-    if not isinstance(cls, type):
-        raise UsageError(f"{kind.file} has no class {kind.main}; write: class {kind.main}({kind.base})")
-    return cls
 
 
 def commands(conf: Path = CONF) -> str:

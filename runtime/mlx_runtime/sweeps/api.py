@@ -1,6 +1,7 @@
 """Sweeps and cross-validation from Python: in a notebook, or in a script below `if __name__ == "__main__"`."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.starting import claim
 from mlx_runtime.sweeps.sweep import Listener
 from mlx_runtime.sweeps.terminal import engine_for
+from mlx_runtime.training.engines import local
+from mlx_runtime.training.engines.placement import JOB_FLAG
 from mlx_runtime.training.experiment import BaseModule
 
 
@@ -55,6 +58,8 @@ def sweep(
     asked |= {"folds": folds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
     given = {key: value for key, value in asked.items() if value is not None}
     checked = plan(experiment, Definition(tuple(overrides), **given), large=True)
+    if JOB_FLAG not in os.environ:
+        local.warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
     with contextlib.closing(engine_for(checked)) as engine:
         claimed = claim(checked, name, listeners=listeners)
         with claimed.running():

@@ -35,10 +35,12 @@ def at_breakpoint(allowed: Callable[[], bool]) -> Iterator[None]:
         sys.breakpointhook = before
 
 
-def no_pdb(sink: Sink) -> Callable[[], bool]:
+NO_TERMINAL = "workers have no terminal; to debug, add cfg.start_workers=0"
+
+
+def no_pdb(sink: Sink, why: str = NO_TERMINAL) -> Callable[[], bool]:
     """Return a function that rejects pdb on a worker, which has no terminal, with one notice; others may need none."""
-    text = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.start_workers=0"
-    notify_once = functools.cache(lambda: sink.send(Notice(text, once=True)))
+    notify_once = functools.cache(lambda: sink.send(Notice(f"breakpoint() is ignored: {why}", once=True)))
 
     def allowed() -> bool:
         debugger = os.environ.get("PYTHONBREAKPOINT", "")

@@ -59,7 +59,14 @@ class _Choice(NamedTuple):
     declared: bool = False  # `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too
 
 
-def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CONF, *, look: bool = False) -> RunConfig:
+def load_config(
+    experiment: type,
+    overrides: Sequence[str] = (),
+    path: Path = CONF,
+    *,
+    look: bool = False,
+    title: str | None = None,
+) -> RunConfig:
     """Read conf.yaml, apply Hydra overrides, and check the result against the constructors.
 
     Args:
@@ -72,6 +79,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
         path: path of conf.yaml.
         look: run no code that only conf.yaml names. No module is imported for it, `cfg` is of the runtime's own class,
             without fields of your own, and trackers and callbacks are not built.
+        title: what messages call the file, if not its path.
 
     Raises:
         ConfigError: conf.yaml or overrides are wrong; one line per problem.
@@ -92,7 +100,7 @@ def load_config(experiment: type, overrides: Sequence[str] = (), path: Path = CO
     source = run or choice.origin
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
-        title = f"{source.location}/{source.conf.name}" if source and read_from is not path else None
+        title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
         config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
         if run is not None:
             assert conf is not None

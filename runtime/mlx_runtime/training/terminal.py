@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -51,7 +52,14 @@ class Result:
     best: dict[str, Any] | None = None
 
 
-def fit(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Result:
+def fit(
+    experiment: type[BaseModule],
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    listeners: Sequence[Callable[[Event], None]] = (),
+    control: StopRequests | None = None,
+) -> Result:
     """Train an experiment in a new run, or resume the run that the config names.
 
     Call it in the main thread. From other threads, use a `Driver`.
@@ -60,6 +68,8 @@ def fit(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Re
         experiment: class to train, importable by name.
         config: config returned by `load_config`.
         cluster: cluster returned by `connect`.
+        listeners: called with each event of the run (`mlx_runtime.events`).
+        control: through which other threads end the run; it interrupts the main thread.
 
     Raises:
         DatasetError: a dataset cannot be batched; nothing was started.
@@ -71,7 +81,7 @@ def fit(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Re
         RunStopped: Ctrl-C, SIGTERM or `mlx xp stop`; the run is marked STOPPED.
     """
     with planned(experiment, config, cluster) as plan:
-        terminal = _Terminal(plan)
+        terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
         ended = terminal.run()
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
 
@@ -99,9 +109,8 @@ def prepare(config: RunConfig) -> None:
 class _Terminal:
     """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type."""
 
-    def __init__(self, plan: RunPlan) -> None:
-        control = StopRequests(interrupt_main)
-        self.driver = Driver(plan, [self._handle], control=control, guard=held_signals)
+    def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
+        self.driver = Driver(plan, [self._handle, *listeners], control=control, guard=held_signals)
         self._plan = plan
         self._stack = contextlib.ExitStack()
         self._lines: ConsoleLines | None = None

@@ -5,20 +5,15 @@ Start that server with `training.engines.local.warm_up`, right after the import 
 
 import contextlib
 import itertools
-import multiprocessing
 import os
-import queue
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import ConfigError, MlxError, full_message
-from mlx_runtime.events import Event, RunEnded, RunStarted
+from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.runs.logs import LogFile, log_name
 from mlx_runtime.sweeps.engines.base import Trials
 from mlx_runtime.sweeps.engines.room import room
@@ -26,8 +21,8 @@ from mlx_runtime.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.engines.placement import shortage
 from mlx_runtime.training.engines.processes import exit_reason
+from mlx_runtime.training.links import PRUNE, Link, RunProcess
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.stop_requests import StopRequests, interrupt_main
 
 PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
 """What trials import in addition to what workers do."""
@@ -37,9 +32,6 @@ POLL_S = 0.2
 
 EXIT_S = 10.0
 """How long the process of a trial may take to exit once its run has ended."""
-
-PRUNE = "the scheduler of the sweep"
-"""Reason with which a trial is pruned; any other one stops it."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +107,9 @@ class Local:
 
     def _start(self, job: TrialJob) -> None:
         slot, number = self._free.pop(0), next(self._numbers)
-        ours, theirs = multiprocessing.Pipe()
         target = partial(work, replace(job, gpus=self._room.gpus))
-        with theirs, Path(os.devnull).open("w") as nowhere:  # until its log is open
-            variables = {**os.environ, **self._room.environments[slot]}
-            self._server.start(number, target, variables, [nowhere, nowhere, theirs])
-        self._running[number] = _Trial(job, slot, ours)
+        variables = {**os.environ, **self._room.environments[slot]}
+        self._running[number] = _Trial(job, slot, self._server, number, target, variables)
 
     def _forward(self, trial: "_Trial", sweep: Trials) -> None:
         """Pass the events of a trial on, and prune all of its runs if the sweep wants that."""
@@ -154,78 +143,19 @@ class Local:
         sweep.ended(trial.job, status, error)
 
 
-class _Trial:
-    """A run in a process of its own, seen from the engine."""
+class _Trial(RunProcess):
+    """The process of a run, with what the engine knows of it."""
 
-    def __init__(self, job: TrialJob, slot: int, events: Any) -> None:
-        self.job, self.slot, self.events = job, slot, events
-        self.ended: RunEnded | None = None
-        self.ended_at = 0.0
-        self._asked = False
-
-    def read(self) -> Iterator[Event]:
-        """Yield the events that have arrived, except the end of the run, which `ended` holds."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.events.poll():
-                event = self.events.recv()
-                if isinstance(event, RunEnded):
-                    self.ended, self.ended_at = event, time.monotonic()
-                else:
-                    yield event
-
-    def ask(self, reason: str) -> None:
-        """Ask the run to end, once."""
-        if not self._asked:
-            self._asked = True
-            with contextlib.suppress(OSError):
-                self.events.send(reason)
+    def __init__(self, job: TrialJob, slot: int, *started: Any) -> None:
+        super().__init__(*started)
+        self.job, self.slot = job, slot
 
 
 def work(job: TrialJob, engine: Any) -> int:
     """Run a trial in this process, which the server has just started; `engine` is the connection to it."""
     local.warm_up()  # before the storage starts threads
-    link = _Link(engine, StopRequests(interrupt_main))
+    link = Link(engine)
     ended = run_trial(job, link.emit, link.control)
     local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
-    error = ended.error if isinstance(ended.error, MlxError | None) else MlxError(full_message(ended.error))
-    link.finish(replace(ended, error=error))
+    link.finish(ended)
     return 0
-
-
-class _Link:
-    """The connection of a trial to the engine.
-
-    Only threads use it, because a request to stop interrupts the main thread anywhere. They start with the run, because
-    nothing can be forked once there are threads.
-    """
-
-    def __init__(self, engine: Any, control: StopRequests) -> None:
-        self.control = control
-        self._engine = engine
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._send, name="events", daemon=True)
-
-    def emit(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            self._sender.start()
-            threading.Thread(target=self._listen, name="requests", daemon=True).start()
-        if not isinstance(event, RunEnded):
-            self._events.put(event)
-
-    def finish(self, ended: RunEnded) -> None:
-        """Send the end of the run, and wait until everything is sent."""
-        self._events.put(ended)
-        self._events.put(None)
-        if not self._sender.is_alive():
-            self._sender.start()
-        self._sender.join()
-
-    def _send(self) -> None:
-        while (event := self._events.get()) is not None:
-            self._engine.send(event)
-
-    def _listen(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                reason = self._engine.recv()
-                self.control.request(reason, prune=reason == PRUNE)

@@ -1,8 +1,9 @@
 """The fork server: a process that starts others on request, workers or trials, and reports how each of them ended.
 
 It is forked from the driver as soon as the driver has imported the experiment, so that workers begin with torch and
-`src` loaded. Where forking is not safe, the server and the workers are new interpreters. The server never trains and
-has one thread.
+`src` loaded. Where forking the driver is not safe, as in a notebook, the server is a new interpreter. It imports the
+experiment and forks workers if it was asked to; otherwise the workers are new interpreters, too. The server never
+trains and has one thread.
 """
 
 import atexit
@@ -22,9 +23,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn, cast
 
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import USER_ERRORS, MlxError
 from mlx_runtime.importing import many_imports
-from mlx_runtime.settings import Settings
+from mlx_runtime.settings import FORKABLE, Settings, environment
 from mlx_runtime.training.engines.processes import (
     die_with_parent,
     exit_reason,
@@ -71,19 +72,26 @@ class ForkServer:
     """The driver's handle of the server. The constructor starts it.
 
     `spawns` is the reason why workers are new interpreters; None if they are forks.
+
+    Args:
+        fresh: Start the server as a new interpreter that forks workers, whatever threads this process has. `preload`
+            then names all that they should have imported. Only Linux can do this.
     """
 
-    def __init__(self) -> None:
-        self.spawns = "MLX_START_METHOD=spawn" if Settings.read().spawn else unsafe_to_fork()
-        context = multiprocessing.get_context("spawn" if self.spawns else "fork")
-        if not self.spawns:
+    def __init__(self, *, fresh: bool = False) -> None:
+        fresh = fresh and sys.platform == "linux" and not Settings.read().spawn
+        self.spawns = "MLX_START_METHOD=spawn" if Settings.read().spawn else None if fresh else unsafe_to_fork()
+        forked = not fresh and not self.spawns
+        context = multiprocessing.get_context("fork" if forked else "spawn")
+        if forked:
             gc.freeze()  # so that workers share the memory of imported modules
         self._control, servers_end = context.Pipe()
-        inherited = None if self.spawns else self._control
-        self._process: Any = cast(Any, context).Process(target=serve, args=(servers_end, inherited), name="fork server")
-        if self.spawns:  # otherwise it starts during `start`, and unblocks signals
+        arguments = (servers_end, self._control if forked else None, not self.spawns)
+        self._process: Any = cast(Any, context).Process(target=serve, args=arguments, name="fork server")
+        if not forked:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
-        with held_signals(), warnings.catch_warnings():
+        variables = FORKABLE if fresh else {}
+        with held_signals(), environment(variables, replace=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
             self._process.start()
             atexit.register(self.close)  # before multiprocessing waits for its children
@@ -92,6 +100,11 @@ class ForkServer:
     def fileno(self) -> int:
         """Return what is readable once a worker has ended."""
         return self._control.fileno()
+
+    @property
+    def alive(self) -> bool:
+        """True until the server ends."""
+        return bool(self._process.is_alive())
 
     def preload(self, *modules: str) -> None:
         """Import what workers need, once for all of them, in the background."""
@@ -153,9 +166,8 @@ class ForkServer:
         return MlxError(f"the fork server ended: it {reason}; all workers ended with it")
 
 
-def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None") -> None:
+def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
     """Run the server until the driver closes its end of `control`, which a fork has inherited."""
-    forks = drivers_end is not None
     if drivers_end is not None:
         drivers_end.close()  # otherwise the server would not notice when the driver closes it
     leave_the_terminal()
@@ -198,7 +210,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None")
 def _preload(modules: Sequence[str]) -> None:
     with many_imports():
         for name in modules:
-            with contextlib.suppress(Exception):  # the worker that needs it reports the error
+            with contextlib.suppress(*USER_ERRORS):  # the worker that needs it reports the error
                 importlib.import_module(name)
     gc.freeze()  # so that workers share the memory of imported modules
 

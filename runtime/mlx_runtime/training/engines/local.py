@@ -36,11 +36,20 @@ _warm_server: ForkServer | None = None
 """Started by `warm_up` and not yet used by a run."""
 
 
-def warm_up() -> None:
-    """Start the fork server early, right after the driver has imported the experiment and while forking is safe."""
+def warm_up(*modules: str) -> None:
+    """Start the fork server early, right after the driver has imported the experiment and while forking is safe.
+
+    With `modules`, those of the experiment, it starts even if forking is not safe, as a new interpreter that imports
+    them. That pays off for processes that start more than once.
+    """
     global _warm_server
-    if _warm_server is None and not Settings.read().spawn and not unsafe_to_fork():
+    if _warm_server is not None or Settings.read().spawn:
+        return
+    if not unsafe_to_fork():
         _warm_server = ForkServer()
+    elif modules:
+        _warm_server = ForkServer(fresh=True)
+        _warm_server.preload(*modules)
 
 
 def warm_server() -> ForkServer:

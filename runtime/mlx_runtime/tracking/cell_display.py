@@ -1,0 +1,153 @@
+"""A run in the cell of a notebook: its progress, a table of epochs and a curve, drawn again while it trains."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from mlx_runtime.errors import full_message
+from mlx_runtime.events import (
+    EpochEnded,
+    Event,
+    Notice,
+    RunEnded,
+    RunStarted,
+    StepProgress,
+    WarningNotice,
+    WorkerOutput,
+)
+from mlx_runtime.tracking.console import TimeLeft
+from mlx_runtime.tracking.epoch_table import EpochTable, format_number
+
+ROWS = 15
+"""Number of latest epochs in the table; the curve shows all of them."""
+
+REDRAW_S = 0.5
+"""Minimum time between two drawings of the progress within an epoch."""
+
+WIDTH, HEIGHT, MARGIN = 420, 160, 12
+"""Size of the curve in pixels."""
+
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
+"""Colors of the lines; those that do not fit are left out."""
+
+
+def in_notebook() -> bool:
+    """Return True in the kernel of a notebook, where cells have output that can be drawn again."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return hasattr(shell, "kernel")
+
+
+class CellDisplay:
+    """Draws the events of a run below the current cell. Needs IPython."""
+
+    def __init__(self) -> None:
+        from IPython.display import HTML, display
+
+        self._html = HTML
+        self._handle = display(HTML("<pre>starting the run</pre>"), display_id=True)
+        self._title, self._status = "", "starting"
+        self._progress, self._drawn_at = "", 0.0
+        self._time_left = TimeLeft(None)
+        self._table = EpochTable()
+        self._header: list[str] = []
+        self._rows: list[str] = []
+        self._notices: list[str] = []
+        self._monitor = ""
+        self._curves: dict[str, list[tuple[int, float]]] = {}
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case WorkerOutput(text, to_stderr):
+                print(text, file=sys.stderr if to_stderr else sys.stdout)
+                return
+            case RunStarted(run):
+                self._title, self._status = f"{run.experiment} {run.name}", "starting workers"
+                self._monitor = (run.config.get("cfg") or {}).get("monitor") or ""
+            case StepProgress():
+                self._step(event)
+                if time.monotonic() - self._drawn_at < REDRAW_S:
+                    return
+            case EpochEnded():
+                self._epoch(event)
+            case Notice(text) if text not in self._notices:
+                self._notices.append(f"warning: {text}" if isinstance(event, WarningNotice) else text)
+            case RunEnded(status, error=error):
+                self._status, self._progress = status, ""
+                if error is not None and status == "FAILED":
+                    self._notices.append(f"error: {full_message(error)}")
+            case _:
+                return
+        self._draw()
+
+    def _step(self, event: StepProgress) -> None:
+        self._status = "training"
+        numbers = [f"{event.rate:.1f} it/s", self._time_left.text(event)] if event.rate else []
+        where = f"epoch {event.epoch + 1} {event.stage} {event.step}/{event.steps}"
+        self._progress = " | ".join([where, *filter(None, numbers)])
+
+    def _epoch(self, event: EpochEnded) -> None:
+        self._time_left.epoch(event)
+        self._progress = ""
+        for line, is_header in self._table.lines(event, 120):
+            if is_header and self._rows:  # other columns than before
+                self._header, self._rows = [], []
+            (self._header if is_header else self._rows).append(line)
+        for name, value in event.values.items():
+            self._curves.setdefault(name, []).append((event.epoch + 1, value))
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        left_out = len(self._rows) - ROWS
+        lines = [
+            f"<b>{escape(self._title)}</b> {escape(self._status)}",
+            *(f"<b>{escape(line)}</b>" for line in self._header),
+            *([f"({left_out} earlier)"] if left_out > 0 else []),
+            *map(escape, self._rows[-ROWS:]),
+            *map(escape, self._notices),
+            *([escape(self._progress)] if self._progress else []),
+        ]
+        drawn = curve(self._curves, self._monitor)
+        self._handle.update(self._html(f"{drawn}<pre>{chr(10).join(lines)}</pre>"))
+
+
+def curve(series: Mapping[str, Sequence[tuple[int, float]]], monitor: str) -> str:
+    """Draw the epochs of a metric in all passes as SVG: that of `cfg.monitor`, or the first; empty without any.
+
+    Args:
+        series: points of each metric: the epoch, from 1, and the value.
+        monitor: name of a metric, like `val/loss`.
+    """
+    name = monitor if monitor in series else next(iter(series), "")
+    metric = name.partition("/")[2] or name
+    shown = {title: _finite(series[title]) for title in series if (title.partition("/")[2] or title) == metric}
+    shown = {title: points for title, points in list(shown.items())[: len(COLORS)] if points}
+    if max(map(len, shown.values()), default=0) < 2:
+        return ""
+    epochs = [epoch for points in shown.values() for epoch, _ in points]
+    values = [value for points in shown.values() for _, value in points]
+    left, right, low, high = min(epochs), max(epochs), min(values), max(values)
+    parts = []
+    for color, (title, points) in zip(COLORS, shown.items(), strict=False):
+        spots = " ".join(
+            f"{MARGIN + _share(epoch, left, right) * (WIDTH - 2 * MARGIN):.1f},"
+            f"{HEIGHT - MARGIN - _share(value, low, high) * (HEIGHT - 2 * MARGIN):.1f}"
+            for epoch, value in points
+        )
+        parts.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{spots}"/>')
+        y = 14 * (len(parts) // 2 + 1)
+        parts.append(f'<text x="{WIDTH}" y="{y}" fill="{color}">{escape(title)} {format_number(points[-1][1])}</text>')
+    axis = '<text x="0" y="{}" fill="gray">{}</text>'
+    parts += [axis.format(10, format_number(high)), axis.format(HEIGHT, format_number(low))]
+    parts.append(f'<text x="{WIDTH}" y="{HEIGHT}" fill="gray">epochs {left} to {right}</text>')
+    size = f'width="{WIDTH + 200}" height="{HEIGHT + 4}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-size="11">{"".join(parts)}</svg>'
+
+
+def _finite(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    return [(epoch, value) for epoch, value in points if abs(value) < float("inf")]
+
+
+def _share(value: float, low: float, high: float) -> float:
+    return (value - low) / (high - low) if high > low else 0.5

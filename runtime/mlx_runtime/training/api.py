@@ -1,0 +1,229 @@
+"""A run from Python: an iterator of its epochs while it trains, in a notebook or a script."""
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from typing import Any
+
+from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
+from mlx_runtime.runs.reader import Run, open_run
+from mlx_runtime.tracking.cell_display import CellDisplay, in_notebook
+from mlx_runtime.training.background import RunJob, work
+from mlx_runtime.training.engines.processes import exit_reason
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.warm_server import warm_server
+
+Listener = Callable[[Event], None]
+
+POLL_S = 0.5
+"""Interval at which the process of a run is checked for being alive."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch that has ended.
+
+    Attributes:
+        epoch: number, from 0.
+        epochs: expected in total.
+        metrics: value of each metric that was recorded in it, like `{"val/accuracy": 0.97}`.
+        seconds: duration.
+        folder: path or URI of the run.
+        checkpoint: path or URI of the newest complete checkpoint, or None. It may be that of an earlier epoch, because
+            checkpoints are stored in the background.
+    """
+
+    epoch: int
+    epochs: int
+    metrics: Mapping[str, float]
+    seconds: float
+    folder: str
+    checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended.
+
+    Attributes:
+        status: `SUCCEEDED`, `STOPPED` or `PRUNED`.
+        run: the stored run, as `open_run` returns it; None if nothing of it is kept, as after `--fast-dev-run`.
+        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
+    """
+
+    status: str
+    run: Run | None
+    metrics: Mapping[str, float]
+    best: Mapping[str, Any] | None
+
+
+def run(
+    experiment: type[BaseModule],
+    overrides: Sequence[str] = (),
+    *,
+    listeners: Sequence[Listener] = (),
+    show: bool | None = None,
+) -> "Training":
+    """Train an experiment like `mlx train run`, and return an iterator of its epochs.
+
+        for epoch in run(Experiment, ["cfg.num_epochs=5"]):
+            print(epoch.epoch, epoch.metrics["val/accuracy"])
+
+    The run trains in processes of its own, whatever this one does meanwhile. They import the experiment anew, so they
+    see what its files contain now. The first run starts them; later ones start faster while the code, the environment
+    variables and `sys.path` stay the same. The working directory is that of the experiment.
+
+    In a script, call this below `if __name__ == "__main__"`.
+
+    Args:
+        experiment: class to train: the one in `src/experiment.py` with its conf.yaml, or one of another module, such as
+            `%%mlx` cells of a notebook, with the defaults of its code.
+        overrides: Hydra's overrides, and options like `--resume=run_003` and `--fast-dev-run`.
+        listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
+        show: draw a table and a curve in the cell of a notebook. The default is True there.
+
+    Raises:
+        UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
+    """
+    module, name = experiment.__module__, experiment.__qualname__
+    if module == "__main__":
+        where, cure = "a script", "move it to a file in src/"
+        if in_notebook():
+            where, cure = "cells without %%mlx", "add %%mlx to its cell, after %load_ext mlx_runtime"
+        raise UsageError(f"workers cannot import {name} from {where}; {cure}")
+    if not name.isidentifier():
+        raise UsageError(f"workers cannot import {module}.{name}; define it at the top level of a module")
+    if module == AN_EXPERIMENT.module:
+        AN_EXPERIMENT.folder()
+    return Training(RunJob(module, name, tuple(overrides), tuple(sys.orig_argv)), listeners, show)
+
+
+class Training:
+    """A run that was started by `run`. Iterating over it follows the run; leaving the loop early stops the run.
+
+    Stopped runs save a checkpoint and are marked STOPPED, as after Ctrl-C. A second interrupt does not wait for the
+    checkpoint, and a third kills the processes.
+    """
+
+    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool | None) -> None:
+        self._listeners = list(listeners)
+        if in_notebook() if show is None else show:
+            self._listeners.append(CellDisplay().handle)
+        self._epochs: deque[Epoch] = deque()
+        self._last_epoch = -1
+        self._checkpoint: str | None = None
+        self._info: RunInfo | None = None
+        self._end: RunEnded | None = None
+        self._server = warm_server(job.module)
+        self._number, self._process = self._server.start(partial(work, job))
+        try:
+            while self._info is None and self._end is None:
+                self._receive()
+        except BaseException:
+            self._server.kill(self._number)
+            raise
+        if self._info is None:
+            self._raise_failure()
+
+    @property
+    def folder(self) -> str:
+        """Path or URI of the run."""
+        assert self._info is not None, "it has started"
+        return self._info.place
+
+    @property
+    def status(self) -> str:
+        """`RUNNING` until the end of the run has been received."""
+        return self._end.status if self._end is not None else "RUNNING"
+
+    def __iter__(self) -> Iterator[Epoch]:
+        """Yield each epoch when it has ended.
+
+        Raises:
+            MlxError: the run failed.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        try:
+            while self._epochs or self._end is None:
+                if self._epochs:
+                    yield self._epochs.popleft()
+                else:
+                    self._receive()
+        except (GeneratorExit, KeyboardInterrupt) as error:
+            self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over its epochs was left")
+            raise
+        self._raise_failure()
+
+    def result(self) -> Outcome:
+        """Wait for the end of the run, and return how it ended.
+
+        Raises:
+            MlxError: the run failed.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        deque(self, maxlen=0)
+        assert self._end is not None, "it has ended"
+        with contextlib.suppress(UsageError):  # nothing of it was kept
+            return Outcome(self._end.status, open_run(self.folder), self._end.metrics, self._end.best)
+        return Outcome(self._end.status, None, self._end.metrics, self._end.best)
+
+    def stop(self, reason: str = "stop()") -> None:
+        """Stop the run with a checkpoint, and wait until it has ended."""
+        self._process.ask(reason)
+        for last_resort in (False, True):
+            try:
+                return self._wait()
+            except KeyboardInterrupt:
+                if last_resort:
+                    self._server.kill(self._number)
+                else:
+                    self._process.ask("Ctrl-C", again=True)
+        self._wait()
+
+    def __repr__(self) -> str:
+        return f"<Training {self.folder}, {self.status}>"
+
+    def _wait(self) -> None:
+        while self._end is None:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Wait for events, and handle them."""
+        connection.wait([self._process.events], POLL_S)
+        lost: MlxError | None = None
+        try:
+            code = self._server.exit_code(self._number)  # before the events, all of which were sent earlier
+            if code is not None:
+                lost = MlxError(f"the process of the run {exit_reason(code)}")
+        except MlxError as error:
+            lost = error
+        for event in self._process.read():
+            self._handle(event)
+        ended = self._process.ended or (RunEnded("FAILED", {}, error=lost) if lost is not None else None)
+        if ended is not None:
+            self._server.release(self._number)
+            self._end = ended
+            self._handle(ended)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case RunStarted(info):
+                self._info = info
+            case CheckpointSaved(path=path):
+                self._checkpoint = path
+            case EpochEnded(epoch, epochs, values, seconds) if epoch != self._last_epoch:
+                self._last_epoch = epoch
+                self._epochs.append(Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint))
+        for listener in self._listeners:
+            listener(event)
+
+    def _raise_failure(self) -> None:
+        if self._end is not None and self._end.error is not None and self._end.status == "FAILED":
+            raise self._end.error

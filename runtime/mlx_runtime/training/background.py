@@ -1,0 +1,79 @@
+"""A run started from Python, as the process that trains it: a fork of the warm server, without a terminal."""
+
+import contextlib
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.binding import bind
+from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
+from mlx_runtime.errors import MlxError, RunStopped
+from mlx_runtime.events import Event, RunEnded
+from mlx_runtime.settings import prepare_fork
+from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
+from mlx_runtime.training.channel import Direct
+from mlx_runtime.training.engines import local
+from mlx_runtime.training.engines.placement import connect
+from mlx_runtime.training.links import Link
+from mlx_runtime.training.request import RunConfig, load_config
+from mlx_runtime.training.terminal import fit
+
+NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx train run cfg.start_workers=0"
+
+
+@dataclass(frozen=True)
+class RunJob:
+    """What the process of a run is told to train."""
+
+    module: str  # of the experiment's class, like `src.experiment`
+    name: str  # of that class
+    overrides: tuple[str, ...]  # Hydra's, and the options of `load_config`
+    command: tuple[str, ...]  # that started the process which asks for the run, for the record
+
+
+def work(job: RunJob, connection: Any) -> int:
+    """Train a run in this process, which the server has just started, in the folder of the experiment."""
+    prepare_fork()
+    sys.orig_argv = list(job.command)
+    local.warm_up()  # before anything starts threads
+    link = Link(connection)
+    ended: RunEnded | None = None
+
+    def handle(event: Event) -> None:
+        nonlocal ended
+        ended = event if isinstance(event, RunEnded) else ended
+        link.emit(event)
+
+    error: BaseException | None = None
+    try:
+        with at_breakpoint(no_pdb(Direct(link.emit, lambda: False), NO_TERMINAL)):
+            experiment = getattr(project_module(job.module, Path.cwd()), job.name)
+            config = loaded_config(experiment, job.overrides)
+            with connect(config.cfg) as cluster:
+                fit(experiment, config, cluster, listeners=[handle], control=link.control)
+    except BaseException as caught:
+        error = caught
+        if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:
+            caught.hint = f'Resume from the last checkpoint: run({job.name}, ["--resume"])'
+    local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
+    unbegun = RunEnded("STOPPED" if isinstance(error, KeyboardInterrupt | RunStopped) else "FAILED", {})
+    link.finish(replace(ended or unbegun, error=error))
+    return 0
+
+
+def loaded_config(experiment: type, overrides: tuple[str, ...]) -> RunConfig:
+    """Return the checked config of an experiment.
+
+    `src.experiment` has the project's conf.yaml, which is written first if there is none. Other modules, such as the
+    cells of a notebook, have the defaults of their code.
+    """
+    with contextlib.ExitStack() as stack:
+        conf, title = CONF, None
+        if experiment.__module__ != AN_EXPERIMENT.module:
+            conf = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-conf-")), CONF.name)
+            title = f"{experiment.__module__}.{experiment.__qualname__}"
+        if not conf.is_file():
+            bind(experiment, conf).write()
+        return load_config(experiment, overrides, conf, title=title)

@@ -1,0 +1,171 @@
+"""Runs from Python, as in a notebook or a script: an iterator of epochs, and processes that are kept warm."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_runtime import open_run
+from mlx_runtime.training.warm_server import key_of
+
+SCRIPT = """
+import json, os, signal, threading, time
+from mlx_runtime import MlxError, run
+from mlx_runtime.events import StepProgress
+from mlx_runtime.training import warm_server
+from src.experiment import Experiment
+
+
+class Own(Experiment):
+    pass
+
+
+def refused(experiment, *overrides):
+    try:
+        run(experiment, overrides)
+    except MlxError as error:
+        return type(error).__name__, str(error)
+
+
+def interrupt(event):
+    if isinstance(event, StepProgress) and event.step > 2:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=time.sleep, args=[600], daemon=True).start()  # a notebook has some
+    found = {"refused": [refused(Own), refused(Experiment, "cfg.num_epoch=3")]}
+
+    first = run(Experiment, ["cfg.num_epochs=2", "cfg.monitor=val/mse", "cfg.mode=min"])
+    found["epochs"] = [[each.epoch, each.epochs, sorted(each.metrics), each.checkpoint] for each in first]
+    outcome = first.result()
+    found["outcome"] = [outcome.status, outcome.run.record["status"], outcome.metrics, outcome.best["path"]]
+    server = warm_server._kept
+
+    for each in run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"]):
+        break
+    found["inside"] = [os.getpid()]
+
+    running = run(Experiment, ["cfg.num_epochs=50", "cfg.pause_s=0.05"], listeners=[interrupt])
+    try:
+        running.result()
+    except KeyboardInterrupt:
+        found["interrupted"] = running.status
+    found["resumed"] = run(Experiment, ["--resume=run_003", "cfg.num_epochs=1", "cfg.pause_s=0"]).result().status
+
+    for each in (failing := run(Experiment, ["cfg.start_workers=0", "--fast-dev-run"])):
+        pass
+    found["kept"] = failing.result().run is not None
+    failing = run(Experiment, ["cfg.late=raise", "cfg.start_workers=0"])
+    try:
+        failing.result()
+    except MlxError as error:
+        found["failed"] = [type(error).__name__, str(error).splitlines()[0]]
+    found["warm"] = warm_server._kept is server
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_in("faults", tmp_path_factory.mktemp("api"))
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What a script has seen that starts several runs, one after another."""
+    (folder / "runs.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "runs.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    (line,) = done.stdout.splitlines()  # nothing else is printed
+    return dict(json.loads(line))
+
+
+def status(folder: Path, name: str) -> tuple[str, bool]:
+    """Return the recorded status of a run, and whether it has a checkpoint."""
+    record = open_run(folder / "runs" / "faults" / name).record
+    return record["status"], record["latest"] is not None
+
+
+@pytest.mark.local
+def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], folder: Path) -> None:
+    place = folder / "runs" / "faults" / "run_001"
+    assert [entry[:2] for entry in found["epochs"]] == [[0, 2], [1, 2]]
+    assert all("val/mse" in names and "train/mse" in names for _, _, names, _ in found["epochs"])
+    assert found["epochs"][1][3] in (None, str(place / "checkpoints" / "epoch_0001"))
+    status, recorded, metrics, best = found["outcome"]
+    assert (status, recorded) == ("SUCCEEDED", "SUCCEEDED")
+    assert "val/mse" in metrics
+    assert best.startswith(str(place / "checkpoints"))
+    assert open_run(place).record["command"] == f"{sys.executable} runs.py"
+
+
+@pytest.mark.local
+def test_leaving_the_loop_stops_the_run_with_a_checkpoint(found: dict[str, Any], folder: Path) -> None:
+    assert status(folder, "run_002") == ("STOPPED", True)
+    assert open_run(folder / "runs/faults/run_002").record["pid"] not in found["inside"]  # even without workers
+
+
+@pytest.mark.local
+def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str, Any], folder: Path) -> None:
+    assert found["interrupted"] == "STOPPED"
+    assert found["resumed"] == "SUCCEEDED"
+    assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
+
+
+@pytest.mark.local
+def test_failures_raise_what_the_workers_raised(found: dict[str, Any]) -> None:
+    assert found["failed"] == ["WorkerLoopError", "ValueError: on purpose (raised on rank 0)"]
+
+
+@pytest.mark.local
+def test_a_run_of_which_nothing_is_kept_has_no_reader(found: dict[str, Any]) -> None:
+    assert found["kept"] is False
+
+
+@pytest.mark.local
+def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None:
+    (kind, own), (other, override) = found["refused"]
+    assert (kind, other) == ("UsageError", "ConfigError")
+    assert own == "workers cannot import Own from a script; move it to a file in src/"
+    assert override.startswith("src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'")
+
+
+@pytest.mark.local
+def test_runs_of_the_same_code_have_the_same_server(found: dict[str, Any]) -> None:
+    assert found["warm"]
+
+
+@pytest.mark.pure
+def test_other_code_or_another_environment_needs_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "models.py").write_text("WIDTH = 1")
+    (tmp_path / "runs").mkdir()
+
+    def key() -> Any:
+        return key_of("src.experiment", tmp_path)
+
+    first = key()
+    (tmp_path / "runs" / "copy.py").write_text("")  # output, not code
+    (tmp_path / "notes.txt").write_text("")
+    assert key() == first
+    (tmp_path / "src" / "models.py").write_text("WIDTH = 2")
+    second = key()
+    assert second != first
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert key() != second
+    monkeypatch.undo()
+    assert key() == second
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert key() != second
+    assert key() != key_of("src.notebook", tmp_path)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != "3"
