@@ -170,3 +170,4 @@ if __name__ == "__main__":
     contenders = {"plain": plain, "accelerate": accelerate, "lightning": lightning}
     contenders[sys.argv[1]](Settings(**json.loads(sys.argv[2])))
     dist.destroy_process_group()
+    os._exit(0)  # everything is written; threads that are still running may abort the exit of the interpreter
