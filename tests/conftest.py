@@ -82,7 +82,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         kept.pop(name, None)
     home = tmp_path_factory.mktemp("home")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return kept | KEYS | {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"}
+    ours = {"PATH": path, "HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_DISABLE_XET": "1"}
+    return kept | KEYS | ours
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +129,7 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
 
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
-    return all(name.startswith("MLX_") for name in settings)
+    return all(name.startswith(("MLX_", "HF_")) for name in settings)
 
 
 @pytest.fixture(scope="session")

@@ -77,7 +77,7 @@ class Faults:
                 return None
             if not self.when(method, path) or self._random.random() >= self.fraction:
                 return None
-            kind = self.kinds[self._random.randrange(len(self.kinds))]
+            kind = self.kinds[len(self.injected) % len(self.kinds)]
             self.injected.append((kind, method, path))
             return kind
 
@@ -173,6 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     hub: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -194,6 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.hub.delay_s)
         if kind == "429":
             self._send(429, b"slow down", {"Retry-After": "0"})
+            return
+        if kind == "403":
+            self._send(403, b"{}", {"Content-Type": "application/json"})
             return
         if kind == "503":
             self._send(503, b"<html>unavailable</html>", {"Content-Type": "text/html"})

@@ -40,6 +40,7 @@ HOMES = {
     "botocore": {"storage.leases"},
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.projects"},
+    "huggingface_hub": {"runs.mirrors.hub"},
     "hydra": {"config.composition"},
     "jinja2": {"runs.report"},
     "matplotlib": {"training.gradients"},

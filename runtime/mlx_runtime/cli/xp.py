@@ -46,7 +46,10 @@ def ls(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """List all runs, or those of NAME, on this machine and on clusters; those of a sweep below it."""
+    """List all runs, or those of NAME, on this machine and on clusters; those of a sweep below it.
+
+    NAME may also be a repository that a run is mirrored to, like hf://user/name.
+    """
     rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses)
     if html is not None:
         from mlx_runtime.runs import report
@@ -161,6 +164,35 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
         confirm(f"remove {plan.title}?")
     removal.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
+
+
+@group.command()
+@options.name(required=False)
+@options.run()
+@click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: where the run was mirrored to.")
+def push(name: str | None, run: str | None, to: str | None) -> None:
+    """Upload a RUN (run_003, 3 or latest) of NAME to its mirror, completely; by default, all unfinished ones."""
+    from mlx_runtime.runs.mirrors import pushing
+
+    if name is None:
+        folders = pushing.unfinished(lookup.storage_root())
+        if to is not None:
+            raise UsageError("which run? mlx xp push NAME RUN --to URI")
+        if not folders:
+            say("all mirrors are complete", err=True)
+    else:
+        folders = [lookup.resolve_run(name, run or "latest")]
+    for folder in folders:
+        say(pushing.push(folder, to))
+
+
+@group.command()
+@click.argument("repository", type=word)
+def release(repository: str) -> None:
+    """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
+    from mlx_runtime.runs.mirrors import claims, hub
+
+    say(claims.release(hub.Repository(hub.Address.parse(repository))))
 
 
 @group.command()

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.folder import RunFolder, find_run, list_runs, run_folder
+from mlx_runtime.runs.mirrors.downloads import MirroredRun
+from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage import documents
 
@@ -153,12 +155,14 @@ def list_rows(
     mode: str | None = None,
     ask: AskJobs | None = None,
 ) -> list[Row]:
-    """List the runs of an experiment, or of the whole storage, oldest first.
+    """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
 
     Optionally only those with a status, or of a sweep, named with or without `sweep_`.
     `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
     smallest first. Runs without a value come last.
     """
+    if name is not None and is_hub(name):
+        return [_mirrored_row(name)]
     root = lookup.storage_root()
     folders = list_runs(root, name)
     if name is not None and not folders:
@@ -255,6 +259,17 @@ def _row(folder: RunFolder) -> Row:
     except StorageError as error:
         return Row(folder, UNREADABLE, {}, str(error))
     return Row(folder, records.status_of(record), record)
+
+
+def _mirrored_row(uri: str) -> Row:
+    """Return the run in a repository."""
+    mirrored = MirroredRun.find(uri)
+    try:
+        record = records.parsed(mirrored.record())
+    except ValueError as error:
+        return Row(mirrored.listed, UNREADABLE, {}, f"cannot read run.json of {uri}: {error}")
+    living = record["status"] in records.LIVING
+    return Row(mirrored.listed, record["status"] if not living or mirrored.claim.held else "STALE", record)
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

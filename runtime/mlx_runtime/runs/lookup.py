@@ -9,6 +9,7 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
+from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
@@ -49,6 +50,8 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
     A single word is one of the latter in this experiment, `digits/run_003`, or the path or URI of a run's folder; a
     second word is then ignored.
     """
+    if is_hub(name):
+        raise UsageError(f"{name} is the mirror of a run, which only mlx xp ls, mlx xp release and open_run read")
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
     if is_uri(name) or Path(name, "run.json").is_file():

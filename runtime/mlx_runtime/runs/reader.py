@@ -13,6 +13,8 @@ from mlx_runtime.runs import checkpoints, lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
+from mlx_runtime.runs.mirrors.downloads import MirroredRun
+from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import Storage, is_uri
 
@@ -26,13 +28,16 @@ def open_run(run: str | Path) -> "Run":
     """Open a run for reading, even while it trains.
 
     Args:
-        run: `name/run_003`, or the path or URI of its folder. A name is looked up in the storage of the experiment in
-            the working directory, or in `MLX_STORAGE`.
+        run: `name/run_003`, the path or URI of its folder, or a repository that it was mirrored to, like
+            `hf://user/name` or `hf://user/name@REVISION`. A name is looked up in the storage of the experiment in the
+            working directory, or in `MLX_STORAGE`.
 
     Raises:
         UsageError: there is no such run.
     """
     text = str(run)
+    if is_hub(text):
+        return _MirroredRun(MirroredRun.find(text))
     if "/" not in text and not is_uri(text) and not Path(text, "run.json").is_file():
         raise UsageError(f"{text!r} does not name a run; write name/run_003, or the path of its folder")
     return Run(lookup.resolve_run(text))
@@ -146,6 +151,19 @@ class Run:
         with contextlib.suppress(StorageError):
             return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
         return f"<Run {self._folder.title}>"
+
+
+class _MirroredRun(Run):
+    """A run in a repository, as of the commit at which it was opened. Checkpoints are downloaded when they are read."""
+
+    def __init__(self, mirrored: MirroredRun) -> None:
+        super().__init__(mirrored.cached())
+        self._mirrored = mirrored
+
+    def state(self, which: Which = "latest") -> State:
+        _, checkpoint = find_checkpoint(self._folder, which)
+        self._mirrored.fetch_checkpoint(checkpoint.name)
+        return super().state(which)
 
 
 def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpoint]:

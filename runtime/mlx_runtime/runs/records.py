@@ -15,6 +15,7 @@ from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name, reading
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
     COUNT,
+    FLAG,
     NUMBER,
     TEXT,
     TIME,
@@ -82,6 +83,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
         )
     ),
     "git": mapping_with({"commit": TEXT, "diff": TEXT.or_null()}, needs=("commit",)).or_null(),
+    "mirror": mapping_with({"uri": TEXT, "id": TEXT, "unfinished": FLAG}, needs=("uri", "id", "unfinished")).or_null(),
     "packages": mapping_of(TEXT.or_null()).or_null(),
     "files": COUNT,
     "sweep": mapping_with(

@@ -61,6 +61,11 @@ class ConsoleLines:
         else:
             self._print(f"run       {run.experiment} {run.name}")
             self._print(f"folder    {run.place}", always=True)
+        for line in config.notes:
+            self._print(line, always=True)
+        if self._plan.mirror is not None:
+            public = " (public: everybody can read it)" if self._plan.mirror.public else ""
+            self._print(f"mirror    {self._plan.mirror.uri}{public}")
         if config.run is not None:
             self._overrides()
         self._workers()

@@ -11,6 +11,7 @@ from mlx_runtime.data.folds import leak_warning
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.mirrors.mirror import Follower
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Receiver
 from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
@@ -59,6 +60,7 @@ class Driver:
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
+        self._mirroring: Follower | None = None
         self._unread: deque[events.Event] = deque()
         self._stop_announced = False
 
@@ -118,6 +120,8 @@ class Driver:
                     raise
             else:
                 ended = recorder.succeed()
+            finally:
+                self._end_mirroring()
         self._emit(ended)
         yield from self._pending()
         if ended.error is not None and not isinstance(ended.error, Terminated):
@@ -126,6 +130,8 @@ class Driver:
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""
         plan, config, record = self._plan, self._plan.config, recorder.record
+        if plan.mirror is not None:
+            self._mirroring = plan.mirror.follow(record, self.control.request)
         if not record.held:
             recorder.begin()
         folder, attempt = record.folder, record["attempt"]
@@ -184,6 +190,7 @@ class Driver:
                         receiver.broadcast(STOP)
                         stop_sent = True
                     deadlocks.check(recorder.world_size)
+                    self._report_mirroring()
                     yield from self._pending()
                 for event in receiver.drain():
                     self._emit(event)
@@ -201,9 +208,21 @@ class Driver:
             self._emit(events.StopRequested(self.control.reason))
         return True
 
+    def _report_mirroring(self) -> None:
+        for text in self._mirroring.notices() if self._mirroring is not None else ():
+            self._emit(events.WarningNotice(text))
+
+    def _end_mirroring(self) -> None:
+        """Wait for the last upload, as long as `cfg.mirror_timeout_s`."""
+        if self._mirroring is not None:
+            for text in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s):
+                self._emit(events.Notice(text))
+
     def _emit(self, event: events.Event) -> None:
         if self.recorder is not None:
             self.recorder.handle(event)
+        if self._mirroring is not None and isinstance(event, events.CheckpointSaved):
+            self._mirroring.saved()
         for listener in self._listeners:
             listener(event)
         outdated = self._unread and isinstance(self._unread[-1], events.StepProgress)

@@ -22,6 +22,7 @@ MINIMUM = {
     "max_steps": 1,
     "max_workers": 1,
     "min_workers": 1,
+    "mirror_timeout_s": 0,
     "num_epochs": 0,
     "overfit_batches": 1,
     "seed": 0,
@@ -148,6 +149,8 @@ class TrainConfig(_Checked):
         deterministic: use deterministic algorithms of torch, or fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
+        mirror: repository on the Hugging Face Hub, like `hf://user/name`, that the run is mirrored to while it trains.
+        mirror_timeout_s: seconds that the end of a run waits for its last upload.
         log_every_steps: training steps between two reductions of the metrics over all workers.
         watch_gradients: updates between two records of each layer's gradient and weight norms; 0 means none. If
             matplotlib is installed, TensorBoard shows a picture of them for each epoch.
@@ -207,6 +210,8 @@ class TrainConfig(_Checked):
     compile: bool | str = False
     deterministic: bool = False
     storage_path: str = "runs"
+    mirror: str | None = None
+    mirror_timeout_s: float = 60
     log_every_steps: int = 50
     watch_gradients: int = 0
     stop_on_nan: bool = False

@@ -13,7 +13,9 @@ from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.mirrors.mirror import Mirror
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import is_uri
 from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.engines.base import Engine
@@ -34,6 +36,7 @@ class RunPlan:
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
+    mirror: Mirror | None = None  # of `cfg.mirror`
     fold: Fold | None = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
 
 
@@ -68,7 +71,9 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         if not config.kept:
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None
-        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, _fold(config))
+        fold = _fold(config)
+        mirror = _mirror(config) if config.kept else None
+        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, mirror, fold)
 
 
 @contextlib.contextmanager
@@ -115,6 +120,22 @@ def _require_checkpoint(run: RunFolder) -> None:
         )
 
 
+def _mirror(config: RunConfig) -> Mirror | None:
+    """Return the mirror of a run. Refuse one that the run cannot be mirrored to."""
+    uri = config.cfg.mirror
+    if uri is None:
+        return None
+    if config.sweep:
+        raise ConfigError(f"cfg.mirror={uri} is for one run, and a sweep has many; leave it out")
+    if is_uri(config.cfg.storage_path):
+        raise ConfigError(
+            f"cfg.mirror mirrors runs on a local disk, and cfg.storage_path is {config.cfg.storage_path}; leave one out"
+        )
+    mirror = Mirror(uri)
+    mirror.check(config.run)
+    return mirror
+
+
 def _fold(config: RunConfig) -> Fold | None:
     """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
     if config.cfg.fold is None:
@@ -139,6 +160,6 @@ def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
     prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # a fast dev run prepares nothing
     with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
         changed: dict[str, Any] = {"storage_path": storage, "prepared_path": store_of(config), "prepared": prepared}
-        changed |= {"trackers": {}, "callbacks": {}}
+        changed |= {"trackers": {}, "callbacks": {}, "mirror": None}
         tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
         yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

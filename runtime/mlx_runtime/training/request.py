@@ -16,6 +16,7 @@ from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageErro
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
 from mlx_runtime.runs.lookup import names_run
+from mlx_runtime.runs.mirrors import restoring as mirrors
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
@@ -41,6 +42,7 @@ class RunConfig(Config):
     fast: bool = False  # run a few batches to see that all code works, and keep nothing
     checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
     sweep: Mapping[str, Any] | None = None  # of a new run of a sweep, for its record: name, trial, fold and values
+    notes: tuple[str, ...] = ()  # lines for the user about how the run was chosen
 
     @property
     def kept(self) -> bool:
@@ -57,6 +59,7 @@ class _Choice(NamedTuple):
     origin: RunFolder | None = None
     implied: tuple[str, ...] = ()  # overrides that follow from the choice
     declared: bool = False  # `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too
+    notes: tuple[str, ...] = ()
 
 
 def load_config(
@@ -90,7 +93,7 @@ def load_config(
     if fast:
         overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
     checkpoint = next((item.removeprefix(EVAL) for item in overrides if item.startswith(EVAL)), None)
-    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)])
+    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)], look=look or fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
@@ -117,11 +120,15 @@ def load_config(
         changes=changes,
         fast=fast,
         checkpoint=checkpoint,
+        notes=choice.notes,
     )
 
 
-def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
-    """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`."""
+def _choose(path: Path, overrides: Sequence[str], *, look: bool) -> _Choice:
+    """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`, and download it if its mirror is ahead.
+
+    With `look`, mirrors are ignored.
+    """
     options, typed = _options(overrides)
     composed = read(path, typed).tree.get("cfg")
     cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
@@ -137,6 +144,10 @@ def _choose(path: Path, overrides: Sequence[str]) -> _Choice:
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
+    if name == "auto" and cfg.get("mirror") and not look:
+        mirrored, notes = mirrors.latest(str(cfg["mirror"]), root, experiment)
+        choice = choice._replace(notes=tuple(notes))
+        name = mirrored.name if mirrored is not None else name
     if name in ("auto", "latest"):
         runs = reversed(list_runs(root, experiment))
         begun = (run.name for run in runs if has_begun(run) and not in_sweep(run))  # others died in their first second

@@ -1,0 +1,145 @@
+"""What of a run folder is mirrored, and how it changes a repository.
+
+README.md             model card
+mirror.json           who writes to the repository (see `claims`)
+run.json, conf.yaml, metrics.jsonl, code.zip, …   the files of the run folder, without logs
+evaluations/*.json    results of `mlx train eval`
+model.safetensors     weights of the best checkpoint, or else the latest, once the run has ended
+checkpoints/epoch_0004/…   the kept checkpoints, as they are
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoint_index import ABOUT, list_checkpoints
+from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
+from mlx_runtime.runs.mirrors import card
+from mlx_runtime.runs.mirrors.claims import FILE
+from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, WEIGHTS
+from mlx_runtime.runs.mirrors.hub import File
+from mlx_runtime.storage.files import to_json
+
+STAGED = ".mirror"
+"""Folder in a run folder from which files are uploaded. Checkpoints in it are links, so that pruning spares them."""
+
+NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
+"""Files of a run folder that are not mirrored, or made anew."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A state of a run that is ready to be uploaded."""
+
+    files: Mapping[str, Path]  # by their path in the repository
+    step: int  # global step of the latest checkpoint
+
+    def changes(self, present: Mapping[str, File]) -> tuple[dict[str, Path], list[str]]:
+        """Return the files to upload to a repository with these files, and those to remove from it."""
+        complete = {path.rpartition("/")[0] for path in self.files if path.endswith(f"/{ABOUT}")}
+        same = {folder for folder in complete if self._same(folder, present)}
+        added = {path: file for path, file in self.files.items() if path.rpartition("/")[0] not in same}
+        removed = [path for path in present if path.startswith(f"{CHECKPOINTS}/") and path not in self.files]
+        return added, removed
+
+    def _same(self, folder: str, present: Mapping[str, File]) -> bool:
+        """Return True if a checkpoint is in the repository. Its description holds the checksums of everything else."""
+        files = {path: file for path, file in self.files.items() if path.startswith(f"{folder}/")}
+        about = f"{folder}/{ABOUT}"
+        return present.keys() >= files.keys() and present[about].hash in _hashes(files[about].read_bytes())
+
+
+@contextlib.contextmanager
+def staged(folder: RunFolder, *, weights: bool) -> Iterator[Staged]:
+    """Provide the present state of a run within the block, whatever its driver changes meanwhile."""
+    target = folder.path / STAGED
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    try:
+        step = -1
+        files = {f"{CHECKPOINTS}/{name}": file for name, file in _checkpoints(folder, target).items()}
+        for about in [file for name, file in files.items() if name.endswith(f"/{ABOUT}")]:
+            step = max(step, json.loads(about.read_bytes()).get("global_step", 0))
+        # After the checkpoints, so that the metrics before each of them are in metrics.jsonl.
+        for file in sorted(folder.path.iterdir()):
+            if file.is_file() and not file.name.startswith(".") and file.name not in NOT_MIRRORED:
+                files[file.name] = _copied(file, target / file.name)
+        for file in sorted((folder.path / EVALUATIONS).glob("*.json")):
+            files[f"{EVALUATIONS}/{file.name}"] = file
+        record = _record(folder)
+        (target / folder.record.name).write_text(to_json(record))
+        (target / CARD).write_text(card.text(record, folder.conf), encoding="utf-8")
+        files |= {name: target / name for name in (folder.record.name, CARD)}
+        if weights and step >= 0:
+            with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
+                files[WEIGHTS] = _weights(folder, record, target / WEIGHTS)
+        yield Staged(files, max(0, step))
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def latest_step(folder: RunFolder) -> int:
+    """Return the global step of the latest checkpoint of a run, or 0."""
+    return max((item.global_step for item in list_checkpoints(folder.checkpoints)), default=0)
+
+
+def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
+    """Link the files of all complete checkpoints. One that is removed in the meantime is left out."""
+    files: dict[str, Path] = {}
+    for item in list_checkpoints(folder.checkpoints):
+        source, copy = Path(folder.checkpoints, item.name), target / item.name
+        try:
+            shutil.copytree(source, copy, copy_function=_linked)
+        except (OSError, shutil.Error):
+            if (source / ABOUT).exists():
+                raise
+            continue
+        if (copy / ABOUT).exists():
+            files |= {str(file.relative_to(target)): file for file in copy.rglob("*") if file.is_file()}
+    return files
+
+
+def _linked(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+
+
+def _copied(file: Path, target: Path) -> Path:
+    """Copy a file that may be growing; of lines, only whole ones."""
+    shutil.copyfile(file, target)
+    if file.suffix == ".jsonl":
+        with target.open("rb+") as lines:
+            content = lines.read()
+            lines.truncate(content.rfind(b"\n") + 1)
+    return target
+
+
+def _record(folder: RunFolder) -> dict[str, Any]:
+    """Return the record without what only concerns this machine."""
+    return {name: value for name, value in records.recorded(folder).items() if name != "mirror"}
+
+
+def _weights(folder: RunFolder, record: Mapping[str, Any], target: Path) -> Path:
+    from mlx_runtime.runs.consolidation import consolidate
+
+    which = "best" if (record.get("best") or {}).get("value") is not None else "latest"
+    consolidate(folder, which, target)
+    return target
+
+
+def _hashes(content: bytes) -> tuple[str, str]:
+    """Return the hashes that a file with this content has in a repository: in LFS, and in git."""
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    return hashlib.sha256(content).hexdigest(), git.hexdigest()

@@ -1,0 +1,282 @@
+"""Repositories on the Hugging Face Hub: the only module that knows `huggingface_hub`.
+
+`huggingface_hub` repeats failed requests to most addresses, but neither commits nor queries nor the first request of a
+download, and its client has no timeout. Here, every operation is repeated, and fails in one line if that does not help.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+
+SCHEME = "hf://"
+
+PATIENCE_S = 60.0
+"""How long an operation is repeated before it fails."""
+
+SILENCE_S = 60.0
+"""A connection that has been silent for this long is cut."""
+
+WAIT_S = (0.5, 30.0)
+"""The first pause before an operation is repeated, and the maximum; each is about twice as long as the previous one."""
+
+TRANSIENT = {408, 429, 500, 502, 503, 504}
+"""Statuses of requests that are worth repeating."""
+
+MOVED = {409, 412}
+"""Statuses of a commit whose parent is no longer the latest commit."""
+
+Result = TypeVar("Result")
+
+
+class UnreachableError(StorageError):
+    """The Hub does not answer, or answers with errors that usually pass."""
+
+
+class OutdatedError(StorageError):
+    """Somebody else has committed to a repository since the commit that was to be the parent."""
+
+
+class Address(NamedTuple):
+    """A repository, like `hf://user/name`, or a revision of it, like `hf://user/name@3f2a…`."""
+
+    name: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, uri: str) -> "Address":
+        match = re.fullmatch(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", uri)
+        if match is None:
+            raise UsageError(f"{uri!r} does not name a repository on the Hugging Face Hub; write hf://USER/NAME")
+        return cls(match[1], match[2])
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+
+def is_hub(text: str) -> bool:
+    return text.startswith(SCHEME)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file in a repository."""
+
+    size_bytes: int
+    hash: str  # SHA-256 of a file in LFS, else git's hash
+
+
+@dataclass(frozen=True)
+class Head:
+    """The latest commit of a repository."""
+
+    commit: str
+    private: bool
+
+
+class Repository:
+    """A repository of models on the Hub of `HF_ENDPOINT`, with the token of `HF_TOKEN` or `hf auth login`.
+
+    Methods raise a UsageError, which names the cure, if the Hub refuses, and an UnreachableError if it does not answer.
+    """
+
+    def __init__(self, address: Address, patience_s: float = PATIENCE_S) -> None:
+        self.address, self.patience_s = address, patience_s
+
+    @cached_property
+    def _api(self) -> Any:
+        try:
+            import huggingface_hub
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"{self.address} needs huggingface_hub, which is not installed: pip install 'mlx-runtime[hub]'"
+            ) from error
+        from huggingface_hub import utils
+
+        if "HF_HUB_VERBOSITY" not in os.environ:
+            utils.logging.set_verbosity_error()  # it warns of each request that it repeats
+        if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+            utils.disable_progress_bars()  # they would disturb those of the run
+        return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
+
+    def require_token(self) -> None:
+        """Check that there is a token, and that the Hub accepts it."""
+        api = self._api
+        from huggingface_hub import get_token
+
+        if get_token() is None:
+            raise UsageError(
+                f"there is no token for {self.address}: set HF_TOKEN to one that may write, or run hf auth login"
+            )
+        self._call(api.whoami, cache=True)
+
+    def head(self) -> Head | None:
+        """Return the latest commit, or that of the address's revision; None if there is no such repository."""
+        from_error: type[Exception] = self._errors.RepositoryNotFoundError
+        try:
+            info = self._call(self._api.repo_info, self.address.name, revision=self.address.revision)
+        except UsageError as error:
+            if isinstance(error.__cause__, from_error) and self.address.revision is None:
+                return None
+            raise
+        return Head(info.sha, bool(info.private))
+
+    def require(self) -> Head:
+        """Return the same; raise a UsageError if there is no such repository, or this token may not read it."""
+        found = self.head()
+        if found is None:
+            raise UsageError(
+                f"there is no repository {self.address}, or your token may not read it; check the name, and set "
+                "HF_TOKEN or run hf auth login"
+            )
+        return found
+
+    def create(self) -> Head:
+        """Create the repository, private."""
+        self._call(self._api.create_repo, self.address.name, private=True, exist_ok=True)
+        return self.require()
+
+    def files(self, commit: str) -> dict[str, File]:
+        """Return all files of a commit by path."""
+        tree = self._call(lambda: list(self._api.list_repo_tree(self.address.name, recursive=True, revision=commit)))
+        return {
+            item.path: File(item.size, item.lfs.sha256 if item.lfs else item.blob_id)
+            for item in tree
+            if hasattr(item, "blob_id")
+        }
+
+    def read(self, path: str, commit: str) -> bytes | None:
+        """Return the content of a small file of a commit, or None if there is none."""
+        with tempfile.TemporaryDirectory(prefix="mlx-hub-") as temporary:
+            try:
+                return self.download(path, commit, Path(temporary)).read_bytes()
+            except UsageError as error:
+                if isinstance(error.__cause__, self._errors.RemoteEntryNotFoundError):
+                    return None
+                raise
+
+    def download(self, path: str, commit: str, folder: Path) -> Path:
+        """Copy a file of a commit to a folder, below which it has the same path. An interrupted download is resumed."""
+        from huggingface_hub import hf_hub_download
+
+        found = self._call(
+            hf_hub_download,
+            self.address.name,
+            path,
+            revision=commit,
+            local_dir=folder,
+            endpoint=self._api.endpoint,
+        )
+        return Path(found)
+
+    def commit(self, title: str, parent: str, added: Mapping[str, Path | bytes], removed: Collection[str] = ()) -> str:
+        """Upload files in one commit, and return its hash. Content that the Hub has already is not uploaded again.
+
+        Raises:
+            OutdatedError: `parent` is not the latest commit, or no longer.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        contents = {path: str(item) if isinstance(item, Path) else item for path, item in added.items()}
+        additions = [CommitOperationAdd(path, content) for path, content in contents.items()]
+        # One at a time: an upload of several starts threads that Python waits for when it exits.
+        for addition in additions:
+            self._call(self._api.preupload_lfs_files, self.address.name, [addition], free_memory=False, revision="main")
+        operations = [*additions, *(CommitOperationDelete(path, is_folder=False) for path in removed)]
+        info = self._call(
+            self._api.create_commit, self.address.name, operations, commit_message=title, parent_commit=parent
+        )
+        return str(info.oid)
+
+    @property
+    def _errors(self) -> Any:
+        self._api  # noqa: B018 - reports a missing library
+        import huggingface_hub.errors
+
+        return huggingface_hub.errors
+
+    def _call(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """Call a function of `huggingface_hub`, again if its failure may pass."""
+        from huggingface_hub import get_session
+
+        deadline, pause_s = time.monotonic() + self.patience_s, WAIT_S[0]
+        while True:
+            session = get_session()
+            if session.timeout.read is None:
+                session.timeout = SILENCE_S
+            try:
+                return function(*arguments, **options)
+            except Exception as error:  # of this library, its HTTP client, and threads that it starts
+                if not self._may_pass(error):
+                    raise self._translated(error) from _root(error)
+                if time.monotonic() + pause_s > deadline:
+                    text = f"cannot reach {self._api.endpoint} for {self.address}: {short_message(_root(error))}"
+                    raise UnreachableError(text) from error
+            time.sleep(pause_s * random.uniform(0.75, 1.25))
+            pause_s = min(2 * pause_s, WAIT_S[1])
+
+    def _may_pass(self, error: BaseException) -> bool:
+        cause = _root(error)
+        if isinstance(cause, self._errors.OfflineModeIsEnabled):
+            return False
+        if (status := _status(cause)) is not None:
+            return status in TRANSIENT
+        if isinstance(cause, json.JSONDecodeError):  # it parses the page of a proxy before it looks at the status
+            return True
+        # An upload or download whose connection was cut; `HTTPError` is the base of the errors of the HTTP client.
+        if isinstance(cause, self._errors.HTTPError | ConnectionError | TimeoutError):
+            return True
+        # The size of a download that was cut differs from the expected one, which is an OSError without a number.
+        return isinstance(cause, OSError) and cause.errno is None and type(cause) in (OSError, IOError)
+
+    def _translated(self, error: BaseException) -> MlxError:
+        """Return the error for the user: one line, with the cure."""
+        cause, errors = _root(error), self._errors
+        match _status(cause):
+            case status if status in MOVED:
+                return OutdatedError(f"{self.address} has another commit by now")
+            case 401 if not isinstance(cause, errors.RepositoryNotFoundError):
+                return UsageError(
+                    f"the Hugging Face Hub does not accept the token for {self.address}; set HF_TOKEN to a valid one, "
+                    "or run hf auth login"
+                )
+            case 403:
+                return UsageError(
+                    f"your token has no access to {self.address}, or may only read it; set HF_TOKEN to one with write "
+                    "access, or name a repository of your own"
+                )
+        if isinstance(cause, errors.OfflineModeIsEnabled):
+            return UsageError(f"{self.address} needs the network, and HF_HUB_OFFLINE is set; unset it")
+        if isinstance(cause, errors.RevisionNotFoundError):
+            return UsageError(f"there is no revision {self.address.revision} in {SCHEME}{self.address.name}")
+        if isinstance(cause, errors.RepositoryNotFoundError):
+            return UsageError(f"there is no repository {self.address}, or your token may not read it")
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return StorageError(f"cannot copy files of {self.address}: {cause}")
+        return UsageError(f"{self.address}: {short_message(cause)}")
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the error that a failed upload or a missing local copy was caused by."""
+    while type(error) is RuntimeError or type(error).__name__ == "LocalEntryNotFoundError":
+        if error.__cause__ is None:
+            break
+        error = error.__cause__
+    return error
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the status of the HTTP response that an error is about, or None."""
+    with contextlib.suppress(AttributeError):
+        return int(error.response.status_code)  # type: ignore[attr-defined]
+    return None

@@ -1,0 +1,304 @@
+"""Mirrors one run to a repository while it trains, in a thread of its driver."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
+from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
+from mlx_runtime.runs.mirrors.downloads import MirroredRun
+from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository
+
+BURST, INTERVAL_S = 20, 45.0
+"""Commits that may follow each other without a pause, and the time after which another one may: at most 100 an hour,
+of the 128 that the Hub accepts."""
+
+RETRY_S = 15.0
+"""Pause after an upload that failed although every request was repeated."""
+
+
+class SupersededError(UsageError):
+    """Another driver has claimed the run."""
+
+
+class Allowance:
+    """Limits commits, so that a run that saves often uploads only its newest state."""
+
+    def __init__(self, burst: int = BURST, interval_s: float = INTERVAL_S) -> None:
+        self._burst, self._interval_s = burst, interval_s
+        self._left, self._counted = float(burst), time.monotonic()
+
+    def wait_s(self) -> float:
+        """Return how long the next commit has to wait."""
+        present = time.monotonic()
+        self._left = min(self._burst, self._left + (present - self._counted) / self._interval_s)
+        self._counted = present
+        return max(0.0, (1 - self._left) * self._interval_s)
+
+    def take(self) -> None:
+        self._left -= 1
+
+
+class Mirror:
+    """The mirror of a run, opened before the run begins.
+
+    Args:
+        uri: repository, like `hf://user/name`. It need not exist yet.
+
+    Raises:
+        UsageError: the Hub refuses, or the repository holds something else.
+        UnreachableError: the Hub does not answer.
+    """
+
+    def __init__(self, uri: str) -> None:
+        address = Address.parse(uri)
+        if address.revision is not None:
+            raise UsageError(f"{uri} names a revision, which cannot change; write {address._replace(revision=None)}")
+        self.repository = Repository(address)
+        self.repository.require_token()
+        self._head: Head | None = self.repository.head()
+        self._found = MirroredRun.of(self.repository) if self._head is not None else None
+
+    @property
+    def uri(self) -> str:
+        return str(self.repository.address)
+
+    @property
+    def public(self) -> bool:
+        """True if the repository existed, and everybody can read it."""
+        return self._head is not None and not self._head.private
+
+    def check(self, run: RunFolder | None) -> None:
+        """Check that this machine may mirror a run, or a new one, to the repository.
+
+        Raises:
+            UsageError: the repository holds another run, a newer state of this one, or is held by another driver.
+        """
+        if self._found is None:
+            return
+        claim = self._found.claim
+        if not self._found.begun:  # a driver died before there was anything to mirror
+            claim.refuse_held(self.repository)
+            return
+        of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
+        if run is None:
+            raise UsageError(
+                f"{of}, and this is a new run: continue that one with cfg.resume=auto, or name another repository"
+            )
+        if (records.recorded(run).get("mirror") or {}).get("id") != claim.id:
+            raise UsageError(f"{of}, which is not {run.title} of this machine; name another repository")
+        claim.refuse_held(self.repository)
+        if (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
+            raise UsageError(
+                f"{of}, which is newer than {run.title} here (attempt {run.attempts()}, step {latest_step(run)}): "
+                "continue from it with cfg.resume=auto"
+            )
+
+    def claim(self, run: RunFolder, attempt: int) -> Claim:
+        """Become the driver that writes to the repository, which is created if there is none.
+
+        Raises:
+            SupersededError: another driver was faster.
+        """
+        claim = Claim.of(_run_id(run), run.experiment, run.name, attempt)
+        if self._found is not None and self._found.begun:
+            claim = claim.next(step=self._found.claim.step)
+        if self._head is None:
+            self._head = self.repository.create()
+        self._writer = Writer(self.repository, self._head.commit, claim)
+        self._writer.write(f"Attempt {attempt} of {run.title}", None)
+        return claim
+
+    def push(self, run: RunFolder) -> tuple[Claim, int]:
+        """Upload a run that no driver trains. Return the claim, and the number of files uploaded."""
+        record = records.recorded(run)
+        claim = self.claim(run, max(1, run.attempts()))
+        with staged(run, weights=True) as state:
+            return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
+
+    def follow(self, record: records.Record, stop: Callable[[str], object]) -> "Follower":
+        """Claim the repository, and start the thread that mirrors a run; see `Follower`."""
+        claim = self.claim(record.folder, record["attempt"])
+        return Follower(self._writer, record, claim.id, stop)
+
+
+class Writer:
+    """Commits states of a run to a repository, as long as no other driver does."""
+
+    def __init__(self, repository: Repository, parent: str, claim: Claim) -> None:
+        self._repository, self._parent, self._claim = repository, parent, claim
+        self.address = repository.address
+
+    def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
+        """Commit a state of the run, or only the claim. Return the number of files uploaded.
+
+        Raises:
+            SupersededError: another driver has committed.
+        """
+        step = self._claim.step if state is None else state.step
+        self._claim = self._claim.next(status=status, step=step)
+        while True:
+            added: dict[str, Path] = {}
+            removed: list[str] = []
+            if state is not None:
+                added, removed = state.changes(self._repository.files(self._parent))
+            content: dict[str, Path | bytes] = {**added, FILE: self._claim.content()}
+            try:
+                self._parent = self._repository.commit(title, self._parent, content, removed)
+                return len(added)
+            except OutdatedError:
+                if self._arrived():
+                    return len(added)
+
+    def _arrived(self) -> bool:
+        """Return True if the last commit has arrived, though its answer was lost; accept commits of no driver."""
+        head = self._repository.require()
+        present = claim_of(self._repository, head)
+        if present is None or present.driver != self._claim.driver:
+            who = f"attempt {present.attempt} on {present.host}" if present is not None else "somebody"
+            raise SupersededError(f"{self.address} was taken over by {who}; this driver no longer writes to it")
+        self._parent = head.commit
+        return present.commits == self._claim.commits
+
+
+class Follower:
+    """The thread that mirrors a run: after each checkpoint its newest state, and the last one at the end.
+
+    Args:
+        record: record of the run, which says whether everything is uploaded.
+        stop: called if another driver has claimed the run, with the reason.
+    """
+
+    def __init__(self, writer: Writer, record: records.Record, run_id: str, stop: Callable[[str], object]) -> None:
+        self._writer, self._record, self._stop = writer, record, stop
+        self._id = run_id
+        self._changed = threading.Condition()
+        self._dirty, self._ending, self._trying_again = False, False, False
+        self._done = threading.Event()
+        self._failure: str | None = None  # why nothing more is uploaded
+        self._notices: deque[str] = deque()
+        self._allowance = Allowance()
+        self._mark(unfinished=True)
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def saved(self) -> None:
+        """Note that there is a checkpoint. Returns immediately."""
+        with self._changed:
+            self._dirty = True
+            self._changed.notify()
+
+    def notices(self) -> list[str]:
+        """Return the lines for the user since the last call."""
+        found = []
+        with contextlib.suppress(IndexError):
+            while True:
+                found.append(self._notices.popleft())
+        return found
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Upload the last state, wait for that, and mark the record. Return lines for the user.
+
+        The thread ends with the process if it takes longer.
+        """
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        started = time.monotonic()
+        complete = self._done.wait(timeout_s) and self._failure is None
+        if complete:
+            self._mark(unfinished=False)
+            text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
+            return [*self.notices(), text]
+        why = self._failure or f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        run = self._record.folder
+        text = f"mirror    the upload to {self._writer.address} is unfinished: {why}"
+        if not isinstance(self._failure, _Superseded):
+            text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
+        return [*self.notices(), text]
+
+    def _mark(self, *, unfinished: bool) -> None:
+        with contextlib.suppress(StorageError):
+            self._record.update(mirror={"uri": str(self._writer.address), "id": self._id, "unfinished": unfinished})
+
+    def _run(self) -> None:
+        try:
+            while not self._step():
+                pass
+        except Exception as error:
+            self._failure = short_message(error)
+            if isinstance(error, SupersededError):
+                self._failure = _Superseded(self._failure)
+                self._stop(self._failure)
+            elif not self._ending:
+                self._notices.append(f"warning   nothing more is mirrored: {self._failure}")
+        finally:
+            self._done.set()
+
+    def _step(self) -> bool:
+        """Wait for something to upload, and upload it. Return True after the last state."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._dirty or self._ending, REFRESH_S)
+            dirty = self._dirty
+        if dirty:
+            self._pause(self._allowance.wait_s())
+        with self._changed:
+            last, self._dirty = self._ending, False
+        try:
+            self._upload(last=last, whole=dirty or last)
+        except (StorageError, OSError) as error:
+            if not self._trying_again:
+                self._notices.append(f"mirror    {short_message(error)}; trying again")
+            self._trying_again = True
+            time.sleep(1)
+            self._pause(RETRY_S)
+            with self._changed:
+                self._dirty = self._dirty or dirty
+            return False
+        if self._trying_again:
+            self._notices.append(f"mirror    {self._writer.address} is up to date again")
+        self._trying_again = False
+        self._allowance.take()
+        return last
+
+    def _upload(self, *, last: bool, whole: bool) -> None:
+        folder, status = self._record.folder, self._record["status"]
+        if not whole:
+            self._writer.write("Still training", None)
+        elif self._record.held:  # it never began: the repository has its state
+            self._writer.write("Not resumed", None, status="STOPPED")
+        else:
+            with staged(folder, weights=last) as state:
+                title = _title(state, records.recorded(folder))
+                self._writer.write(title, state, status=status if last else "RUNNING")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, or until the run ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending, seconds)
+
+
+class _Superseded(str):
+    """The reason why another driver continues the run."""
+
+
+def _title(state: Staged, record: Mapping[str, Any]) -> str:
+    """Return the title of a commit."""
+    status = f" {record['status']}," if record["status"] not in records.LIVING else ""
+    return f"{record.get('experiment')}/{record.get('run')}:{status} step {state.step}"
+
+
+def _run_id(run: RunFolder) -> str:
+    """Return the id of a run that was mirrored before, or a new one."""
+    import uuid
+
+    with contextlib.suppress(MlxError):
+        if found := (records.recorded(run).get("mirror") or {}).get("id"):
+            return str(found)
+    return uuid.uuid4().hex

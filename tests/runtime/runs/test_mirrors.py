@@ -1,0 +1,450 @@
+"""Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Mlx, Start
+from faults import differences, final_state, reports
+from hub_server import Faults, Hub
+
+from mlx_runtime import open_run
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
+from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.listing import list_rows
+from mlx_runtime.runs.mirrors import claims, hub, mirror, pushing, restoring
+from mlx_runtime.runs.mirrors.mirror import Allowance, Follower, Mirror, SupersededError
+from mlx_runtime.storage.leases import this_process
+
+pytestmark = pytest.mark.process
+
+URI = "hf://alice/digits"
+
+CONF = "cfg:\n  monitor: loss\n  mode: min\n"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub, and the environment of alice."""
+    with Hub() as server:
+        for name, value in (server.variables() | {"MLX_CACHE": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it is read on import
+        monkeypatch.setattr(hub, "WAIT_S", (0.05, 0.1))
+        yield server
+
+
+class Training:
+    """A run on a machine, without the training: `save` adds a checkpoint and a line of metrics."""
+
+    def __init__(self, root: Path, attempt: int = 1, folder: RunFolder | None = None) -> None:
+        self.folder = folder or claim_run(str(root), "digits")
+        assert self.folder.claim_attempt(attempt)
+        before = records.recorded(self.folder) if folder is not None else None
+        facts = {"attempt": attempt, "monitor": "loss", "mode": "min", "command": "mlx train run", "overrides": ["a=1"]}
+        self.record = records.Record(self.folder, before, status="RUNNING", **facts)
+        self.record.begin(CONF)
+        self.reasons: list[str] = []
+
+    def follow(self, uri: str = URI) -> Follower:
+        opened = Mirror(uri)
+        return opened.follow(self.record, self.reasons.append)
+
+    def save(self, epoch: int, *, seed: int = 0, size: int = 3000) -> Checkpoint:
+        weight = torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": weight}}, "epoch": epoch}
+        saved = Checkpoints(self.folder.checkpoints)
+        made = saved.save(state, Checkpoint(epoch, True, 10 * (epoch + 1), {"loss": 1 / (epoch + 1)}))
+        saved.prune(2, "loss", "min")
+        with self.folder.metrics.open("a") as lines:
+            lines.write(json.dumps({"step": 10 * (epoch + 1), "epoch": epoch, "timestamp": 0.0, "loss": 1.0}) + "\n")
+        entry = {"epoch": epoch, "path": saved.path(made), "value": 1 / (epoch + 1)}
+        self.record.update(latest=entry, best=entry, epoch=epoch, metrics={"loss": 1 / (epoch + 1)})
+        return made
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def local_files(run: RunFolder) -> dict[str, bytes]:
+    files = [*run.path.glob("checkpoints/*/*"), run.metrics, run.conf]
+    return {str(file.relative_to(run.path)): file.read_bytes() for file in files}
+
+
+def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
+    """README.md mirror.json run.json conf.yaml metrics.jsonl model.safetensors checkpoints/epoch_000{2,3}/…"""
+    training = Training(tmp_path)
+    following = training.follow()
+    assert records.recorded(training.folder)["mirror"]["unfinished"] is True
+    for epoch in range(3):
+        training.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
+    training.record.finish("SUCCEEDED")
+    (line,) = following.finish(60)
+    assert "is complete" in line
+    assert server.repositories["models/alice/digits"].private
+    titles = ["Attempt 1 of digits/run_001", *(f"digits/run_001: step {step}" for step in (10, 20, 30))]
+    assert server.commits("alice/digits") == [*titles, "digits/run_001: SUCCEEDED, step 30"]
+    files = server.files("alice/digits")
+    assert files.items() >= local_files(training.folder).items()
+    assert {path.split("/")[1] for path in files if path.startswith("checkpoints/")} == {"epoch_0002", "epoch_0003"}
+    assert b"mlx train run a=1" in files["README.md"]
+    assert b"| `loss` | 0.3333 |" in files["README.md"]
+    from safetensors.torch import load
+
+    weight = Checkpoints(training.folder.checkpoints).load(Checkpoints(training.folder.checkpoints).all()[-1])
+    assert torch.equal(load(files["model.safetensors"])["net.weight"], weight["models"]["net"]["weight"])
+    assert records.recorded(training.folder)["mirror"] == {
+        **records.recorded(training.folder)["mirror"],
+        "uri": URI,
+        "unfinished": False,
+    }
+    assert len(server.uploads) == len(set(server.uploads))
+    assert not (training.folder.path / ".mirror").exists()
+
+
+@pytest.mark.kills
+def test_every_tenth_request_fails(server: Hub, tmp_path: Path) -> None:
+    server.faults = Faults(0.1, seed=1)
+    training = Training(tmp_path)
+    following = training.follow()
+    for epoch in range(4):
+        training.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) >= epoch + 2)  # noqa: B023
+    training.record.finish("SUCCEEDED")
+    assert "is complete" in following.finish(60)[-1]
+    assert {kind for kind, _, _ in server.faults.injected} == {"429", "503", "cut before", "cut after"}
+    titles = server.commits("alice/digits")
+    assert len(titles) == len(set(titles)) == 6  # none twice, although some answers were lost
+    assert server.files("alice/digits").items() >= local_files(training.folder).items()
+    server.faults = Faults(0.1, seed=2)
+    copy, _ = restoring.latest(URI, str(tmp_path / "other"), "digits")
+    assert copy is not None
+    assert local_files(copy) == local_files(training.folder)
+
+
+def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    following = training.follow()
+    server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
+    training.save(0)
+    following.saved()
+    until(lambda: len(server.commits("alice/digits")) == 2)
+    training.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1]
+    assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
+
+
+def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    following = training.follow()
+    server.commit(server.repositories["models/alice/digits"], "edit", server.files("alice/digits") | {"NOTES.md": b"!"})
+    training.save(0)
+    training.record.finish("SUCCEEDED")
+    assert "is complete" in following.finish(60)[-1]
+    assert server.files("alice/digits")["NOTES.md"] == b"!"
+
+
+class TestEnd:
+    def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
+        """What was uploaded by then is not uploaded again by `mlx xp push`."""
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        training.record.finish("SUCCEEDED")
+        server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path)
+        started = time.monotonic()
+        line = following.finish(1.0)[-1]
+        assert time.monotonic() - started < 10
+        assert "is unfinished: it was not done within cfg.mirror_timeout_s=1" in line
+        assert line.endswith("complete it with: mlx xp push digits run_001")
+        assert records.recorded(training.folder)["mirror"]["unfinished"] is True
+        assert [run.name for run in pushing.unfinished(str(tmp_path))] == ["run_001"]
+        until(lambda: len(server.uploads) == 2)  # the state and the weights
+        server.faults = Faults()
+        following._done.wait(60)  # its process would have exited
+        assert "digits/run_001 uploaded" in pushing.push(training.folder)
+        assert len(server.uploads) == 2
+        assert server.files("alice/digits").items() >= local_files(training.folder).items()
+        assert pushing.unfinished(str(tmp_path)) == []
+
+    def test_a_checkpoint_never_waits(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        server.delay_s = 0.2
+        training.save(0)
+        for _ in range(100):
+            following.saved()
+        training.record.finish("SUCCEEDED")
+        following.finish(60)
+        assert len(server.commits("alice/digits")) <= 3  # those in between were left out
+
+    def test_a_run_that_was_never_mirrored(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("SUCCEEDED")
+        with pytest.raises(UsageError, match="has no mirror; name one with --to"):
+            pushing.push(training.folder)
+        assert pushing.push(training.folder, URI).startswith(f"{URI} is complete")
+        assert open_run(URI).record["status"] == "SUCCEEDED"
+
+
+def test_commits_stay_below_the_limit_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(mirror.time, "monotonic", lambda: clock[0])
+    allowance, commits = Allowance(), []
+    while clock[0] < 7200:
+        clock[0] += allowance.wait_s() or 0.1
+        if allowance.wait_s() < 1e-6:
+            allowance.take()
+            commits.append(clock[0])
+    busiest = max(sum(start <= moment < start + 3600 for moment in commits) for start in commits)
+    assert 90 <= busiest <= 101
+
+
+class TestTwoMachines:
+    def test_the_second_of_two_at_the_same_time_is_refused(self, server: Hub, tmp_path: Path) -> None:
+        one, other = Training(tmp_path / "a"), Training(tmp_path / "b")
+        server.create("alice/digits")
+        first, second = Mirror(URI), Mirror(URI)
+        first.follow(one.record, one.reasons.append)
+        with pytest.raises(SupersededError, match="was taken over by attempt 1 on"):
+            second.follow(other.record, other.reasons.append)
+        assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
+
+    def test_while_another_one_trains(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path / "a")
+        training.follow()
+        claim = elsewhere(server, age_s=30)
+        message = r"belongs to process \d+ on elsewhere, .* wait 5\d\d s, or run: mlx xp release hf://alice/digits"
+        with pytest.raises(UsageError, match=message):
+            restoring.latest(URI, str(tmp_path / "b"), "digits")
+        elsewhere(server, age_s=601)
+        assert claims.claim_of(hub.Repository(hub.Address.parse(URI)), hub.Repository(hub.Address.parse(URI)).require())
+        assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (None, [])  # no checkpoint yet
+        assert claim["attempt"] == 1
+
+    def test_a_superseded_driver_stops_and_writes_nothing(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == 2)
+        assert claims.release(hub.Repository(hub.Address.parse(URI))).startswith(f"released {URI}")
+        before = server.repositories["models/alice/digits"].commits[-1].sha
+        training.save(1)
+        following.saved()
+        until(lambda: bool(training.reasons))
+        assert "was taken over by attempt 1" in training.reasons[0]
+        training.record.finish("STOPPED")
+        line = following.finish(60)[-1]
+        assert "was taken over" in line
+        assert "mlx xp push" not in line
+        assert server.repositories["models/alice/digits"].commits[-1].sha == before
+
+
+def elsewhere(server: Hub, age_s: float) -> dict[str, Any]:
+    """Make the latest claim that of a driver on another machine, as old as that."""
+    repository = server.repositories["models/alice/digits"]
+    claim = json.loads(repository.commits[-1].files["mirror.json"])
+    when = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - age_s))
+    claim |= {"time": when, "process": this_process() | {"host": "elsewhere", "boot": "another"}}
+    repository.commits[-1].files["mirror.json"] = json.dumps(claim).encode()
+    return claim
+
+
+class TestContinuing:
+    def mirrored(self, root: Path, epochs: int) -> Training:
+        training = Training(root)
+        following = training.follow()
+        for epoch in range(epochs):
+            training.save(epoch)
+        training.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1]
+        return training
+
+    def test_an_empty_machine(self, server: Hub, tmp_path: Path) -> None:
+        training = self.mirrored(tmp_path / "a", 2)
+        copy, lines = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert copy is not None
+        assert copy.title == "digits/run_001"
+        assert "downloaded digits/run_001" in lines[0]
+        assert local_files(copy) == local_files(training.folder)
+        assert copy.attempts() == 1
+        assert records.recorded(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
+        assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (copy, [])
+
+    def test_another_run_has_its_name(self, server: Hub, tmp_path: Path) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        Training(tmp_path / "b")
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert copy is not None
+        assert copy.name == records.recorded(copy)["run"] == "run_002"
+
+    def test_the_newest_attempt_wins_then_the_step(self, server: Hub, tmp_path: Path) -> None:
+        training = self.mirrored(tmp_path / "a", 2)
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        training.save(2)  # not mirrored
+        run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert run == training.folder
+        assert lines[0].endswith("attempt 1, step 20; digits/run_001 here has attempt 1, step 30: continuing from here")
+        second = Training(tmp_path, 2, copy)
+        following = second.follow()
+        second.save(2, seed=1)
+        second.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1]
+        with pytest.raises(UsageError, match="which is newer than digits/run_001 here .*cfg.resume=auto"):
+            Mirror(URI).check(training.folder)
+        run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert run == training.folder
+        states = "attempt 2, step 30; digits/run_001 here has attempt 1, step 30"
+        assert lines[0].endswith(f"{states}: continuing from the mirror")
+        assert local_files(training.folder) == local_files(second.folder)
+        (aside,) = training.folder.path.glob("replaced_*")
+        assert (aside / "checkpoints" / "epoch_0003").is_dir()
+
+    def test_a_download_that_fails_leaves_nothing(self, server: Hub, tmp_path: Path) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        server.faults = Faults(1, ("403",), lambda method, path: path.endswith("state.pt"))
+        with pytest.raises(MlxError, match="your token has no access to hf://alice/digits"):
+            restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert list((tmp_path / "b" / "digits").iterdir()) == []
+
+
+class TestReading:
+    def test_open_run_and_listing(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == 2)
+        first = server.repositories["models/alice/digits"].commits[-1].sha
+        training.save(1)
+        training.record.finish("SUCCEEDED")
+        following.finish(60)
+        found = open_run(URI)
+        assert (found.record["status"], found.config["cfg"]["monitor"]) == ("SUCCEEDED", "loss")
+        assert found.metrics()["step"].tolist() == [10, 20]
+        asked = len(server.requests)
+        assert found.state()["epoch"] == 1
+        assert [path for _, path in server.requests[asked:] if path.endswith(".pt")]  # only now
+        assert open_run(f"{URI}@{first}").state("best")["epoch"] == 0
+        (row,) = list_rows(URI)
+        assert (row.status, row.fields()["place"], row.best) == ("SUCCEEDED", URI, 0.5)
+
+
+REFUSED = {
+    "no token": (
+        None,
+        URI,
+        "there is no token for hf://alice/digits: set HF_TOKEN to one that may write, or",
+    ),
+    "wrong token": ("wrong", URI, "does not accept the token for hf://alice/digits; set HF_TOKEN to a valid one"),
+    "read token": (
+        "read-alice",
+        URI,
+        "your token has no access to hf://alice/digits, or may only read it; set",
+    ),
+    "not yours": ("token-alice", "hf://bob/new", "your token has no access to hf://bob/new"),
+    "something else": ("token-alice", "hf://alice/bert", "holds something else than a run: config.json. Name an empty"),
+    "no name": ("token-alice", "hf://alice", "'hf://alice' does not name a repository .* write hf://USER/NAME"),
+    "a revision": ("token-alice", f"{URI}@v1", "names a revision, which cannot change; write hf://alice/digits"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_mirrored(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    token, uri, message = REFUSED[case]
+    monkeypatch.setenv("HF_TOKEN", token or "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+    server.create("alice/bert", {"config.json": b"{}"})
+    with pytest.raises(UsageError, match=message) as caught:
+        Mirror(uri).claim(Training(tmp_path).folder, 1)
+    assert "\n" not in str(caught.value)
+
+
+UNREADABLE = {
+    "missing": (URI, "there is no repository hf://alice/digits, or your token may not read it"),
+    "private": ("hf://bob/secret", "there is no repository hf://bob/secret, or your token may not read it"),
+    "a revision that is gone": ("hf://alice/bert@0123456789", "there is no revision 0123456789 in hf://alice/bert"),
+    "something else": ("hf://alice/bert", "hf://alice/bert holds something else than a run: config.json"),
+    "empty": ("hf://alice/empty", "hf://alice/empty is empty: no run was mirrored to it yet"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read(server: Hub, case: str) -> None:
+    uri, message = UNREADABLE[case]
+    server.create("alice/bert", {"config.json": b"{}"})
+    server.create("alice/empty")
+    server.create("bob/secret", {"mirror.json": b"{}"})
+    with pytest.raises(UsageError) as caught:
+        open_run(uri)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="hf://alice/digits needs the network, and HF_HUB_OFFLINE is set; unset it"):
+        Mirror(URI)
+
+
+def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(hub.UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
+        Mirror(URI)
+
+
+def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = r"needs huggingface_hub, which is not installed: pip install 'mlx-runtime\[hub\]'"
+    with pytest.raises(UsageError, match=message):
+        Mirror(URI)
+
+
+def test_killed_and_continued_on_another_machine(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The other machine has the experiment, another home and another storage; the results are bit-identical."""
+    one = experiment("faults")
+    command = ("train", "run", "cfg.start_workers=0", "cfg.trackers={}", "cfg.checkpoint_every_steps=5")
+    with Hub() as server:
+        two = Path(shutil.copytree(one, tmp_path / "two" / "faults"))
+        alone = Path(shutil.copytree(one, tmp_path / "alone" / "faults"))
+        done = mlx(alone, *command)
+        assert done.returncode == 0, done.stderr
+        mirrored = (*command, "cfg.mirror=hf://alice/faults", "cfg.resume=auto")
+        killed = start(one, *mirrored, "cfg.pause_s=0.05", **server.variables())
+        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 120)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(60)
+        done = mlx(two, *mirrored, **server.variables(), MLX_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        assert "downloaded faults/run_001 from hf://alice/faults (attempt 1" in done.stdout
+        assert "hf://alice/faults is complete" in done.stdout
+        runs = [folder / "runs" / "faults" / "run_001" for folder in (alone, two)]
+        assert differences(*map(final_state, runs)) == []
+        assert reports(runs[0]) == reports(runs[1])
+        listed = mlx(two, "xp", "ls", "hf://alice/faults", **server.variables())
+        assert "SUCCEEDED" in listed.stdout, listed.stderr
+        done = mlx(one, *mirrored, **server.variables())  # the first machine is back
+        assert done.returncode == 0, done.stderr
+        assert "has succeeded" in done.stderr
