@@ -214,7 +214,9 @@ class Driver:
 
     def _end_mirroring(self) -> None:
         """Wait for the last upload, as long as `cfg.mirror_timeout_s`."""
-        if self._mirroring is not None:
+        if self._mirroring is not None and self.control.taken_over:
+            self._mirroring.abandon()
+        elif self._mirroring is not None:
             for text in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s):
                 self._emit(events.Notice(text))
 

@@ -13,6 +13,7 @@ from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.mirrors.hub import UnreachableError
 from mlx_runtime.runs.mirrors.mirror import Mirror
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
@@ -131,8 +132,12 @@ def _mirror(config: RunConfig) -> Mirror | None:
         raise ConfigError(
             f"cfg.mirror mirrors runs on a local disk, and cfg.storage_path is {config.cfg.storage_path}; leave one out"
         )
-    mirror = Mirror(uri)
-    mirror.check(config.run)
+    try:
+        mirror = Mirror(uri)
+        mirror.check(config.run)
+    except UnreachableError as error:
+        error.hint = "To train without it: cfg.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
+        raise
     return mirror
 
 

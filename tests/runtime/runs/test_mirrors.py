@@ -195,6 +195,15 @@ class TestEnd:
         following.finish(60)
         assert len(server.commits("alice/digits")) <= 3  # those in between were left out
 
+    def test_another_driver_of_the_folder(self, server: Hub, tmp_path: Path) -> None:
+        """It has the same disk, and mirrors the run from now on."""
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.abandon()
+        assert following._done.wait(60)
+        assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
+
     def test_a_run_that_was_never_mirrored(self, server: Hub, tmp_path: Path) -> None:
         training = Training(tmp_path)
         training.save(0)
@@ -272,6 +281,7 @@ def elsewhere(server: Hub, age_s: float) -> dict[str, Any]:
 class TestContinuing:
     def mirrored(self, root: Path, epochs: int) -> Training:
         training = Training(root)
+        (training.folder.path / "wandb-run-id").write_text("abc")
         following = training.follow()
         for epoch in range(epochs):
             training.save(epoch)
@@ -287,6 +297,7 @@ class TestContinuing:
         assert "downloaded digits/run_001" in lines[0]
         assert local_files(copy) == local_files(training.folder)
         assert copy.attempts() == 1
+        assert (copy.path / "wandb-run-id").read_text() == "abc"  # the run stays one run there
         assert records.recorded(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
         assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (copy, [])
 
@@ -420,6 +431,7 @@ def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) ->
         Mirror(URI)
 
 
+@pytest.mark.kills
 def test_killed_and_continued_on_another_machine(
     mlx: Mlx, start: Start, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:

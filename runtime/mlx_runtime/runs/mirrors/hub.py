@@ -220,7 +220,9 @@ class Repository:
                 if not self._may_pass(error):
                     raise self._translated(error) from _root(error)
                 if time.monotonic() + pause_s > deadline:
-                    text = f"cannot reach {self._api.endpoint} for {self.address}: {short_message(_root(error))}"
+                    why = short_message(_root(error))
+                    where = f"{self._api.endpoint} for {self.address}"
+                    text = f"cannot reach {where}: {why}; check HF_ENDPOINT and the network"
                     raise UnreachableError(text) from error
             time.sleep(pause_s * random.uniform(0.75, 1.25))
             pause_s = min(2 * pause_s, WAIT_S[1])

@@ -65,6 +65,8 @@ class Mirror:
         self.repository.require_token()
         self._head: Head | None = self.repository.head()
         self._found = MirroredRun.of(self.repository) if self._head is not None else None
+        if self._found is not None:
+            self._head = self._found.head
 
     @property
     def uri(self) -> str:
@@ -180,7 +182,7 @@ class Follower:
         self._writer, self._record, self._stop = writer, record, stop
         self._id = run_id
         self._changed = threading.Condition()
-        self._dirty, self._ending, self._trying_again = False, False, False
+        self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self._done = threading.Event()
         self._failure: str | None = None  # why nothing more is uploaded
         self._notices: deque[str] = deque()
@@ -223,6 +225,12 @@ class Follower:
             text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
         return [*self.notices(), text]
 
+    def abandon(self) -> None:
+        """Upload nothing more, because another driver owns the run folder."""
+        with self._changed:
+            self._abandoned = self._ending = True
+            self._changed.notify()
+
     def _mark(self, *, unfinished: bool) -> None:
         with contextlib.suppress(StorageError):
             self._record.update(mirror={"uri": str(self._writer.address), "id": self._id, "unfinished": unfinished})
@@ -250,6 +258,8 @@ class Follower:
             self._pause(self._allowance.wait_s())
         with self._changed:
             last, self._dirty = self._ending, False
+            if self._abandoned:
+                return True
         try:
             self._upload(last=last, whole=dirty or last)
         except (StorageError, OSError) as error:

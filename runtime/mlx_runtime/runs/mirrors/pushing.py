@@ -6,6 +6,8 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.mirrors.mirror import Mirror
+from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage.local import write_atomic
 
 
 def unfinished(root: str) -> list[RunFolder]:
@@ -29,7 +31,11 @@ def push(run: RunFolder, uri: str | None = None) -> str:
     mirror = Mirror(uri)
     mirror.check(run)
     claim, count = mirror.push(run)
-    records.Record(run, record).update(mirror={"uri": mirror.uri, "id": claim.id, "unfinished": False})
+    complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
+    try:
+        write_atomic(run.record, to_json(record | {"mirror": complete}))  # a `Record` would look alive
+    except OSError as error:
+        raise StorageError(f"cannot write {run.record}: {error.strerror or error}") from error
     return f"{mirror.uri} is complete: {count} file{'s' * (count != 1)} of {run.title} uploaded"
 
 
