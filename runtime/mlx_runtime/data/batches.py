@@ -1,11 +1,13 @@
 """Samples of a dataset → batches: its `ray_map_batches` or `collate`, and what they may return."""
 
-from collections.abc import Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import length_hint
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.data.collation import culprit, stacked
 from mlx_runtime.errors import DatasetError
@@ -119,8 +121,36 @@ def rows_of(dataset: Any, name: str) -> int:
         return len(dataset)
     except (TypeError, NotImplementedError) as error:
         raise DatasetError(
-            f"datasets.{name}: {type(dataset).__name__} has no length; give it __len__, the number of rows in one pass"
+            f"datasets.{name}: {type(getattr(dataset, 'owner', dataset)).__name__} has no length; give it __len__, the "
+            "number of rows in one pass" + (", or wrap it in Batched(..., rows=N)" if hasattr(dataset, "owner") else "")
         ) from error
+
+
+def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
+    """Return the length of each row of a dataset, (rows,) int64.
+
+    Args:
+        dataset: a map-style dataset.
+        lengths: its attribute `group_by_length`: a number per row, a function that returns them, or a column of a
+            dataset of Hugging Face.
+        name: its name in `Datasets`.
+
+    Raises:
+        DatasetError: these are not numbers, or not one per row.
+    """
+    title = f"datasets.{name}: its attribute group_by_length"
+    if isinstance(dataset, IterableDataset) or hasattr(dataset, "to_ray"):
+        raise DatasetError(f"{title} has no effect on a stream, whose rows come in their own order; remove it")
+    if isinstance(lengths, str) and hasattr(dataset, "lengths_of"):
+        lengths = dataset.lengths_of(lengths)
+    try:
+        made = torch.as_tensor(lengths() if callable(lengths) else lengths).long()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DatasetError(f"{title} is a {type(lengths).__name__}; it must be one number per row") from error
+    rows = rows_of(dataset, name)
+    if made.shape != (rows,):
+        raise DatasetError(f"{title} has shape {tuple(made.shape)}; it must be one number for each of {rows} rows")
+    return made
 
 
 def dtype_name(column: torch.Tensor) -> str:
@@ -135,3 +165,34 @@ def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
         return column.numpy()
     except TypeError:
         return column.view(_STAND_INS[column.element_size()]).numpy()
+
+
+def check(cls: type, key: str) -> None:
+    """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
+    if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf")):
+        return
+    if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):
+        raise DatasetError(
+            f"{key}: {cls.__name__} has no ray_map_batches, and its samples are not dicts. Add a static method that "
+            'stacks samples: ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
+        )
+    if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
+        raise DatasetError(
+            f"{key}: {cls.__name__} is an IterableDataset without __len__; "
+            "every worker must know how many samples one pass has"
+        )
+
+
+def _may_return_dicts(cls: type) -> bool:
+    """Return False if a class cannot be read by row, or if the annotation of its rows excludes dicts."""
+    method = getattr(cls, "__iter__" if issubclass(cls, IterableDataset) else "__getitem__", None)
+    if method in (None, Dataset.__getitem__):
+        return False
+    if "collate" in dir(cls):
+        return True
+    try:
+        hint = typing.get_type_hints(method).get("return", Any)
+    except Exception:  # annotations are arbitrary expressions
+        return True
+    kind = typing.get_origin(hint) or hint
+    return not isinstance(kind, type) or issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)

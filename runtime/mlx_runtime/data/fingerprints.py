@@ -89,21 +89,38 @@ class Candidate:
             if rows == 0:
                 raise DatasetError(f"datasets.{self.name} has no rows")
             content = [rows, *_files_in(self.arguments)]
-            for key, column in self.sample(dataset, some_rows(rows)).items():
+            first = isinstance(dataset, IterableDataset)
+            sample = self.first_rows(dataset) if first else self.sample(dataset, some_rows(rows))
+            for key, column in sample.items():
                 content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
         return f"{self.prefix}-{digest(content)}"
 
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
         """Return a few rows, stacked one at a time, as a batch. DatasetError if they differ or are not tensors."""
         reader = BatchReader(dataset, self.name)
-        batches = [reader.read([row]) for row in rows]
-        for key, value in batches[0].items():
+        return self._joined(rows, [reader.read([row]) for row in rows])
+
+    def first_rows(self, dataset: Any, count: int = 8) -> Batch:
+        """Like `sample`, the first rows of an `IterableDataset`."""
+        reader = BatchReader(dataset, self.name)
+        batches = [reader.stack([row], [number]) for number, row in enumerate(islice(dataset, count))]
+        if not batches:
+            raise DatasetError(f"datasets.{self.name} has no rows")
+        return self._joined(range(len(batches)), batches)
+
+    def _joined(self, rows: Sequence[int], batches: Sequence[Batch]) -> Batch:
+        schema = self.tensors(batches[0])
+        for row, batch in zip(rows, batches, strict=True):
+            self.check_schema(schema, schema_of(batch), str(row))
+        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+    def tensors(self, batch: Batch) -> Schema:
+        """Return the schema of a batch. DatasetError if something in it is not a tensor."""
+        for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 problem = f"{key!r} is a {type(value).__name__}, and only tensors are stored"
                 raise self.error(problem, "Leave it out of ray_map_batches")
-        for row, batch in zip(rows, batches, strict=True):
-            self.check_schema(schema_of(batches[0]), schema_of(batch), str(row))
-        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+        return schema_of(batch)
 
     def check_schema(self, expected: Schema, schema: Schema, rows: str) -> None:
         if schema != expected:

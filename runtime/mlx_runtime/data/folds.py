@@ -103,6 +103,8 @@ def fold_rows(config: Config) -> list[Fold]:
     group = build_group(nodes, "datasets", lambda name: constructing(nodes[name], cfg.seed))
     try:
         train = adopted(group.train, "train", nodes["train"])
+        if isinstance(train, IterableDataset):
+            raise ConfigError("cfg.folds cannot split datasets.train: it is a stream, whose rows have no numbers")
         rows = rows_of(train, "train")
         arrays = [_per_row(train, name, rows) for name in PER_ROW]
         if _switches(nodes["train"]):

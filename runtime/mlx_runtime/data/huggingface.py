@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
 from mlx_runtime.config.targets import object_at
@@ -22,6 +22,9 @@ from mlx_runtime.storage.local import locked
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
 """Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+
+SHUFFLE_BUFFER = 1000
+"""Rows of a stream among which the next one is drawn; the attribute `shuffle_buffer` overrides it."""
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 """Makes a batch of rows, like `transformers.DataCollatorWithPadding`."""
@@ -36,6 +39,9 @@ class Batched(Dataset[Any]):
         collate: makes a batch of a list of rows; by default, numbers of one shape are stacked.
         shuffle: read the rows in another order in each epoch; by default if the name of the dataset is for training.
         drop_last: leave out the rows at the end that do not fill a batch on every worker.
+        group_by_length: column with the length of each row, or with lists of that length, so that each batch has rows
+            of similar lengths.
+        rows: number of rows of a stream; by default the number in the description of the dataset.
     """
 
     def __init__(
@@ -45,39 +51,33 @@ class Batched(Dataset[Any]):
         collate: Collate | None = None,
         shuffle: bool | None = None,
         drop_last: bool = False,
+        group_by_length: str | None = None,
+        rows: int | None = None,
     ) -> None:
         self.source, self.batch_size, self.drop_last = source, batch_size, drop_last
         if collate is not None:
             self.collate = collate
         if shuffle is not None:
             self.shuffle = shuffle
+        self.group_by_length, self.rows = group_by_length, rows
 
     def to_hf(self) -> Any:
         """Return the rows."""
         return self.source
 
 
-class HFRows(Dataset[Any]):
-    """The rows of a map-style dataset of Hugging Face, with the attributes of the object that they come from.
+class _Owned:
+    """What a dataset of Hugging Face has in common with the object that it comes from: its attributes.
 
     Args:
         owner: object with attributes like `batch_size` and `collate`; the dataset itself if a function returned it.
-        source: a `datasets.Dataset`.
+        source: the dataset.
         arguments: the node in conf.yaml, whose arguments for loaders apply if the owner has no such attributes.
     """
 
     def __init__(self, owner: Any, source: Any, arguments: Mapping[str, Any]) -> None:
         self.owner, self.source = owner, source
         self._arguments = {name: arguments[name] for name in LOADER_ARGUMENTS if arguments.get(name) is not None}
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.source[row]
-
-    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
-        return self.source.__getitems__(list(rows))  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("owner", "source", "_arguments"):  # while it is unpickled
@@ -93,6 +93,57 @@ class HFRows(Dataset[Any]):
         raise AttributeError(f"{type(self.owner).__name__} has no attribute {name!r}")
 
 
+class HFRows(_Owned, Dataset[Any]):
+    """The rows of a map-style dataset of Hugging Face."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.source[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
+        return self.source.__getitems__(list(rows))  # type: ignore[no-any-return]
+
+    def lengths_of(self, column: str) -> list[int]:
+        """Return the numbers in a column, or the lengths of the lists in it, by row."""
+        tables = self.source.select_columns([column]).with_format("arrow").iter(batch_size=10_000)
+        chunks = (chunk for table in tables for chunk in table.column(column).chunks)
+        return [
+            number
+            for chunk in chunks
+            for number in (chunk.value_lengths() if hasattr(chunk, "value_lengths") else chunk).to_pylist()
+        ]
+
+
+class HFStream(_Owned, IterableDataset[Any]):
+    """The rows of a streaming dataset of Hugging Face.
+
+    Its number of rows is the `__len__` of its owner, or the number in the description of the dataset if the owner is
+    `Batched`, which changes no rows.
+    """
+
+    def __len__(self) -> int:
+        if self.owner is not self.source and hasattr(type(self.owner), "__len__"):
+            return len(self.owner)
+        if isinstance(self.owner, Batched):
+            splits, split = self.source.info.splits or {}, str(self.source.split)
+            described = splits[split].num_examples if split in splits else None
+            if rows := self.owner.rows or described:
+                return int(rows)
+        raise TypeError("unknown")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.source)
+
+    def in_order(self, seed: int | None) -> Iterator[Any]:
+        """Return the rows as they are stored, or shuffled within a buffer, with files in another order, by a seed."""
+        if seed is None:
+            return iter(self.source)
+        size = getattr(self, "shuffle_buffer", SHUFFLE_BUFFER)
+        return iter(self.source.shuffle(seed=seed % 2**32, buffer_size=size))
+
+
 def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
     """Return what loaders read: the rows if a dataset is one of Hugging Face or has `to_hf()`, else the dataset itself.
 
@@ -106,7 +157,8 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
     """
     source = dataset.to_hf() if hasattr(type(dataset), "to_hf") else dataset
     if is_hf_dataset(type(source)):
-        return HFRows(dataset, source, node or {})
+        kind = HFStream if isinstance(source, sys.modules["datasets"].IterableDataset) else HFRows
+        return kind(dataset, source, node or {})
     if _has_splits(source):
         cure = f"choose one, like split={next(iter(source), 'train')!r}"
         raise DatasetError(f"datasets.{name} has the splits {', '.join(map(str, source))}; {cure}")
@@ -114,6 +166,15 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
         returned = f"{type(dataset).__name__}.to_hf() returned {type(source).__name__}"
         raise DatasetError(f"datasets.{name}: {returned}; it must return a datasets.Dataset")
     return dataset
+
+
+def batch_size_cure(dataset: Any) -> str:
+    """Return how to give a dataset, or the class of a prepared one, a batch size."""
+    if isinstance(dataset, _Owned) and dataset.owner is dataset.source:
+        wrap = "wrap it in mlx_runtime.datasets.Batched(..., batch_size=32)"
+        return f"give the function that returns it an argument batch_size, or {wrap}"
+    cls = "its class" if dataset is None else type(getattr(dataset, "owner", dataset)).__name__
+    return f"set self.batch_size to a number of rows, 1 or more, in {cls}"
 
 
 def _has_splits(source: Any) -> bool:

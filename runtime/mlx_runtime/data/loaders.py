@@ -11,18 +11,17 @@ epoch and the world size, and every worker takes the same number of steps.
 
 import re
 import time
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from mlx_runtime.data.batches import Batch, move_tensors
+from mlx_runtime.data.batches import Batch, move_tensors, row_lengths
 from mlx_runtime.data.columns import PreparedReader
-from mlx_runtime.data.huggingface import HFRows, adopted, constructing
+from mlx_runtime.data.huggingface import adopted, batch_size_cure, constructing
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
@@ -129,16 +128,20 @@ class DatasetShard:
             return self.prepared.attributes.get(name, default)
         return getattr(self.dataset, name, default)
 
+    @cached_property
+    def lengths(self) -> torch.Tensor | None:
+        """Length of each row that is read, (rows,) int64, by the attribute `group_by_length`; None without one."""
+        lengths = self.attribute("group_by_length")
+        if lengths is None:
+            return None
+        made = row_lengths(self.dataset, lengths, self.name)
+        return made if self.subset is None else made[self.subset.rows]
+
     def micro_batches(self, batch_size: int | None) -> tuple[int, int]:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
-            cure = "set self.batch_size to a number of rows, 1 or more, in "
-            if isinstance(self.dataset, HFRows) and self.dataset.owner is self.dataset.source:
-                cure = "give the function that returns it an argument batch_size, or wrap it in mlx_runtime.datasets."
-                cure += "Batched(..., batch_size=32)"
-            else:
-                cure += "its class" if self.prepared else type(getattr(self.dataset, "owner", self.dataset)).__name__
+            cure = batch_size_cure(None if self.prepared else self.dataset)
             raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
         wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
         if not self.training:
@@ -281,7 +284,8 @@ class Loader:
         limit = None if limit is None else limit * self.accumulate * size * workers
         chunk = max(1, self.reader.window_rows // size)
         total = self.reader.rows() if shard.subset is None else len(shard.subset.rows)
-        plan = ShardPlan(total, workers, size, drop_last, chunk, limit=limit)
+        group = workers * size if shard.lengths is not None else 0
+        plan = ShardPlan(total, workers, size, drop_last, chunk, limit=limit, group=group)
         rows = f"datasets.{shard.name} has {plan.rows} rows"
         if plan.rows == 0:
             raise DatasetError(f"datasets.{shard.name} has no rows")
@@ -361,7 +365,12 @@ class Loader:
                     "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
                 )
             before = ShardPlan.from_state(state)
-            plan = replace(plan, read=before.read, limit=before.limit)
+            if before.group and shard.lengths is None:
+                raise DatasetError(
+                    f"datasets.{shard.name} has no group_by_length any more, but had it when the run was "
+                    "interrupted in the middle of an epoch; restore a checkpoint from the end of an epoch"
+                )
+            plan = replace(plan, read=before.read, limit=before.limit, group=before.group)
             if plan == before:
                 skip = state["steps"]
             else:
@@ -371,7 +380,7 @@ class Loader:
         epoch = 0 if shard.options.repeats else self.epoch
         subset = None if shard.subset is None else shard.subset.rows
         rank, seed = shard.topology.data_parallel_rank, shard.options.seed
-        return WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset)
+        return WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset, lengths=shard.lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, even in the middle of a pass, as plain values."""
@@ -388,34 +397,3 @@ class Loader:
         remaining rows are reassigned.
         """
         self.epoch, self._resumed = state["epoch"], dict(state)
-
-
-def check(cls: type, key: str) -> None:
-    """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
-    if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf")):
-        return
-    if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):
-        raise DatasetError(
-            f"{key}: {cls.__name__} has no ray_map_batches, and its samples are not dicts. Add a static method that "
-            'stacks samples: ray_map_batches({"item": [sample, ...]}) -> {name: tensor (n, ...)}'
-        )
-    if issubclass(cls, IterableDataset) and "__len__" not in dir(cls):
-        raise DatasetError(
-            f"{key}: {cls.__name__} is an IterableDataset without __len__; "
-            "every worker must know how many samples one pass has"
-        )
-
-
-def _may_return_dicts(cls: type) -> bool:
-    """Return False if a class cannot be read by row, or if the annotation of its rows excludes dicts."""
-    method = getattr(cls, "__iter__" if issubclass(cls, IterableDataset) else "__getitem__", None)
-    if method in (None, Dataset.__getitem__):
-        return False
-    if "collate" in dir(cls):
-        return True
-    try:
-        hint = typing.get_type_hints(method).get("return", Any)
-    except Exception:  # annotations are arbitrary expressions
-        return True
-    kind = typing.get_origin(hint) or hint
-    return not isinstance(kind, type) or issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -93,6 +94,28 @@ def write_stream(
             progress(candidate.name, done, rows)
         if writer is None or done != rows:
             raise DatasetError(f"datasets.{candidate.name}: to_ray() did not return {rows} rows, as it promised")
+        return writer.commit(documents.now())
+
+
+def write_iterable(
+    candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
+) -> Manifest:
+    """Write the rows of an `IterableDataset`, as they are stored, to a folder of a store; in this process."""
+    rows, reader = rows_of(dataset, candidate.name), BatchReader(dataset, candidate.name)
+    samples, done = iter(dataset), 0
+    first = reader.stack(list(islice(dataset, 1)), [0])
+    schema = candidate.tensors(first)
+    row_bytes = sum(column[0].numel() * column.element_size() for column in first.values())
+    per_call = max(1, min(BLOCK_BYTES // max(1, row_bytes), math.ceil(rows / 100)))
+    with _writer(candidate, store, name, rows, first) as writer:
+        while done < rows and (some := list(islice(samples, min(per_call, rows - done)))):
+            block = reader.stack(some, range(done, done + len(some)))
+            candidate.check_schema(schema, schema_of(block), f"{done} to {done + len(some) - 1}")
+            writer.write(_stored(block))
+            done += len(some)
+            progress(candidate.name, done, rows)
+        if done != rows:
+            raise DatasetError(f"datasets.{candidate.name} ended after {done} rows, but __len__() is {rows}")
         return writer.commit(documents.now())
 
 

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
-from mlx_runtime.data.mapping import Cluster, Progress, write_rows, write_stream
+from mlx_runtime.data.mapping import Cluster, Progress, write_iterable, write_rows, write_stream
 from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.data.streams import dataset_error
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
@@ -74,6 +76,8 @@ def make(
             manifest = store.find(name)
             if manifest is None:
                 write = write_stream if candidate.streamed else write_rows
+                if isinstance(dataset, IterableDataset):
+                    write = write_iterable
                 manifest = write(candidate, dataset, store, name, progress, cluster)
                 size = f"{manifest.rows:,} rows, {manifest.size_bytes / 1e6:,.1f} MB"
                 tell(f"datasets.{candidate.name} is prepared: {size} in {time.monotonic() - started:.1f} s")

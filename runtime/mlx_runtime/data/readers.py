@@ -192,7 +192,10 @@ class _IterableBatches(IterableDataset[Any]):
             self.dataset.set_epoch(self.part.epoch)
         randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
         with randomness:
-            samples = iter(self.dataset)
+            if hasattr(self.dataset, "in_order"):
+                samples = self.dataset.in_order(self.part.epoch_seed if self.part.shuffle else None)
+            else:
+                samples = iter(self.dataset)
         position = before = 0
         for rank, count in self.part.plan.assignments():
             if rank != self.part.rank:
@@ -212,8 +215,9 @@ class _IterableBatches(IterableDataset[Any]):
             note(error, f"while reading samples {position} to {position + before + count - 1} of datasets.{self.name}")
             raise
         if len(own) < count:
+            owner = type(getattr(self.dataset, "owner", self.dataset)).__name__
             raise DatasetError(
-                f"datasets.{self.name}: {type(self.dataset).__name__} ended after {position + skipped + len(own)} "
+                f"datasets.{self.name}: {owner} ended after {position + skipped + len(own)} "
                 f"samples, but __len__() is {self.part.plan.rows}"
             )
         return own

@@ -12,6 +12,9 @@ worker share the remaining rows, so that no worker runs out early: they may be s
 full, and up to `world_size * batch_size - 1` rows at the end of the order are left out of the pass.
 
 A *position* is an index into the order, and a *share* is a run of positions that one worker reads.
+
+Rows of different lengths may be ordered in *groups* of similar lengths, as many rows as one step of all workers reads.
+The groups are part of the order, so everything else stays the same.
 """
 
 import math
@@ -37,6 +40,32 @@ def epoch_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Ten
     if not shuffle:
         return torch.arange(rows)
     return torch.randperm(rows, generator=torch.Generator().manual_seed(mix_seeds(seed, epoch)))
+
+
+GROUPS = 50
+"""Groups that are formed of the same rows: more give more similar lengths, and batches that are less random."""
+
+
+def grouped_by_length(order: torch.Tensor, lengths: torch.Tensor, group: int, seed: int | None) -> torch.Tensor:
+    """Return an order in which each group of consecutive rows has similar lengths; int64.
+
+    Rows are sorted within windows of `GROUPS` groups, and all groups are then shuffled. What does not fill a group
+    stays at the end of the order.
+
+    Args:
+        order: row numbers, (rows,) int64.
+        lengths: length of each row, (rows,) int64, by its number.
+        group: rows in a group.
+        seed: seed of the order of the groups; None keeps them in the order of their windows.
+    """
+    count = len(order) // group
+    full, step = order[: count * group], group * GROUPS
+    windows = [full[start : start + step] for start in range(0, len(full), step)]
+    ordered = [window[lengths[window].argsort(stable=True)] for window in windows]
+    groups = torch.cat(ordered or [order[:0]]).view(count, group)
+    if seed is not None:
+        groups = groups[torch.randperm(count, generator=torch.Generator().manual_seed(seed))]
+    return torch.cat([groups.flatten(), order[count * group :]])
 
 
 def shuffled_share(count: int, seed: int, rank: int, number: int) -> torch.Tensor:
@@ -69,6 +98,7 @@ class ShardPlan:
     chunk: int = 1  # consecutive batches in one share; more than one keeps neighbors in a stream together
     read: tuple[Range, ...] = ()  # positions read before by any number of workers, disjoint and ascending
     limit: int | None = None  # rows in the whole pass, including those read before; None means all
+    group: int = 0  # rows of similar lengths that follow each other in the order; 0 means that lengths do not matter
 
     @cached_property
     def unread(self) -> tuple[Range, ...]:
@@ -192,6 +222,8 @@ class ShardPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, under the names that checkpoints have always had."""
         values = asdict(self)
+        if not self.group:
+            del values["group"]
         return values | {"read": [list(part) for part in self.read], "most": values.pop("limit")}
 
     @classmethod
@@ -199,7 +231,8 @@ class ShardPlan:
         """Return the plan of a state; one without a limit was saved by an earlier version."""
         world_size, batch_size = state["world_size"], state["batch_size"]
         read = tuple((start, stop) for start, stop in state["read"])
-        return cls(state["rows"], world_size, batch_size, state["drop_last"], state["chunk"], read, state.get("most"))
+        limit, group = state.get("most"), state.get("group", 0)
+        return cls(state["rows"], world_size, batch_size, state["drop_last"], state["chunk"], read, limit, group)
 
 
 @dataclass(frozen=True)
@@ -223,6 +256,7 @@ class WorkerPass:
     given: int = 0  # batches that the loop has been given, without those before the interruption
     left: bool = False  # the loop has left the pass before its end
     subset: torch.Tensor | None = None  # row numbers that the pass is over, int64; None means all rows
+    lengths: torch.Tensor | None = None  # of the rows that the pass is over, int64; needed if the plan has groups
 
     @property
     def taken(self) -> int:
@@ -252,6 +286,9 @@ class WorkerPass:
     def rows(self) -> torch.Tensor:
         """Return the row numbers that are left, in order; int64."""
         order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
+        if self.plan.group and self.lengths is not None:
+            seed = mix_seeds(self.epoch_seed, self.plan.group) if self.shuffle else None
+            order = grouped_by_length(order, self.lengths, self.plan.group, seed)
         skipped = sum(self.plan.sizes(self.rank)[: self.skip])
         rows = order[self.plan.positions(self.rank)[skipped:]]
         return rows if self.subset is None else self.subset[rows]

@@ -8,7 +8,7 @@ from pathlib import Path
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.declarations import Declaration
 from mlx_runtime.config.targets import object_at, path_of
-from mlx_runtime.data import loaders, preparation
+from mlx_runtime.data import batches, loaders, preparation
 from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.folds import with_held_out
 from mlx_runtime.data.prepared import PreparedSet, Store, prepared_root
@@ -24,7 +24,7 @@ def check_datasets(config: RunConfig) -> None:
     for name, node in config.tree.get("datasets", {}).items():
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
-            loaders.check(target, f"datasets.{name}")
+            batches.check(target, f"datasets.{name}")
     loaders.reading_processes(config.cfg.loader)
 
 

@@ -122,3 +122,85 @@ def test_one_process_of_a_machine_loads_rows_while_the_others_wait(locks: Path) 
     read(shard(Checked()))
     with held[0].open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def stream(rows: int = 40, shards: int = 4) -> datasets.IterableDataset:
+    return datasets.Dataset.from_dict({"x": list(range(rows))}).to_iterable_dataset(num_shards=shards)
+
+
+class Stream:
+    def __init__(self, rows: int = 40, batch_size: int = 3):
+        self.rows, self.batch_size = rows, batch_size
+        self.shuffle_buffer = 10
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def to_hf(self) -> datasets.IterableDataset:
+        return stream(40)
+
+
+@pytest.mark.parametrize("make", [Stream, lambda: Batched(stream(), batch_size=3, rows=40)])
+def test_a_stream_is_read_once_in_equal_steps_and_in_an_order_of_the_seed(make: Any) -> None:
+    loaders = [shard(make(), rank, 2).iter_torch_batches() for rank in range(2)]
+    epochs = [[[batch["x"].tolist() for batch in loader] for loader in loaders] for _ in range(2)]
+    for ranks in epochs:
+        assert sorted(row for rank in ranks for batch in rank for row in batch) == list(range(40))
+        assert [len(rank) for rank in ranks] == [7, 7]
+    assert epochs[0] != epochs[1]
+    assert [read(shard(make(), rank, 2)) for rank in range(2)] == epochs[0]
+    assert read(shard(make(), name="val"))[0] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_an_interrupted_stream_continues_on_any_number_of_workers(workers: int) -> None:
+    before = [shard(Stream(), rank, 2).iter_torch_batches() for rank in range(2)]
+    passes = [iter(loader) for loader in before]
+    taken = [[next(one)["x"].tolist() for _ in range(4)] for one in passes]
+    state = before[0].state_dict()
+    after = [shard(Stream(), rank, workers).iter_torch_batches() for rank in range(workers)]
+    for loader in after:
+        loader.load_state_dict(state)
+    left = [[batch["x"].tolist() for batch in loader] for loader in after]
+    assert sorted(row for rank in (*taken, *left) for batch in rank for row in batch) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (
+            stream(),
+            "IterableDataset has no length; give it __len__, the number of rows in one pass, or wrap it in",
+        ),
+        (Batched(stream()), "Batched has no length"),
+        (Stream(41), r"datasets.train: Stream ended after 40 samples, but __len__\(\) is 41"),
+    ],
+)
+def test_a_stream_of_unknown_or_wrong_length_is_refused(dataset: Any, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        read(shard(dataset, batch_size=3))
+
+
+def test_the_length_of_a_described_split_is_known() -> None:
+    rows = stream()
+    rows.info.splits = datasets.SplitDict.from_split_dict([{"name": "train", "num_examples": 40}])
+    rows._split = datasets.Split.TRAIN
+    assert len(adopted(Batched(rows), "train")) == 40
+
+
+def test_a_stream_is_prepared_as_columns(tmp_path: Path) -> None:
+    from mlx_runtime.data.preparation import make
+
+    node = {"_target_": "test_huggingface.Stream", "rows": 40, "batch_size": 4}
+    candidate = Candidate("train", node, node, 7, tmp_path)
+    sets = make([candidate], str(tmp_path), lambda _: None, lambda *_: None, lambda: pytest.fail("needs no Ray"))
+    prepared = DatasetShard("val", None, Topology(0, 1, torch.device("cpu")), LoaderOptions(7), sets["train"])
+    assert [row for batch in read(prepared) for row in batch] == list(range(40))
+
+
+@pytest.mark.parametrize("column", ["x", "pair"])
+def test_rows_are_grouped_by_a_column(column: str) -> None:
+    rows = datasets.Dataset.from_dict({"x": [1, 3, 2], "pair": [[1], [1, 2, 3], [1, 2]]}).select([2, 1, 0])
+    lengths = shard(Batched(rows, group_by_length=column)).lengths
+    assert lengths is not None
+    assert lengths.tolist() == [2, 3, 1]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.batches import move_tensors
-from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, check, reading_processes
+from mlx_runtime.data.batches import check, move_tensors
+from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
