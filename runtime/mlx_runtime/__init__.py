@@ -69,6 +69,13 @@ _HOMES = {
 }
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%%mlx`; IPython calls this for `%load_ext mlx_runtime`."""
+    from mlx_runtime.cli.notebook import register
+
+    register(shell)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

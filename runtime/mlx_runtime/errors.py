@@ -25,6 +25,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from mlx_runtime.settings import Settings
+
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 """What user code may raise; everything except Ctrl-C. A `sys.exit(0)` in it does not count as success."""
 
@@ -43,6 +45,12 @@ class MlxError(Exception):
     exit_code = 1
     hint = ""
     """What to type next, printed below the message. Set by callers that know more than the code that raised it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback; with MLX_DEBUG=1 it is one."""
+        if Settings.read().debug:
+            return traceback.format_exception(self)
+        return [f"error: {full_message(self)}", *([self.hint] if self.hint else [])]
 
 
 class UsageError(MlxError):

@@ -16,6 +16,7 @@ FILES = [
     "Makefile",
     "README.md",
     "main.py",
+    "notebook.ipynb",
     "pyproject.toml",
     "requirements.txt",
     "src/__init__.py",

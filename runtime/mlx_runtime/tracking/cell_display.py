@@ -1,11 +1,12 @@
 """A run in the cell of a notebook: its progress, a table of epochs and a curve, drawn again while it trains."""
 
+import itertools
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from mlx_runtime.errors import full_message
+from mlx_runtime.errors import UsageError
 from mlx_runtime.events import (
     EpochEnded,
     Event,
@@ -15,6 +16,7 @@ from mlx_runtime.events import (
     StepProgress,
     WarningNotice,
     WorkerOutput,
+    WorkersStarted,
 )
 from mlx_runtime.tracking.console import TimeLeft
 from mlx_runtime.tracking.epoch_table import EpochTable, format_number
@@ -24,6 +26,8 @@ ROWS = 15
 
 REDRAW_S = 0.5
 """Minimum time between two drawings of the progress within an epoch."""
+
+WARNING = "warning: "
 
 WIDTH, HEIGHT, MARGIN = 420, 160, 12
 """Size of the curve in pixels."""
@@ -43,16 +47,17 @@ class CellDisplay:
     """Draws the events of a run below the current cell. Needs IPython."""
 
     def __init__(self) -> None:
-        from IPython.display import HTML, display
-
+        try:
+            from IPython.display import HTML, display
+        except ImportError:
+            raise UsageError("show=True draws with IPython, which is not installed: pip install ipython") from None
         self._html = HTML
         self._handle = display(HTML("<pre>starting the run</pre>"), display_id=True)
         self._title, self._status = "", "starting"
         self._progress, self._drawn_at = "", 0.0
         self._time_left = TimeLeft(None)
         self._table = EpochTable()
-        self._header: list[str] = []
-        self._rows: list[str] = []
+        self._rows: list[tuple[tuple[str, ...], str]] = []  # each with its header
         self._notices: list[str] = []
         self._monitor = ""
         self._curves: dict[str, list[tuple[int, float]]] = {}
@@ -72,11 +77,11 @@ class CellDisplay:
             case EpochEnded():
                 self._epoch(event)
             case Notice(text) if text not in self._notices:
-                self._notices.append(f"warning: {text}" if isinstance(event, WarningNotice) else text)
-            case RunEnded(status, error=error):
+                self._notices.append(f"{WARNING}{text}" if isinstance(event, WarningNotice) else text)
+            case WorkersStarted():
+                self._notices = [text for text in self._notices if text.startswith(WARNING)]  # of the start
+            case RunEnded(status):
                 self._status, self._progress = status, ""
-                if error is not None and status == "FAILED":
-                    self._notices.append(f"error: {full_message(error)}")
             case _:
                 return
         self._draw()
@@ -90,24 +95,22 @@ class CellDisplay:
     def _epoch(self, event: EpochEnded) -> None:
         self._time_left.epoch(event)
         self._progress = ""
-        for line, is_header in self._table.lines(event, 120):
-            if is_header and self._rows:  # other columns than before
-                self._header, self._rows = [], []
-            (self._header if is_header else self._rows).append(line)
+        lines = list(self._table.lines(event, 120))
+        new = tuple(line for line, is_header in lines if is_header)
+        header = new or self._rows[-1][0]
+        self._rows += [(header, line) for line, is_header in lines if not is_header]
         for name, value in event.values.items():
             self._curves.setdefault(name, []).append((event.epoch + 1, value))
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
-        left_out = len(self._rows) - ROWS
-        lines = [
-            f"<b>{escape(self._title)}</b> {escape(self._status)}",
-            *(f"<b>{escape(line)}</b>" for line in self._header),
-            *([f"({left_out} earlier)"] if left_out > 0 else []),
-            *map(escape, self._rows[-ROWS:]),
-            *map(escape, self._notices),
-            *([escape(self._progress)] if self._progress else []),
-        ]
+        lines = [f"<b>{escape(self._title)}</b> {self._status}".removeprefix("<b></b> ")]
+        if len(self._rows) > ROWS:
+            lines.append(f"the last {ROWS} of {len(self._rows)} epochs")
+        for header, rows in itertools.groupby(self._rows[-ROWS:], key=lambda row: row[0]):
+            lines += [f"<b>{escape(line)}</b>" for line in header]
+            lines += [escape(row) for _, row in rows]
+        lines += map(escape, filter(None, [*self._notices, self._progress]))
         drawn = curve(self._curves, self._monitor)
         self._handle.update(self._html(f"{drawn}<pre>{chr(10).join(lines)}</pre>"))
 

@@ -128,9 +128,10 @@ class Training:
                 self._receive()
         except BaseException:
             self._server.kill(self._number)
+            self._server.release(self._number)
             raise
-        if self._info is None:
-            self._raise_failure()
+        if self._info is None and self._end is not None:
+            raise self._end.error or MlxError("the run ended before it began")
 
     @property
     def folder(self) -> str:
@@ -156,10 +157,11 @@ class Training:
                     yield self._epochs.popleft()
                 else:
                     self._receive()
-        except (GeneratorExit, KeyboardInterrupt) as error:
+        except BaseException as error:  # also of a listener, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over its epochs was left")
             raise
-        self._raise_failure()
+        if self._end.error is not None and self._end.status == "FAILED":
+            raise self._end.error
 
     def result(self) -> Outcome:
         """Wait for the end of the run, and return how it ended.
@@ -208,6 +210,7 @@ class Training:
             self._handle(event)
         ended = self._process.ended or (RunEnded("FAILED", {}, error=lost) if lost is not None else None)
         if ended is not None:
+            self._process.events.close()
             self._server.release(self._number)
             self._end = ended
             self._handle(ended)
@@ -223,7 +226,3 @@ class Training:
                 self._epochs.append(Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint))
         for listener in self._listeners:
             listener(event)
-
-    def _raise_failure(self) -> None:
-        if self._end is not None and self._end.error is not None and self._end.status == "FAILED":
-            raise self._end.error

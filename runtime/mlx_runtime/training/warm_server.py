@@ -1,35 +1,37 @@
-"""The server that a notebook or script keeps for its runs: a process which has imported the experiment.
+"""The server that a notebook or script keeps for its runs: a process which has imported the libraries they need.
 
-It is always a new interpreter. The process that starts runs may have threads, CUDA or an older version of the code;
-none of them reach a run.
+It is always a new interpreter, and it never imports the code of an experiment, which each run imports for itself. So
+the process that starts runs may have threads, CUDA or an older version of the code: none of them reach a run.
 """
 
-import hashlib
+import ast
+import contextlib
+import importlib.util
 import itertools
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.storage.uploads import Upload
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.links import RunProcess
 
 PRELOADED = ("mlx_runtime.training.background", "mlx_runtime.training.engines.in_process")
 """What runs import in addition to what workers do."""
 
-Key = tuple[str, str, tuple[str, ...], Mapping[str, str]]
+Key = tuple[str, tuple[str, ...], Mapping[str, str]]
+"""What a server depends on: the working directory, `sys.path` and the environment."""
 
 
 class WarmServer:
-    """A server for the runs of one experiment, as long as `key` stays the same."""
+    """A server for the runs of this process, as long as `key` stays the same."""
 
-    def __init__(self, key: Key, module: str) -> None:
+    def __init__(self, key: Key) -> None:
         self.key = key
         self._server = ForkServer(fresh=True)
-        self._server.preload(*PRELOADED, module)
+        self._server.preload(*PRELOADED)
         self._numbers = itertools.count()
         self._codes: dict[int, int] = {}  # exit codes by number
         self._running: set[int] = set()
@@ -39,6 +41,11 @@ class WarmServer:
     @property
     def alive(self) -> bool:
         return self._server.alive
+
+    def preload(self, *modules: str) -> None:
+        """Import more of what runs need, once for all of them."""
+        with self._lock:
+            self._server.preload(*modules)
 
     def start(self, target: Callable[[Any], int]) -> tuple[int, RunProcess]:
         """Start a run. Returns the number of its process, and the connection to it."""
@@ -82,26 +89,47 @@ _kept: WarmServer | None = None
 
 
 def warm_server(module: str) -> WarmServer:
-    """Return the server that has imported a module of the experiment in the working directory, or start it.
+    """Return a server for an experiment in the working directory that is defined in a module: the last one, or another.
 
-    A server is used again only for the same code, environment and `sys.path`.
+    A server is used again only for the same environment and `sys.path`.
     """
     global _kept
-    here = Path.cwd()
-    if str(here) not in sys.path:
-        sys.path.insert(0, str(here))
-    key = key_of(module, here)
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    key = (here, tuple(sys.path), dict(os.environ))
     if _kept is None or _kept.key != key or not _kept.alive:
         if _kept is not None:
             _kept.retire()
-        _kept = WarmServer(key, module)
+        _kept = WarmServer(key)
+    _kept.preload(*libraries(module))
     return _kept
 
 
-def key_of(module: str, project: Path) -> Key:
-    """Return what a server depends on: the module, the Python files of the project, `sys.path` and the environment."""
-    digest = hashlib.sha256(str(project).encode())
-    for path, size in Upload.of(project).files:
-        if path.suffix == ".py":
-            digest.update(f"\n{path} {size}\n".encode() + (project / path).read_bytes())
-    return module, digest.hexdigest(), tuple(sys.path), dict(os.environ)
+def libraries(module: str) -> list[str]:
+    """Return the installed modules that the package of an imported module imports at the top level of its files."""
+    package = sys.modules[module.partition(".")[0]]
+    folders = map(Path, getattr(package, "__path__", ()))
+    names: set[str] = set()
+    for file in [path for folder in folders for path in folder.rglob("*.py")] or [Path(package.__file__ or "")]:
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # the run reports it
+            names.update(_imported(ast.parse(file.read_bytes()).body))
+    return sorted(filter(_is_installed, names))
+
+
+def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif isinstance(node, ast.Try):
+            yield from _imported(node.body)
+
+
+def _is_installed(name: str) -> bool:
+    """Return True if a module is in a package that was installed, so that nobody edits it between two runs."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name.partition(".")[0])
+        return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)
+    return False

@@ -1,7 +1,10 @@
-"""Runs from Python, as in a notebook or a script: an iterator of epochs, and processes that are kept warm."""
+"""Runs from Python, as in a script: an iterator of epochs, stopped in several ways, and processes that are kept warm.
 
+tests/template/test_notebook.py has the most important of this in an inner ring.
+"""
+
+import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +14,11 @@ from typing import Any
 import pytest
 
 from mlx_runtime import open_run
-from mlx_runtime.training.warm_server import key_of
+from mlx_runtime.training.warm_server import libraries
 
 SCRIPT = """
 import json, os, signal, threading, time
+from pathlib import Path
 from mlx_runtime import MlxError, run
 from mlx_runtime.events import StepProgress
 from mlx_runtime.training import warm_server
@@ -61,6 +65,8 @@ if __name__ == "__main__":
     for each in (failing := run(Experiment, ["cfg.start_workers=0", "--fast-dev-run"])):
         pass
     found["kept"] = failing.result().run is not None
+    source = Path("src/experiment.py")
+    source.write_text(source.read_text().replace('"raise": ValueError("on purpose")', '"raise": ValueError("edited")'))
     failing = run(Experiment, ["cfg.late=raise", "cfg.start_workers=0"])
     try:
         failing.result()
@@ -94,7 +100,7 @@ def status(folder: Path, name: str) -> tuple[str, bool]:
     return record["status"], record["latest"] is not None
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], folder: Path) -> None:
     place = folder / "runs" / "faults" / "run_001"
     assert [entry[:2] for entry in found["epochs"]] == [[0, 2], [1, 2]]
@@ -107,30 +113,25 @@ def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], 
     assert open_run(place).record["command"] == f"{sys.executable} runs.py"
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_leaving_the_loop_stops_the_run_with_a_checkpoint(found: dict[str, Any], folder: Path) -> None:
     assert status(folder, "run_002") == ("STOPPED", True)
     assert open_run(folder / "runs/faults/run_002").record["pid"] not in found["inside"]  # even without workers
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str, Any], folder: Path) -> None:
     assert found["interrupted"] == "STOPPED"
     assert found["resumed"] == "SUCCEEDED"
     assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
 
 
-@pytest.mark.local
-def test_failures_raise_what_the_workers_raised(found: dict[str, Any]) -> None:
-    assert found["failed"] == ["WorkerLoopError", "ValueError: on purpose (raised on rank 0)"]
-
-
-@pytest.mark.local
+@pytest.mark.kills
 def test_a_run_of_which_nothing_is_kept_has_no_reader(found: dict[str, Any]) -> None:
     assert found["kept"] is False
 
 
-@pytest.mark.local
+@pytest.mark.kills
 def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None:
     (kind, own), (other, override) = found["refused"]
     assert (kind, other) == ("UsageError", "ConfigError")
@@ -138,34 +139,22 @@ def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None
     assert override.startswith("src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'")
 
 
-@pytest.mark.local
-def test_runs_of_the_same_code_have_the_same_server(found: dict[str, Any]) -> None:
+@pytest.mark.kills
+def test_later_runs_start_warm_and_see_edits(found: dict[str, Any]) -> None:
     assert found["warm"]
+    assert found["failed"] == ["WorkerLoopError", "ValueError: edited (raised on rank 0)"]
 
 
 @pytest.mark.pure
-def test_other_code_or_another_environment_needs_another_server(
+def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "models.py").write_text("WIDTH = 1")
-    (tmp_path / "runs").mkdir()
-
-    def key() -> Any:
-        return key_of("src.experiment", tmp_path)
-
-    first = key()
-    (tmp_path / "runs" / "copy.py").write_text("")  # output, not code
-    (tmp_path / "notes.txt").write_text("")
-    assert key() == first
-    (tmp_path / "src" / "models.py").write_text("WIDTH = 2")
-    second = key()
-    assert second != first
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert key() != second
-    monkeypatch.undo()
-    assert key() == second
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import json\nfrom torchmetrics.aggregation import MeanMetric")
+    (tmp_path / "mine" / "models.py").write_text("import local, numpy.fft\nfrom . import other\ndef f(): import rich")
+    (tmp_path / "mine" / "other.py").write_text("try:\n import sklearn\nexcept ImportError:\n import nothing")
+    (tmp_path / "mine" / "broken.py").write_text("import")
+    (tmp_path / "local.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert key() != second
-    assert key() != key_of("src.notebook", tmp_path)
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") != "3"
+    monkeypatch.setitem(sys.modules, "mine", importlib.import_module("mine"))
+    assert libraries("mine.models") == ["numpy.fft", "sklearn", "torchmetrics.aggregation"]
