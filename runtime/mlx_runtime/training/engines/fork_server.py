@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from mlx_runtime.errors import USER_ERRORS, MlxError
@@ -91,7 +92,8 @@ class ForkServer:
         if not forked:  # otherwise it starts during `start`, and unblocks signals
             resource_tracker.ensure_running()
         variables = FORKABLE if fresh else {}
-        with held_signals(), environment(variables, replace=True), warnings.catch_warnings():
+        main = _another_main() if fresh else contextlib.nullcontext()
+        with main, held_signals(), environment(variables, replace=True), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
             self._process.start()
             atexit.register(self.close)  # before multiprocessing waits for its children
@@ -164,6 +166,17 @@ class ForkServer:
         self._process.join(EXIT_S)
         reason = exit_reason(self._process.exitcode)
         return MlxError(f"the fork server ended: it {reason}; all workers ended with it")
+
+
+@contextlib.contextmanager
+def _another_main() -> Iterator[None]:
+    """Keep a new interpreter from importing the main script, which may import the experiment, and be edited later."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None", forks: bool) -> None:
