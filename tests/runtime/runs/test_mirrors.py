@@ -161,6 +161,7 @@ def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> No
     assert server.files("alice/digits")["NOTES.md"] == b"!"
 
 
+@pytest.mark.kills
 class TestEnd:
     def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
         """What was uploaded by then is not uploaded again by `mlx xp push`."""
@@ -278,6 +279,7 @@ def elsewhere(server: Hub, age_s: float) -> dict[str, Any]:
     return claim
 
 
+@pytest.mark.kills
 class TestContinuing:
     def mirrored(self, root: Path, epochs: int) -> Training:
         training = Training(root)
