@@ -39,7 +39,7 @@ from mlx_runtime.training.strategies.sharing import (
 )
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
-"""Those of torch that take sharded parameters; LBFGS, Adafactor and Rprop do not."""
+"""Those of torch that take sharded parameters; Adafactor and Rprop do not."""
 
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
@@ -205,8 +205,8 @@ def _explain_errors(optimizer: Optimizer) -> None:
                 raise
             name = type(optimizer).__name__
             raise MlxError(
-                f"{name} cannot take the parameters of sharded models: {short_message(error).rstrip('.')}. These can: "
-                f"{', '.join(OPTIMIZERS)} (SGD without fused); or train the model with the strategy ddp"
+                f"{name} cannot take the parameters of sharded models. These can: {', '.join(OPTIMIZERS)} (SGD without "
+                f"fused). Or train the model with the strategy ddp. ({short_message(error)})"
             ) from error
 
     optimizer.step = types.MethodType(explained, optimizer)  # type: ignore[method-assign]
