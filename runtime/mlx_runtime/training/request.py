@@ -124,7 +124,7 @@ def load_config(
     )
 
 
-def _choose(path: Path, overrides: Sequence[str], *, look: bool) -> _Choice:
+def _choose(path: Path, overrides: Sequence[str], *, look: bool = False) -> _Choice:
     """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`, and download it if its mirror is ahead.
 
     With `look`, mirrors are ignored.
