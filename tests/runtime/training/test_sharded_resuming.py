@@ -10,7 +10,7 @@ from conftest import ROOT, Mlx, edit
 
 from mlx_runtime import open_run
 
-pytestmark = pytest.mark.local
+pytestmark = pytest.mark.kills
 
 TWO = ("cfg.start_workers=2", "cfg.num_epochs=3")
 
