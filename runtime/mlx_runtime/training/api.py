@@ -77,8 +77,8 @@ def run(
             print(epoch.epoch, epoch.metrics["val/accuracy"])
 
     The run trains in processes of its own, whatever this one does meanwhile. They import the experiment anew, so they
-    see what its files contain now. The first run starts them; later ones start faster while the code, the environment
-    variables and `sys.path` stay the same. The working directory is that of the experiment.
+    see what its files contain now. The first run starts them; later ones start faster while the environment variables,
+    `sys.path` and the working directory, which is that of the experiment, stay the same.
 
     In a script, call this below `if __name__ == "__main__"`.
 

@@ -25,7 +25,7 @@ NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx trai
 
 @dataclass(frozen=True)
 class RunJob:
-    """What the process of a run is told to train."""
+    """The run that a process trains."""
 
     module: str  # of the experiment's class, like `src.experiment`
     name: str  # of that class

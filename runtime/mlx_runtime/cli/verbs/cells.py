@@ -16,7 +16,7 @@ HEADER = '"""The %%mlx cells of a notebook. Edit them there: running one overwri
 
 @dataclass
 class Cell:
-    """A cell that was run; `id` is None where the notebook does not tell."""
+    """A cell that was run; `id` is None if the notebook does not send one."""
 
     text: str
     id: str | None = None
