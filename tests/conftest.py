@@ -1,5 +1,6 @@
 """Shared fixtures: the command `mlx` as a user types it, and experiments to run it in."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 from forkserver import Command, Commands
@@ -38,6 +40,8 @@ Mlx = Callable[..., "subprocess.CompletedProcess[str]"]
 Started = Command | subprocess.Popen
 
 Start = Callable[..., Started]
+
+Script = Callable[..., dict[str, Any]]
 
 
 def ring_of(item: pytest.Item) -> str | None:
@@ -130,6 +134,24 @@ def start(commands: Commands, environment: dict[str, str]) -> Iterator[Start]:
 def forks(settings: Mapping[str, str]) -> bool:
     """True if these variables take effect in a command whose libraries were imported before."""
     return all(name.startswith(("MLX_", "HF_")) for name in settings)
+
+
+@pytest.fixture(scope="session")
+def script(environment: dict[str, str]) -> Script:
+    """`script(folder, text)` runs a Python script in a folder and returns the one line of JSON that it prints.
+
+    It may print nothing else, except `stderr`.
+    """
+
+    def run(folder: Path, text: str, *, stderr: str = "") -> dict[str, Any]:
+        (folder / "script.py").write_text(text)
+        command = [sys.executable, "script.py"]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+        assert (done.returncode, done.stderr) == (0, stderr), done.stdout + done.stderr
+        (line,) = done.stdout.splitlines()
+        return dict(json.loads(line))
+
+    return run
 
 
 @pytest.fixture(scope="session")

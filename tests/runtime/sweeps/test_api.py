@@ -1,13 +1,11 @@
 """Sweeps from Python, as in a script and in a notebook."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Script
 
 pytestmark = pytest.mark.local
 
@@ -44,17 +42,10 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def found(
-    make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]
+    script: Script, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What a script has seen that carries out two sweeps."""
-    folder = make_in("faults", tmp_path_factory.mktemp("api"))
-    (folder / "tune.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "tune.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    (line,) = done.stdout.splitlines()  # nothing else is printed
-    return dict(json.loads(line))
+    return script(make_in("faults", tmp_path_factory.mktemp("api")), SCRIPT)
 
 
 def test_a_sweep_returns_its_results(found: dict[str, Any]) -> None:

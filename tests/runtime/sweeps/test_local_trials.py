@@ -1,15 +1,13 @@
 """Trials as processes of this machine: real runs, started, stopped, pruned and killed by the engine."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx
+from conftest import Mlx, Script
 from faults import reports
 
 from mlx_runtime.errors import ConfigError, UsageError
@@ -113,20 +111,9 @@ def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def found(script: Script, folder: Path) -> dict[str, Any]:
     """What five sweeps have seen, of which nothing else is printed."""
-    path = f"{folder}:{environment['PYTHONPATH']}" if "PYTHONPATH" in environment else str(folder)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "not for the terminal of a sweep\n"
-    return dict(json.loads(done.stdout))
+    return script(folder, SCRIPT, stderr="not for the terminal of a sweep\n")
 
 
 def outcome(found: dict[str, Any], sweep: str, trial: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,14 +4,13 @@ tests/template/test_notebook.py has the most important of this in an inner ring.
 """
 
 import importlib
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Script
 
 from mlx_runtime import open_run
 from mlx_runtime.training.warm_server import libraries
@@ -83,15 +82,9 @@ def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def found(script: Script, folder: Path) -> dict[str, Any]:
     """What a script has seen that starts several runs, one after another."""
-    (folder / "runs.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "runs.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    (line,) = done.stdout.splitlines()  # nothing else is printed
-    return dict(json.loads(line))
+    return script(folder, SCRIPT)
 
 
 def status(folder: Path, name: str) -> tuple[str, bool]:
@@ -110,7 +103,7 @@ def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], 
     assert (status, recorded) == ("SUCCEEDED", "SUCCEEDED")
     assert "val/mse" in metrics
     assert best.startswith(str(place / "checkpoints"))
-    assert open_run(place).record["command"] == f"{sys.executable} runs.py"
+    assert open_run(place).record["command"] == f"{sys.executable} script.py"
 
 
 @pytest.mark.kills
