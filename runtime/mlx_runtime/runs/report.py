@@ -12,7 +12,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import logs
@@ -24,6 +24,9 @@ from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
 from mlx_runtime.storage.files import Storage, joined, size_text, split_options
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import redacted
+
+if TYPE_CHECKING:
+    import jinja2
 
 PAGES = Path(__file__).parent / "pages"
 
@@ -101,18 +104,8 @@ def store(page: str, folder: RunFolder) -> str:
 
 def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values: Any) -> str:
     """Render a page in which no scripts can run except those that draw its charts."""
-    import jinja2
     from markupsafe import Markup
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, PAGES]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_without_secrets,
-    )
-    environment.filters["number"] = format_number
     scripts = []
     if charts:
         from plotly.offline import get_plotlyjs
@@ -120,8 +113,25 @@ def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values
         scripts = [get_plotlyjs(), (PAGES / "charts.js").read_text()]
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{item}'" for item in hashes) or "'none'"
-    page = environment.get_template(template.name)
+    page = _environment(template.parent).get_template(template.name)
     return page.render(scripts=[Markup(script) for script in scripts], allowed=allowed, charts=charts, **values)
+
+
+@functools.cache
+def _environment(folder: Path) -> "jinja2.Environment":
+    """Return the environment of a folder's templates, which compiles each of them once."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, PAGES]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_without_secrets,
+    )
+    environment.filters["number"] = format_number
+    return environment
 
 
 def _without_secrets(value: Any) -> Any:

@@ -124,9 +124,12 @@ class Receiver:
                 yield self._events.get_nowait()
 
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events once the workers have closed their ends."""
+        """Yield the remaining events once the workers have closed their ends, or have sent none for `timeout_s`."""
         for thread in list(self._readers):
-            thread.join(timeout_s)
+            received = -1
+            while thread.is_alive() and self._events.qsize() > received:
+                received = self._events.qsize()
+                thread.join(timeout_s)
         yield from self.events(timeout_s=0.01)
 
     def broadcast(self, order: bytes) -> None:

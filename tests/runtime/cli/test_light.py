@@ -23,16 +23,17 @@ HOOK = '''\
 
 import sys
 import traceback
-from pathlib import Path
 
 
 class Reporter:
     def find_spec(self, name, path=None, target=None):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        ours = [file for file in files if Path(file).is_relative_to({package!r})]
-        theirs = [file for file in files if Path(file).is_relative_to({src!r})]
-        if name.partition(".")[0] in ("torch", "ray") and ours and not theirs:
-            print("HEAVY:", name, "from", ours[-1], file=sys.stderr)
+        if name.partition(".")[0] not in ("torch", "ray"):
+            return
+        files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
+        ours = [file for file in files if file.startswith({package!r})]
+        theirs = [file for file in files if file.startswith({src!r})]
+        if ours and not theirs:
+            print("HEAVY:", name, "from", ours[0], file=sys.stderr)
 
 
 sys.meta_path.insert(0, Reporter())

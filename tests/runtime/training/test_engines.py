@@ -423,6 +423,7 @@ class TestStart:
         assert "rank 1: by libc" in log_of(acts, 1).splitlines()
 
 
+@pytest.mark.kills
 class TestNothingIsLeft:
     """Whichever process is killed, no process of the run survives, and one line says how it ended."""
 
@@ -486,6 +487,7 @@ class TestNothingIsLeft:
         assert record(acts)["status"] == "FAILED"
 
 
+@pytest.mark.kills
 class TestInterrupt:
     """Ctrl-C at any moment: the terminal sends SIGINT to the driver, its fork server and workers that just began."""
 
@@ -504,7 +506,10 @@ class TestInterrupt:
     @pytest.mark.parametrize(("later_s", "times"), [(0.0, 1), (0.3, 2)], ids=["once", "later, and twice"])
     @pytest.mark.parametrize(
         "moment",
-        ["torch is imported", "the server is there", "the run is there", "workers are there", "workers train"],
+        [
+            *("torch is imported", "the server is there", "the run is there", "workers are there"),
+            pytest.param("workers train", marks=pytest.mark.local),
+        ],
     )
     def test_it_ends_the_run(
         self, moment: str, later_s: float, times: int, start_group: StartGroup, acts: Path, tmp_path: Path

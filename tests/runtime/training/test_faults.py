@@ -100,7 +100,7 @@ def same(folder: Path, whole: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("engine", "strategy"),
-    [pytest.param("local", "ddp", marks=pytest.mark.local), ("local", "fsdp"), ("ray", "ddp"), ("ray", "fsdp")],
+    [("local", "ddp"), ("local", "fsdp"), ("ray", "ddp"), ("ray", "fsdp")],
 )
 def test_the_run_ends_as_if_nobody_had_killed_anything(
     engine: str,

@@ -189,7 +189,7 @@ def without_streams(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.process
+@pytest.mark.kills
 def test_a_killed_preparation_leaves_nothing_to_use(experiment: Make, mlx: Mlx, start: Start) -> None:
     folder = without_streams(experiment("kinds"))
     options = ("cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1", "datasets.train.slow_s=0.05")
