@@ -119,11 +119,10 @@ def rows_of(dataset: Any, name: str) -> int:
     """Return the number of rows in a dataset. Raises DatasetError if it has no length."""
     try:
         return len(dataset)
-    except (TypeError, NotImplementedError) as error:
-        raise DatasetError(
-            f"datasets.{name}: {type(getattr(dataset, 'owner', dataset)).__name__} has no length; give it __len__, the "
-            "number of rows in one pass" + (", or wrap it in Batched(..., rows=N)" if hasattr(dataset, "owner") else "")
-        ) from error
+    except (TypeError, ValueError, NotImplementedError) as error:
+        cls = type(getattr(dataset, "owner", dataset)).__name__
+        cure = getattr(dataset, "length_cure", "give it __len__, the number of rows in one pass")
+        raise DatasetError(f"datasets.{name}: {cls} has no length; {cure}") from error
 
 
 def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
@@ -142,6 +141,9 @@ def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
     if isinstance(dataset, IterableDataset) or hasattr(dataset, "to_ray"):
         raise DatasetError(f"{title} has no effect on a stream, whose rows come in their own order; remove it")
     if isinstance(lengths, str) and hasattr(dataset, "lengths_of"):
+        if lengths not in dataset.source.column_names:
+            known = ", ".join(dataset.source.column_names)
+            raise DatasetError(f"{title} is {lengths!r}, but the columns are {known}")
         lengths = dataset.lengths_of(lengths)
     try:
         made = torch.as_tensor(lengths() if callable(lengths) else lengths).long()
@@ -195,4 +197,6 @@ def _may_return_dicts(cls: type) -> bool:
     except Exception:  # annotations are arbitrary expressions
         return True
     kind = typing.get_origin(hint) or hint
-    return not isinstance(kind, type) or issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)
+    if kind is Any or not isinstance(kind, type):  # `Any` is a class since Python 3.11
+        return True
+    return issubclass(kind, Mapping | Iterator) or issubclass(dict, kind)

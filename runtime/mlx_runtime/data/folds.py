@@ -33,6 +33,9 @@ PER_ROW = ("fold_labels", "fold_groups")
 HELD_OUT = {"training": False, "shuffle": False, "drop_last": False}
 """Attributes that the instance for the held-out rows has, whatever `datasets.train` has."""
 
+UNNUMBERED = "whose rows have no numbers; use a dataset with __getitem__ and __len__"
+"""Why a stream cannot be split, and what can."""
+
 _PerRow = npt.NDArray[Any] | None
 
 
@@ -69,10 +72,7 @@ def with_held_out(tree: Tree, fold: int | None) -> Tree:
         )
     cls = object_at(node["_target_"])
     if hasattr(cls, "to_ray") or (isinstance(cls, type) and issubclass(cls, IterableDataset)):
-        raise ConfigError(
-            f"cfg.folds cannot split datasets.train: {cls.__name__} is a stream, whose rows have no numbers; "
-            "use a dataset with __getitem__ and __len__"
-        )
+        raise ConfigError(f"cfg.folds cannot split datasets.train: {cls.__name__} is a stream, {UNNUMBERED}")
     changed = dict.fromkeys(_switches(node), False)
     val = group["val"]
     if isinstance(val, dict) and "batch_size" in val and "batch_size" in node:
@@ -104,7 +104,7 @@ def fold_rows(config: Config) -> list[Fold]:
     try:
         train = adopted(group.train, "train", nodes["train"])
         if isinstance(train, IterableDataset):
-            raise ConfigError("cfg.folds cannot split datasets.train: it is a stream, whose rows have no numbers")
+            raise ConfigError(f"cfg.folds cannot split datasets.train: it is a stream, {UNNUMBERED}")
         rows = rows_of(train, "train")
         arrays = [_per_row(train, name, rows) for name in PER_ROW]
         if _switches(nodes["train"]):

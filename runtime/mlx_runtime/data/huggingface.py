@@ -133,6 +133,13 @@ class HFStream(_Owned, IterableDataset[Any]):
                 return int(rows)
         raise TypeError("unknown")
 
+    @property
+    def length_cure(self) -> str:
+        """How to make the number of rows known."""
+        if self.owner is self.source or isinstance(self.owner, Batched):
+            return "give the number of rows in one pass: Batched(..., rows=N)"
+        return "give it __len__, the number of rows in one pass"
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self.source)
 

@@ -82,12 +82,13 @@ def test_attributes_come_from_the_object_then_from_the_arguments_in_the_config()
     [
         (numbers(), "datasets.train has batch_size None; give the function that returns it an argument batch_size, or"),
         (datasets.DatasetDict(train=numbers(), test=numbers()), "datasets.train has the splits train, test; choose"),
+        (Batched(numbers(), group_by_length="y"), "group_by_length is 'y', but the columns are x, pair"),
         (Batched([1, 2]), r"datasets.train: Batched.to_hf\(\) returned list; it must return a datasets.Dataset"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(dataset: Any, message: str) -> None:
     with pytest.raises(DatasetError, match=message) as caught:
-        shard(dataset).iter_torch_batches().batch_size  # noqa: B018
+        read(shard(dataset))
     assert "\n" not in str(caught.value)
 
 
@@ -140,6 +141,13 @@ class Stream:
         return stream(40)
 
 
+class Uncounted:
+    batch_size = 3
+
+    def to_hf(self) -> datasets.IterableDataset:
+        return stream()
+
+
 @pytest.mark.parametrize("make", [Stream, lambda: Batched(stream(), batch_size=3, rows=40)])
 def test_a_stream_is_read_once_in_equal_steps_and_in_an_order_of_the_seed(make: Any) -> None:
     loaders = [shard(make(), rank, 2).iter_torch_batches() for rank in range(2)]
@@ -170,9 +178,11 @@ def test_an_interrupted_stream_continues_on_any_number_of_workers(workers: int) 
     [
         (
             stream(),
-            "IterableDataset has no length; give it __len__, the number of rows in one pass, or wrap it in",
+            r"IterableDataset has no length; give the number of rows in one pass: Batched\(..., rows=N\)",
         ),
-        (Batched(stream()), "Batched has no length"),
+        (Batched(stream()), r"Batched has no length; give the number of rows in one pass: Batched\(..., rows=N\)"),
+        (Batched(stream(), rows=-1), "Batched has no length; give"),
+        (Uncounted(), "Uncounted has no length; give it __len__, the number of rows in one pass"),
         (Stream(41), r"datasets.train: Stream ended after 40 samples, but __len__\(\) is 41"),
     ],
 )

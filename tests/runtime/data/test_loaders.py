@@ -306,6 +306,11 @@ class WithoutStacking(Dataset):
     pass
 
 
+class Unannotated(Dataset):
+    def __getitem__(self, row):
+        return {"x": row}
+
+
 class Stream(IterableDataset):
     @staticmethod
     def ray_map_batches(batch):
@@ -403,6 +408,10 @@ class Words(Rows):
 def test_a_class_that_cannot_be_batched_is_refused(cls: type, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         check(cls, "datasets.train")
+
+
+def test_a_class_that_may_return_dicts_is_not_refused() -> None:
+    check(Unannotated, "datasets.train")
 
 
 @pytest.mark.parametrize(

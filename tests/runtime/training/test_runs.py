@@ -304,7 +304,7 @@ def test_a_wrong_setting_ends_before_anything_starts(
             '"thrid": "sgd"',
             "src/conf.yaml: Models.map_params_to_optimizers names the model 'thrid', which does not exist",
         ),
-        ("def ray_map_batches", "def stack", "datasets.train: Rows has no ray_map_batches"),
+        ("def ray_map_batches", "def stack", "datasets.train has no ray_map_batches, and row "),
         (
             "    cfg: TrainConfig\n    datasets",
             "    cfg: 3\n    datasets",
