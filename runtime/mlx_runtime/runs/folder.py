@@ -108,14 +108,18 @@ class RunFolder:
                 raise StorageError(f"cannot write {self.uri}: {short_message(error)}") from error
 
     def pull(self, *patterns: str) -> None:
-        """Replace the files whose names match by those on the object store, if the run is on one."""
+        """Replace the files whose names match by those on the object store, if the run is on one.
+
+        Files in subfolders stay: each attempt of a tracker writes its own.
+        """
         if self.uri is None:
             return
         storage = Storage(self.uri)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(f"cannot read {self.uri}"):
-            for old in [file for pattern in patterns for file in self.path.glob(pattern)]:
-                old.unlink()
+            for old in [file for file in self.path.iterdir() if file.is_file()]:
+                if any(fnmatch.fnmatch(old.name, pattern) for pattern in patterns):
+                    old.unlink()
             for name in storage.names():
                 if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
                     storage.download(self.path / name, name)

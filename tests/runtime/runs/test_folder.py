@@ -129,6 +129,11 @@ class TestObjectStore:
         Storage(run.location).remove_file(run.metrics.name)
         run.pull("*.jsonl")
         assert not run.metrics.exists()
+        log = run.path / "wandb" / "offline-run-1" / "files" / "log.txt"
+        log.parent.mkdir(parents=True)
+        log.touch()
+        run.pull("wandb/*run-*/**/*")
+        assert log.exists()
 
     def test_a_run_is_named_by_its_uri(self, root: str) -> None:
         run = claim_run(root, "digits")
