@@ -65,7 +65,7 @@ HOMES = {
     "ruamel": {"config"},
     "sklearn": {"data.folds"},
     "tensorboard": {"tracking.trackers"},
-    "wandb": {"tracking.trackers"},
+    "wandb": {"tracking.weights_and_biases"},
     "yaml": {"storage.documents"},
 }
 """The rooms or modules that import each outside library."""

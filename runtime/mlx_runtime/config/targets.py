@@ -12,6 +12,7 @@ from mlx_runtime.errors import BindError
 PUBLIC = {
     "mlx_runtime.training.options": "mlx_runtime",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
+    "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.data.huggingface": "mlx_runtime.datasets",
 }
 """The path that conf.yaml shows for the runtime's own classes, by the module that defines them."""

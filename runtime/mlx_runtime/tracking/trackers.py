@@ -1,4 +1,4 @@
-"""Trackers for `cfg.trackers`: TensorBoard, CSV, Weights & Biases, MLflow. They run on rank 0 (see `callbacks`).
+"""Trackers for `cfg.trackers`: TensorBoard, CSV, MLflow. They run on rank 0 (see `callbacks`).
 
 Independently of them, every run records all metrics in `metrics.jsonl` of its folder, which listings, reports and
 `open_run` read.
@@ -7,14 +7,16 @@ Independently of them, every run records all metrics in `metrics.jsonl` of its f
 import contextlib
 import csv
 import json
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_runtime.tracking.callbacks import Report, RunInfo
+from mlx_runtime.tracking.weights_and_biases import WandB, remembered
+
+__all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -169,49 +171,6 @@ class CSV:
         self._lines = file.open("a", encoding="utf-8", newline="", buffering=1)
 
 
-class WandB:
-    """Sends metrics to Weights & Biases (`pip install wandb`). A resumed run stays one run there.
-
-    Args:
-        project: name of the project; None means the experiment's name.
-        mode: `online`, or `offline`, which keeps everything in the run's folder for `wandb sync`.
-        entity: team, or None for your own.
-    """
-
-    files = ("wandb-run-id", "wandb/**/*")
-
-    def __init__(
-        self, project: str | None = None, mode: Literal["online", "offline"] = "online", entity: str | None = None
-    ):
-        self.project, self.mode, self.entity = project, mode, entity
-        self._run: Any = None
-
-    def on_run_start(self, run: RunInfo) -> None:
-        import wandb
-
-        self._run = wandb.init(
-            project=self.project or run.experiment,
-            entity=self.entity,
-            name=run.name,
-            id=_remembered(run.folder / "wandb-run-id", lambda: uuid.uuid4().hex),
-            group=run.experiment,
-            config=dict(run.config),
-            dir=str(run.folder),
-            mode=self.mode,
-            resume="allow",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self._run.define_metric("global_step")
-        self._run.define_metric("*", step_metric="global_step")
-
-    def on_report(self, report: Report) -> None:
-        self._run.log({**report.values, "epoch": report.epoch, "global_step": report.step})
-
-    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
-        self._run.summary.update({**metrics, "status": status})
-        self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
-
-
 class MLflow:
     """Sends metrics to an MLflow server or local store (`pip install mlflow`). A resumed run stays one run there.
 
@@ -236,7 +195,7 @@ class MLflow:
         found = self._client.get_experiment_by_name(title)
         home = found.experiment_id if found else self._client.create_experiment(title)
         begin = partial(self._client.create_run, home, run_name=run.name, tags={"mlx.place": run.place})
-        self._id = _remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
+        self._id = remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
         self._client.update_run(self._id, status="RUNNING")
         if run.attempt == 1:
             params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]
@@ -277,10 +236,3 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a JSONL file."""
     with contextlib.suppress(FileNotFoundError):
         yield from map(json.loads, file.read_text(encoding="utf-8").rpartition("\n")[0].splitlines())
-
-
-def _remembered(file: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file, which is created the first time."""
-    if not file.exists():
-        file.write_text(make())
-    return file.read_text()

@@ -6,20 +6,25 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mlx_runtime.events import CheckpointSaved
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.report import FACTS
+from mlx_runtime.storage.files import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.trackers import CSV, JSONL, MLflow, TensorBoard, WandB, flatten
 
 pytestmark = pytest.mark.pure
 
-CONFIG = {"cfg": {"seed": 7, "name": "digits"}, "models": {"net": {"widths": [1, 2]}}}
+CONFIG = {"cfg": {"seed": 7, "name": "digits", "monitor": "acc", "mode": "max"}, "models": {"net": {"widths": [1, 2]}}}
 
 
 def begun(folder: Path, attempt: int = 1, **trackers: object) -> ReportWriter:
@@ -126,26 +131,92 @@ def records(log: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-@pytest.mark.process
-def test_weights_and_biases_offline(tmp_path: Path) -> None:
+def sent(folder: Path, kind: str) -> list[Any]:
+    """Return what the offline logs of a run hold of a kind, such as `run`, the logs in the order of their attempts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for attempt in (1, 2):
-        with begun(tmp_path, attempt, wandb=WandB(mode="offline")) as tracking:
+    logs = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    found = [Record.FromString(data) for log in logs for data in records(log.read_bytes())]
+    return [getattr(record, kind) for record in found if record.HasField(kind)]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", "")  # what the tracker sets ends with the test
+    monkeypatch.delenv("WANDB_DATA_DIR")
+
+
+def save(root: str, tracking: ReportWriter, epoch: int, accuracy: float, *, finished: bool = True) -> None:
+    item = Checkpoint(epoch, finished, 10, {"acc": accuracy})
+    Checkpoints(root).save({"epoch": epoch}, item)
+    tracking.trackers.handle(CheckpointSaved(epoch, finished, 10, joined(root, item.name), item.metrics))
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("offline")
+def test_weights_and_biases_offline(tmp_path: Path) -> None:
+    root = str(tmp_path / "checkpoints")
+    for attempt, accuracies in ((1, [0.5, 0.9]), (2, [0.7])):
+        with begun(tmp_path, attempt, wandb=WandB(checkpoints=True)) as tracking:
             tracking.report({"train/loss": 0.5 / attempt}, step=10 * attempt, epoch=attempt)
+            for number, accuracy in enumerate(accuracies):
+                save(root, tracking, 2 * attempt + number, accuracy)
+            save(root, tracking, 9, 1.0, finished=False)
             tracking.end("SUCCEEDED", {"train/loss": 0.5})
-    logs = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(logs) == 2
-    seen, ids = [], set()
-    for log in logs:
-        for data in records(log.read_bytes()):
-            record = Record.FromString(data)
-            ids |= {record.run.run_id} if record.HasField("run") else set()
-            if record.HasField("history"):
-                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                seen.append((items["global_step"], items["epoch"], items["train/loss"]))
-    assert seen == [(10, 1, 0.5), (20, 2, 0.25)]
-    assert len(ids) == 1
+    rows = [{item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in sent(tmp_path, "history")]
+    assert [(row["global_step"], row["epoch"], row["train/loss"]) for row in rows] == [(10, 1, 0.5), (20, 2, 0.25)]
+    runs, versions = sent(tmp_path, "run"), sent(tmp_path, "artifact")
+    assert [run.run_id for run in runs] == [(tmp_path / "wandb-run-id").read_text()] * 2
+    for run in runs:
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config.items() >= CONFIG.items()
+    assert {item.name for item in versions} == {f"checkpoints-{runs[0].run_id}"}
+    assert [set(item.aliases) for item in versions] == [
+        {"latest", "epoch_0003", "best"},
+        {"latest", "epoch_0004", "best"},
+        {"latest", "epoch_0005"},
+    ]
+    assert json.loads(versions[1].metadata) == {"epoch": 3, "global_step": 10, "acc": 0.9}
+    for item, name in zip(versions, ("epoch_0003", "epoch_0004", "epoch_0005"), strict=True):
+        copies = {Path(file.path): Path(file.local_path) for file in item.manifest.contents}
+        stored = {Path(file.name): file.read_bytes() for file in Path(root, name).iterdir()}
+        assert {file: copy.read_bytes() for file, copy in copies.items()} == stored
+        assert all(copy.is_relative_to(tmp_path / "wandb" / "artifacts") for copy in copies.values())
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("offline")
+def test_weights_and_biases_gets_checkpoints_of_an_object_store(
+    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    with begun(tmp_path, wandb=WandB(checkpoints=True)) as tracking:
+        save(s3.format(f"wandb-{tmp_path.name}"), tracking, 0, 0.5)
+        tracking.end("SUCCEEDED", {})
+    (version,) = sent(tmp_path, "artifact")
+    assert set(version.aliases) == {"latest", "epoch_0001", "best"}
+    sizes = [Path(file.local_path).stat().st_size for file in version.manifest.contents]
+    assert sizes == [file.size for file in version.manifest.contents]
+    assert len(sizes) == 2
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("offline")
+def test_a_checkpoint_that_cannot_be_sent_is_reported_and_one_that_is_gone_is_left_out(tmp_path: Path) -> None:
+    root, told = tmp_path / "checkpoints", []
+    info = RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 1)
+    with ReportWriter(info, RunFolder(tmp_path), {"it": WandB(checkpoints=True)}, told.append) as tracking:
+        tracking.start()
+        Checkpoints(str(root)).save({}, Checkpoint(0, True, 10, {}))
+        (root / "epoch_0001" / "lost").symlink_to("nowhere")
+        for epoch in (0, 7):
+            tracking.trackers.handle(CheckpointSaved(epoch, True, 10, str(root / f"epoch_{epoch + 1:04d}"), {}))
+        tracking.end("SUCCEEDED", {"train/loss": 0.5})
+    (text,) = told
+    assert text.startswith("cfg.trackers.it failed in on_")
+    assert "ValueError: Path is not a file" in text
+    assert (len(sent(tmp_path, "artifact")), len(sent(tmp_path, "exit"))) == (0, 1)
 
 
 def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
@@ -163,9 +234,15 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
     assert (run.data.params["cfg.seed"], run.data.params["models.net.widths.1"]) == ("7", "2")
 
 
-@pytest.mark.parametrize(("tracker", "module"), [(WandB(), "wandb"), (MLflow(), "mlflow.entities")])
+@pytest.mark.parametrize(
+    ("tracker", "module", "why"),
+    [
+        (WandB(), "wandb", "it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'"),
+        (MLflow(), "mlflow.entities", "ModuleNotFoundError"),
+    ],
+)
 def test_one_that_is_not_installed_is_left_out(
-    tracker: object, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: object, module: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     told: list[str] = []
@@ -175,9 +252,7 @@ def test_one_that_is_not_installed_is_left_out(
         tracking.report({"loss": 1.0}, step=1, epoch=0)
         tracking.end("SUCCEEDED", {})
     assert len(told) == 1
-    assert told[0].startswith(
-        "cfg.trackers.it failed in on_run_start, the run continues without it: ModuleNotFoundError"
-    )
+    assert told[0].startswith(f"cfg.trackers.it failed in on_run_start, the run continues without it: {why}")
     assert len(lines(tmp_path / "metrics.jsonl")) == 1
 
 
@@ -207,6 +282,8 @@ def test_a_config_as_one_list() -> None:
     assert dict(flatten(CONFIG)) == {
         "cfg.seed": 7,
         "cfg.name": "digits",
+        "cfg.monitor": "acc",
+        "cfg.mode": "max",
         "models.net.widths.0": 1,
         "models.net.widths.1": 2,
     }

@@ -1,0 +1,131 @@
+"""The tracker for Weights & Biases."""
+
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.checkpoint_index import Checkpoint, list_checkpoints
+from mlx_runtime.storage.files import is_uri, parent_of
+from mlx_runtime.tracking.callbacks import Report, RunInfo
+
+
+class WandB:
+    """Sends metrics to Weights & Biases (`pip install 'mlx-runtime[wandb]'`). A resumed run stays one run there.
+
+    Offline, each attempt writes a folder `offline-run-…` of its own, in the folder `wandb` of the run.
+
+    Args:
+        project: name of the project; None means the experiment's name.
+        mode: `online`, or `offline`, which keeps everything in the run's folder for `wandb sync`; None means the
+            environment variable `WANDB_MODE`, or else `online`.
+        entity: team, or None for your own.
+        checkpoints: also send the checkpoint of each epoch, as a version of one artifact, with the aliases `latest`,
+            `epoch_0001`, … and, for the best by `cfg.monitor`, `best`.
+    """
+
+    files = ("wandb-run-id", "wandb/*run-*/**/*")  # but not wandb/artifacts, where W&B keeps checkpoints until sent
+
+    def __init__(
+        self,
+        project: str | None = None,
+        mode: Literal["online", "offline"] | None = None,
+        entity: str | None = None,
+        checkpoints: bool = False,
+    ):
+        self.project, self.mode, self.entity, self.checkpoints = project, mode, entity, checkpoints
+        self._run: Any = None
+        self._monitor: tuple[str | None, str] = (None, "min")  # metric of the best checkpoint, and its mode
+        self._sender: ThreadPoolExecutor | None = None
+        self._sending: list[Future[None]] = []
+
+    def on_run_start(self, run: RunInfo) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise UsageError("it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'") from error
+        cfg = run.config.get("cfg") or {}
+        self._monitor = cfg.get("monitor"), cfg.get("mode", "min")
+        if not is_uri(run.place):
+            os.environ.setdefault("WANDB_DATA_DIR", str(run.folder / "wandb"))  # of W&B's copies, by default in HOME
+        self._run = wandb.init(
+            project=self.project or run.experiment,
+            entity=self.entity,
+            name=run.name,
+            id=remembered(run.folder / "wandb-run-id", lambda: uuid.uuid4().hex),
+            group=run.experiment,
+            config=dict(run.config),
+            dir=str(run.folder),
+            mode=self.mode,
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self._run.define_metric("global_step")
+        self._run.define_metric("*", step_metric="global_step")
+
+    def on_report(self, report: Report) -> None:
+        self._run.log({**report.values, "epoch": report.epoch, "global_step": report.step})
+
+    def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Start sending a checkpoint, in a thread of its own: reports wait for the tracker."""
+        if not self.checkpoints or not checkpoint["finished"]:
+            return
+        if self._sender is None:
+            self._sender = ThreadPoolExecutor(1, "wandb")
+        self._sending.append(self._sender.submit(self._send, checkpoint["path"]))
+        for sent in [item for item in self._sending if item.done()]:
+            self._sending.remove(sent)
+            sent.result()
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        try:
+            for sent in self._sending:
+                sent.result()
+        finally:
+            self._run.summary.update({**metrics, "status": status})
+            self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
+
+    def _send(self, path: str) -> None:
+        """Give W&B a copy of a checkpoint, unless it has been removed in favor of others."""
+        import wandb
+
+        storage, name = parent_of(path)
+        artifact, failure = wandb.Artifact(f"checkpoints-{self._run.id}", "model"), None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                for file in storage.names(name):
+                    source = Path(storage.of(name, file))
+                    if not storage.local:
+                        source = Path(folder, file)
+                        storage.download(source, name, file)
+                    artifact.add_file(str(source), file, skip_cache=True)
+            except (OSError, ValueError) as error:
+                failure = error
+        kept = {item.name: item for item in list_checkpoints(storage) if item.finished}
+        if name not in kept:
+            return
+        if failure is not None:
+            raise failure
+        own = kept[name]
+        artifact.metadata = {"epoch": own.epoch, "global_step": own.global_step, **own.metrics}
+        best = ["best"] if self._is_best(own, [item for item in kept.values() if item.order <= own.order]) else []
+        self._run.log_artifact(artifact, aliases=["latest", name, *best])
+
+    def _is_best(self, checkpoint: Checkpoint, so_far: list[Checkpoint]) -> bool:
+        """Return True if a checkpoint has the best value so far; of equal values, the later is best."""
+        from mlx_runtime.runs.checkpoints import score
+
+        monitor, mode = self._monitor
+        best = max(score(item.metrics, monitor, mode) for item in so_far)
+        return monitor in checkpoint.metrics and score(checkpoint.metrics, monitor, mode) == best
+
+
+def remembered(file: Path, make: Callable[[], str]) -> str:
+    """Return the content of a file, which is created the first time."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text()
