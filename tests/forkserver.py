@@ -199,6 +199,9 @@ def become(folder: str, arguments: list[str], environment: dict[str, str], strea
         opened = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(opened, number)
         os.close(opened)
+    if "HF_HOME" in environment:  # they have read it during their import
+        for name in [name for name in sys.modules if name.partition(".")[0] in ("huggingface_hub", "transformers")]:
+            del sys.modules[name]
     sys.path[0] = folder
     sys.argv[1:] = arguments
     sys.orig_argv = [sys.executable, "-m", "mlx_runtime", *arguments]

@@ -40,7 +40,7 @@ HOMES = {
     "botocore": {"storage.leases"},
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.projects"},
-    "huggingface_hub": {"runs.mirrors.hub"},
+    "huggingface_hub": {"config.pins", "runs.mirrors.hub"},
     "hydra": {"config.composition"},
     "jinja2": {"runs.report"},
     "matplotlib": {"training.gradients"},
@@ -65,6 +65,7 @@ HOMES = {
     "ruamel": {"config"},
     "sklearn": {"data.folds"},
     "tensorboard": {"tracking.trackers"},
+    "transformers": {"config.pretrained"},
     "wandb": {"tracking.weights_and_biases"},
     "yaml": {"storage.documents"},
 }

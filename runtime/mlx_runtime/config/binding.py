@@ -21,6 +21,7 @@ from mlx_runtime.config.expressions import recorded_default
 from mlx_runtime.config.interpolation import parsed, resolved
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.nodes import DUMMY_PARAMS, Description, Node
+from mlx_runtime.config.pins import pin_defaults
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
 from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, parameters
@@ -97,10 +98,12 @@ def bind(experiment: type, path: Path) -> Binding:
     """
     description = Description(experiment)
     _verify(experiment, description.tree, yaml_text(description.tree))
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    notices = pin_defaults(description.tree, commented_map(before, path) if before.strip() else {})
     schema = path.with_name(SCHEMA)
     former = json.loads(schema.read_text(encoding="utf-8")) if schema.exists() else {}
     binding = merge(path, description.tree, former_defaults(former), description.of_class)
-    binding.notices = description.notices
+    binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
     for key, files in variants.nodes.items():
         for name, file in files.items():

@@ -8,8 +8,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_runtime.config.declarations import Declaration, declared, is_dataset, made_on_read
+from mlx_runtime.config.declarations import (
+    Declaration,
+    declared,
+    declared_with_arguments,
+    is_dataset,
+    made_on_read,
+)
 from mlx_runtime.config.expressions import statements
+from mlx_runtime.config.pretrained import builder
 from mlx_runtime.config.signatures import fitted, parameters
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
@@ -27,7 +34,7 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
     types (lists to tuples, strings to paths and enums), and that a `_partial_` node builds a `functools.partial` of the
     target itself. `objects` are further arguments that are not YAML, passed as they are.
     """
-    return _build(node, key, lambda target: target, objects)
+    return _build(node, key, builder, objects)
 
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
@@ -54,7 +61,9 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
     def callee(target: Any) -> Any:
         if target is cls:
             return made_on_read(cls, context)
-        return functools.partial(Declaration, target) if inspect.isroutine(target) else declared(target)
+        if inspect.isroutine(target) or is_dataset(target):
+            return functools.partial(Declaration, target)
+        return functools.partial(declared_with_arguments, target)
 
     return _build(node, key, callee, {})
 
@@ -76,7 +85,7 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
     args = [fitted(value, item.annotation) for value, item in zip(args, known)] + args[len(known) :]  # noqa: B905
     kwargs = {name: fitted(value, hints.get(name, Any)) for name, value in arguments.items()} | dict(objects)
     if node.get("_partial_"):
-        return functools.partial(target, *args, **kwargs)
+        return callee(functools.partial)(target, *args, **kwargs)
     try:
         return callee(target)(*args, **kwargs)
     except USER_ERRORS as error:

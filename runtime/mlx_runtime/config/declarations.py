@@ -1,14 +1,16 @@
-"""Datasets as defaults: `train: TrainDataset = TrainDataset()` must not load data when `src` is imported.
+"""Datasets and pretrained models as defaults: `train: TrainDataset = TrainDataset()` and
+`net: PreTrainedModel = AutoModel.from_pretrained(...)` must load nothing when `src` is imported.
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
-`Declaration` if `f` is a dataset or returns one of Hugging Face, and calls `f` otherwise. The bodies of functions stay
-as they are.
+`Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
+weights as an argument. Otherwise it calls `f`. The bodies of functions stay as they are.
 """
 
 import ast
 import contextlib
 import functools
+import inspect
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -20,13 +22,13 @@ _DECLARED = "__declared__"
 
 
 class Declaration:
-    """A dataset that is not constructed yet: its class or class method, and the arguments of the call."""
+    """A dataset or a model that is not constructed yet: its class or function, and the arguments of the call."""
 
     def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
 
     def make(self) -> Any:
-        """Construct the dataset, after those that are declared among its arguments."""
+        """Construct the object, after those that are declared among its arguments."""
         return self.target(*_made(self.args), **_made(self.kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -36,6 +38,14 @@ class Declaration:
             f"{self.target.__qualname__}() is not constructed while src is imported, so it has no attribute {name!r}; "
             "use it inside a function or in worker_loop"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("target", "args", "kwargs"):
+            getattr(self, name)  # raises
+        object.__setattr__(self, name, value)
+
+    def __getitem__(self, item: Any) -> Any:
+        getattr(self, f"[{item!r}]")
 
     def __repr__(self) -> str:
         arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
@@ -79,10 +89,83 @@ def returns_hf_dataset(function: Any) -> bool:
 
 
 def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what to call for `callee`: a Declaration for a dataset or what returns one, else `callee` itself."""
-    if is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee):
+    """Return what to call for `callee`: a Declaration of data or of trained weights, else `callee` itself."""
+    global _loads_weights
+    if is_pretrained(callee):
+        _loads_weights = True
+        return functools.partial(_declared_pretrained, callee)
+    if _is_data(callee):
         return functools.partial(Declaration, callee)
-    return callee
+    return functools.partial(declared_with_arguments, callee) if _loads_weights and _spreads(callee) else callee
+
+
+_loads_weights = False
+"""A call that loads trained weights has been declared in this process, so it may be an argument of others."""
+
+
+def _spreads(callee: Any) -> bool:
+    """Return False for functions of the standard library, which may look at the frame that calls them."""
+    return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
+
+
+def _is_data(callee: Any) -> bool:
+    return is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee)
+
+
+FROM_PRETRAINED = {"diffusers", "huggingface_hub", "peft", "timm", "transformers"}
+"""Libraries whose classes have `from_pretrained`, also for classes of the user that inherit it."""
+
+
+def library_of(function: Any) -> str:
+    """Return the library that defines a function, whatever class it is called on."""
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def is_pretrained(target: Any) -> bool:
+    """Return True if a function is one of a library that may load trained weights, or what belongs to them.
+
+    A `from_pretrained` of the user's own is an ordinary function.
+    """
+    name, library = getattr(target, "__name__", ""), library_of(target)
+    if name == "from_pretrained":
+        return library in FROM_PRETRAINED
+    if library == "torchvision":
+        module = target.__module__.removeprefix("torchvision.")
+        in_registry = module == "models._api"  # which also has `list_models`
+        return module.startswith("models") and inspect.isfunction(target) and (not in_registry or name == "get_model")
+    return (library, name) == ("timm", "create_model") or (getattr(target, "__module__", ""), name) in (
+        ("torch.jit._serialization", "load"),
+        ("torch.hub", "load"),
+    )
+
+
+def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
+    """Declare a call, with the name of the repository as a keyword where a signature hides it.
+
+    `AutoModel.from_pretrained` of transformers shows `(*model_args, **kwargs)`, though it has that parameter.
+    """
+    if library_of(callee) == "transformers" and len(args) == 1:
+        first = next(iter(inspect.signature(callee).parameters.values()))
+        if first.kind is first.VAR_POSITIONAL:
+            return Declaration(callee, pretrained_model_name_or_path=args[0], **kwargs)
+    return Declaration(callee, *args, **kwargs)
+
+
+def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a class or function, or declare the call if one of its arguments or defaults is declared to be loaded."""
+    function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
+    defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
+    if any(map(_is_loaded_later, (args, kwargs, *defaults))):
+        return Declaration(callee, *args, **kwargs)
+    return callee(*args, **kwargs)
+
+
+def _is_loaded_later(value: Any) -> bool:
+    if isinstance(value, Declaration):
+        return not _is_data(value.target)
+    if isinstance(value, tuple | list | dict):
+        return any(map(_is_loaded_later, value.values() if isinstance(value, dict) else value))
+    return False
 
 
 def made_on_read(cls: type, context: Callable[[str], contextlib.AbstractContextManager[None]]) -> type:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.config.declarations import Declaration, is_pretrained
+from mlx_runtime.config.signatures import fitted, parameters
 from mlx_runtime.errors import short_message
 
 _SCALARS = (complex, set, frozenset, bytes, str, int, float)
@@ -163,7 +164,11 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _arguments(declaration: Declaration) -> dict[str, Any]:
-    """Return a declaration's arguments by name, with defaults filled in."""
-    bound = inspect.signature(declaration.target).bind(*declaration.args, **declaration.kwargs)
+    """Return a declaration's arguments by name, with defaults filled in; those of a library as building passes them."""
+    target = declaration.target
+    if target is functools.partial:
+        return {"args": declaration.args, "keywords": declaration.kwargs}
+    bound = inspect.signature(target).bind(*declaration.args, **declaration.kwargs)
     bound.apply_defaults()
-    return dict(bound.arguments)
+    hints = {item.name: item.annotation for item in parameters(target) or []} if is_pretrained(target) else {}
+    return {name: fitted(value, hints.get(name, Any)) for name, value in bound.arguments.items()}

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from importlib.machinery import PathFinder
 from typing import Any
@@ -26,6 +27,9 @@ def path_of(thing: Any) -> str:
 
     BindError if there is none, as for lambdas, local functions and classes of `__main__`.
     """
+    owner = getattr(thing, "__self__", None)
+    if inspect.ismethod(thing) and isinstance(owner, type):  # it may be inherited
+        return f"{path_of(owner)}.{thing.__name__}"
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     module = PUBLIC.get(str(module), module)
     path = f"{module}.{name}" if module else str(name)

@@ -5,7 +5,6 @@ Hugging Face.
 """
 
 import contextlib
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import seeded
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.local import locked
+from mlx_runtime.storage.local import one_at_a_time
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
 """Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
@@ -203,13 +202,10 @@ def loading(node: Mapping[str, Any] | None) -> Iterator[None]:
 
     The others find the files that it has downloaded and mapped in the cache.
     """
-    with contextlib.ExitStack() as stack:
-        if node is not None and loads_hf(object_at(node["_target_"])):
-            folder = Settings.read().cache / "locks"
-            with contextlib.suppress(OSError):  # of a cache that cannot be written: all processes load it
-                folder.mkdir(parents=True, exist_ok=True)
-                digest = hashlib.sha256(json.dumps(node, default=str).encode()).hexdigest()
-                stack.enter_context(locked(folder / f"{digest[:16]}.lock"))
+    if node is None or not loads_hf(object_at(node["_target_"])):
+        yield
+        return
+    with one_at_a_time(Settings.read().cache / "locks", json.dumps(node, default=str)):
         yield
 
 

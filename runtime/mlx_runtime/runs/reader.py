@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime.config.building import build
 from mlx_runtime.config.interpolation import parsed, unset_variables
+from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
@@ -123,7 +124,8 @@ class Run:
             ConfigError: the code does not match the run.
         """
         state = self.state(which)
-        models = build(self._importable("models", trust), "models")
+        node = self._importable("models", trust)
+        models = built_to_be_restored(lambda: build(node, "models"))
         checkpoints.load_into(models, state["models"], "models")
         return models
 

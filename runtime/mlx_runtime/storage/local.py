@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,6 +39,19 @@ def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file while the block runs; other processes of this machine wait until it is released."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
+    """Let one process of this machine at a time run the block for a subject, with a lock in a folder.
+
+    If the folder cannot be written, processes do not wait for each other.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(folder / f"{hashlib.sha256(subject.encode()).hexdigest()[:16]}.lock"))
         yield
 
 

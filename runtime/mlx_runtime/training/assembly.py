@@ -10,6 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_group, build_optimizers
+from mlx_runtime.config.declarations import is_pretrained
+from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.huggingface import constructing
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
@@ -19,7 +21,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.checkpoints import Checkpoints, members
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
@@ -48,7 +50,8 @@ def build_experiment(
         if name == "datasets":
             groups[name] = build_group(node, name, partial(_constructing, node, cfg.seed))
         elif name == "models":
-            groups[name] = strategy.build(node)
+            make = partial(strategy.build, node)
+            groups[name] = built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
     if "optimizers" in job.tree:
@@ -59,6 +62,21 @@ def build_experiment(
 
 def _constructing(nodes: Mapping[str, Any], seed: int, name: str) -> contextlib.AbstractContextManager[None]:
     return constructing(nodes[name], seed)
+
+
+def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
+    """Return True if a checkpoint is about to overwrite the trained weights of models. Every worker must call this."""
+    if not any(is_pretrained(object_at(target)) for target in _targets(models)):
+        return False
+    some = broadcast(Checkpoints(job.folder.checkpoints).any() if topology.writes else None)
+    return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
+
+
+def _targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from (value for name, value in node.items() if name == "_target_")
+    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _targets(item)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_optimizers
+from mlx_runtime.config.pretrained import without_weights
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
@@ -50,7 +51,7 @@ def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
 
     Their constructors run, on the meta device.
     """
-    with torch.device("meta"):
+    with without_weights(), torch.device("meta"):
         models = build(tree["models"], "models")
     return memory_needs(models, build_optimizers(tree["optimizers"], models) if "optimizers" in tree else None)
 

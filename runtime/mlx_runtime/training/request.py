@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
 from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config.pins import pinned
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
@@ -85,7 +86,8 @@ def load_config(
         title: what messages call the file, if not its path.
 
     Raises:
-        ConfigError: conf.yaml or overrides are wrong; one line per problem.
+        ConfigError: conf.yaml or overrides are wrong; one line per problem. Or they name a repository of the Hugging
+            Face Hub that is not pinned and cannot be found.
         UsageError: there is no such run, or options exclude each other.
         RunFinished: the run to resume has succeeded, and no more epochs or steps are requested.
     """
@@ -105,6 +107,10 @@ def load_config(
         read_from = path if choice.declared or conf is None else conf
         title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
         config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
+        if not look:
+            file = parsed(read_from.read_text(encoding="utf-8"))
+            before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
+            pinned(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed

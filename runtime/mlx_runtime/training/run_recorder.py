@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import events
+from mlx_runtime.config import pins
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
@@ -60,6 +61,8 @@ class RunRecorder:
         if not self._begun:
             self._begun = True
             self.record.begin(self._plan.config.yaml())
+            if hub := pins.recorded(self._plan.config.tree):
+                self.record.update(hub=hub)
             if self._plan.config.kept:
                 snapshots.store(self._plan.project, self.record.folder)
 

@@ -1,12 +1,14 @@
-"""Datasets of Hugging Face in real runs."""
+"""Datasets and models of Hugging Face in real runs."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Mlx
+from conftest import Mlx, unbound
+from hub_server import Hub
 from omegaconf import OmegaConf
+from tiny_bert import save_tiny_bert
 
 Make = Callable[[str], Path]
 
@@ -42,3 +44,36 @@ def test_two_workers_read_every_row_once_and_map_it_once(mlx: Mlx, folder: Path,
     assert ranks[0]["train"][0] != ranks[0]["train"][1]
     assert ranks[0]["val"][0] == ranks[0]["val"][1] == [sorted(batch) for batch in ranks[0]["val"][0]]
     assert sorted(map(int, (folder / "mapped.txt").read_text().split())) == list(range(21))
+
+
+@pytest.mark.kills  # it stops and continues a run, and takes ten seconds
+def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_them(
+    mlx: Mlx, baked: Path, tmp_path: Path
+) -> None:
+    folder = unbound("bert", baked, tmp_path)
+    with Hub() as hub:
+        commit = hub.upload_folder("org/bert", save_tiny_bert(tmp_path / "model"))
+
+        def run(home: str, *arguments: str, **settings: str) -> str:
+            settings = hub.variables(None) | {"HF_HOME": str(tmp_path / home), "MLX_CACHE": str(tmp_path)} | settings
+            done = mlx(folder, "train", *arguments, **settings)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        def weights() -> list[str]:
+            return [path for method, path in hub.requests if method == "GET" and path.endswith("model.safetensors")]
+
+        run("one", "bind")
+        nodes = OmegaConf.load(folder / "src" / "conf.yaml")
+        assert nodes.models.net.pretrained_model_name_or_path == "org/bert"
+        assert nodes.models.net.revision == nodes.datasets.train.tokenizer.revision == commit
+        assert not [path for _, path in hub.requests if "/resolve/" in path]
+        run("one", "run")
+        assert len(weights()) == 1  # of two workers
+        record = json.loads((folder / "runs" / "bert" / "run_001" / "run.json").read_text())
+        assert record["hub"]["models.net"] == {"repository": "org/bert", "kind": "model", "revision": commit}
+        assert set(record["hub"]) == {"models.net", "datasets.train.tokenizer"}
+        assert "restored" in run("two", "run", "--resume=run_001", "cfg.num_epochs=2")
+        asked = len(hub.requests)
+        run("one", "run", "cfg.start_workers=0", HF_HUB_OFFLINE="1")
+        assert (len(weights()), len(hub.requests)) == (1, asked)

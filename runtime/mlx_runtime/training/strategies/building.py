@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mlx_runtime.config.building import build
+from mlx_runtime.config.pretrained import weightless, without_weights
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import random_state, set_random_state
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
@@ -57,7 +58,8 @@ def _built(node: Mapping[str, Any], elsewhere: bool) -> Any:
     for name, item in node.items():
         if isinstance(item, dict) and "_target_" in item:
             make = partial(build, item, f"models.{name}")
-            made[name] = _on_meta(make) if elsewhere or name in deferred else make()
+            with without_weights(weightless() or elsewhere):
+                made[name] = _on_meta(make) if elsewhere or name in deferred else make()
     make = partial(build, {name: item for name, item in node.items() if name not in made}, "models", **made)
     return _on_meta(make) if elsewhere else make()
 

@@ -1,0 +1,197 @@
+"""Names on the Hugging Face Hub in a config, pinned to the commits that they stand for: `revision: 3f2a…` in the node.
+
+Only runs and `bind` do this, because it may ask the Hub. A name that is pinned is never asked for again.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.errors import ConfigError, short_message
+
+NAMES = ("pretrained_model_name_or_path", "model_id", "path")
+"""Arguments that hold the name of a repository; else it is the first positional one."""
+
+LOCAL_FORMATS = {"arrow", "csv", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml"}
+"""Names with which `load_dataset` reads files instead of a repository; others end in `folder`."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+class Pin(NamedTuple):
+    """A node of a config that names a repository of the Hub."""
+
+    key: str
+    node: Any
+    repository: str
+    kind: str  # "model" or "dataset"
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that the node is pinned to."""
+        revision = self.node.get("revision")
+        return revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else None
+
+    @property
+    def moves(self) -> bool:
+        """True if the node asks for the default branch."""
+        return self.node.get("revision") in (None, "main")
+
+
+def pins(tree: Any, key: str = "") -> Iterator[Pin]:
+    """Yield the nodes below a key that name repositories of the Hub, outermost first."""
+    if isinstance(tree, list):
+        for index, item in enumerate(tree):
+            yield from pins(item, f"{key}[{index}]")
+    if not isinstance(tree, Mapping):
+        return
+    target = str(tree.get("_target_", ""))
+    kind = "dataset" if target in ("datasets.load.load_dataset", "datasets.load_dataset") else "model"
+    if kind == "dataset" or (target.endswith(".from_pretrained") and _on_hub(target)):
+        positional = tree.get("_args_")
+        first = positional[:1] if isinstance(positional, list) else []
+        name = next((tree[item] for item in NAMES if item in tree), first[0] if first else None)
+        if isinstance(name, str) and _REPOSITORY.fullmatch(name) and not _is_local(name, kind, tree):
+            yield Pin(key, tree, name, kind)
+    for name, item in tree.items():
+        yield from pins(item, f"{key}.{name}".lstrip("."))
+
+
+def _on_hub(target: str) -> bool:
+    try:
+        return library_of(object_at(target)) in FROM_PRETRAINED  # not if it is the user's own
+    except (ImportError, AttributeError):
+        return False
+
+
+def _is_local(name: str, kind: str, node: Mapping[str, Any]) -> bool:
+    if kind == "dataset" and "/" not in name:
+        return name in LOCAL_FORMATS or name.endswith("folder") or Path(name).exists()
+    return Path(name).exists()
+
+
+def commit_of(pin: Pin) -> str:
+    """Return the commit that a node's revision stands for: from the Hub, or else from the cache of this machine.
+
+    Raises:
+        ConfigError: there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
+    """
+    return pin.commit or _looked_up(pin.key, pin.kind, pin.repository, pin.node.get("revision"))
+
+
+@functools.cache
+def _looked_up(key: str, kind: str, repository: str, revision: str | None) -> str:
+    subject = f"{key}: the {kind} {repository}"
+    try:
+        from huggingface_hub import errors, is_offline_mode, resolve_revision
+    except ImportError as error:
+        raise ConfigError(f"{subject} is on the Hugging Face Hub; pip install 'mlx-runtime[text]'") from error
+    try:
+        return str(resolve_revision(repository, repo_type=kind, revision=revision).resolved)
+    except Exception as error:  # of the connection, in several libraries
+        match error:
+            case errors.RevisionNotFoundError():
+                why = f"has no revision {revision!r} on the Hub; name another, or none for the latest"
+            case errors.GatedRepoError():
+                why = "is gated: request access on its page, and log in with: hf auth login"
+            case errors.RepositoryNotFoundError():
+                why = "is not on the Hub, or not visible with this token; check its name, and if it is private, log in "
+                why += "with hf auth login, or set HF_TOKEN"
+            case errors.RevisionResolutionError():
+                offline = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the Hub cannot be reached"
+                why = f"is not in the cache of this machine, and {offline}; connect once to download it, or use a "
+                why += "local folder"
+            case errors.HfHubHTTPError() if error.response is not None and error.response.status_code in (401, 403):
+                why = "cannot be read, because the Hub does not accept the token; set HF_TOKEN to a valid one, or run "
+                why += "hf auth login"
+            case _:
+                why = f"cannot be looked up on the Hub: {short_message(error)}"
+        raise ConfigError(f"{subject} {why}") from error
+
+
+def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[Pin], str] = commit_of) -> list[str]:
+    """Pin the defaults of the code that ask for the default branch of a repository. Return notices for the user.
+
+    A revision in the file stays, unless the node has the name of another repository there.
+
+    Args:
+        tree: nodes of the code's defaults, which are changed.
+        file: what conf.yaml holds.
+        find: returns the commit of a repository.
+    """
+    present = {pin.key: pin for pin in pins(file)}
+    notices, found = [], dict[tuple[str, str], str | None]()
+    for pin in list(pins(tree)):
+        if not pin.moves:
+            continue
+        before = present.get(pin.key, pin)
+        if before is not pin and before.repository == pin.repository and before.node.get("revision"):
+            pin.node["revision"] = before.node["revision"]
+            continue
+        name = (before.kind, before.repository)
+        if name not in found:
+            try:
+                found[name] = find(before._replace(node={}))
+            except ConfigError as error:
+                found[name] = None
+                notices.append(f"{error}. Until it is pinned, each run uses the latest revision")
+        if (commit := found[name]) is not None:
+            pin.node["revision"] = commit
+    return notices
+
+
+def pinned(
+    tree: dict[str, Any],
+    unresolved: dict[str, Any],
+    file: Mapping[str, Any],
+    before: Mapping[str, Any] | None = None,
+    find: Callable[[Pin], str] = commit_of,
+) -> None:
+    """Pin all nodes of a run's config that name a branch or a tag, in both of its trees.
+
+    A commit in the file is that of the repository there: for another one, which an override names, it is replaced.
+
+    Args:
+        tree: the config.
+        unresolved: the same with references to environment variables.
+        file: the conf.yaml that it was composed of.
+        before: the config of the run that is resumed; a repository that it used keeps its commit.
+        find: returns the commit of a repository.
+
+    Raises:
+        ConfigError: a revision cannot be found.
+    """
+    in_file = {pin.key: pin for pin in pins(file)}
+    kept = {(pin.key, pin.repository): pin for pin in pins(before or {})}
+    for pin in list(pins(tree)):
+        of_file, commit = in_file.get(pin.key, pin), pin.commit
+        if of_file.repository != pin.repository and of_file.commit == commit is not None:
+            commit = find(pin._replace(node={}))
+        elif commit is None:
+            commit = find(kept.get((pin.key, pin.repository), pin))
+        pin.node["revision"] = commit
+        node = _at(unresolved, pin.key)
+        if isinstance(node, dict):
+            node["revision"] = commit
+
+
+def recorded(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the repositories of a run for its record, by key: their names, kinds and commits."""
+    return {
+        pin.key: {"repository": pin.repository, "kind": pin.kind, "revision": pin.commit or "?"} for pin in pins(tree)
+    }
+
+
+def _at(tree: Any, key: str) -> Any:
+    """Return what a tree holds at a key like `models.net.layers[0]`, or None."""
+    for part in re.findall(r"[^.\[\]]+", key):
+        try:
+            tree = tree[int(part)] if isinstance(tree, list) else tree[part]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return None
+    return tree

@@ -1,0 +1,153 @@
+"""Functions of libraries that load trained weights: how to build their models without downloading the weights.
+
+A default such as `net: PreTrainedModel = AutoModel.from_pretrained("google-bert/bert-base-uncased")` is declared while
+`src` is imported. Only a worker calls it, or builds the same model without values if a checkpoint is about to
+overwrite them.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from mlx_runtime.config.declarations import is_pretrained, library_of
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.local import one_at_a_time
+
+BUILDING = {"attn_implementation", "dtype", "torch_dtype"}
+"""Arguments of `from_pretrained` of transformers that `from_config` takes as well."""
+
+LOADING = {"disable_mmap", "ignore_mismatched_sizes", "low_cpu_mem_usage", "use_safetensors", "variant", "weights_only"}
+"""Arguments that only affect how weights are loaded. Others may change the model."""
+
+HUB = {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
+"""Arguments that say where files come from."""
+
+DOWNLOADING = {"timm", "torch", "torchvision"}
+"""Libraries that may download a file once per process; `huggingface_hub` has locks of its own."""
+
+_without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)
+
+
+@contextlib.contextmanager
+def without_weights(active: bool = True) -> Iterator[None]:
+    """Build models without downloading their weights inside the block, where the library can."""
+    token = _without_weights.set(active)
+    try:
+        yield
+    finally:
+        _without_weights.reset(token)
+
+
+def weightless() -> bool:
+    """Return True inside `without_weights`."""
+    return _without_weights.get()
+
+
+def built_to_be_restored(make: Callable[[], Any]) -> Any:
+    """Return the group of models that `make` builds, whose values a checkpoint is about to overwrite.
+
+    They are built without weights, unless a checkpoint has only some of their values: those of adapters, for example.
+    """
+    with without_weights():
+        group = make()
+    models = [item for item in vars(group).values() if isinstance(item, nn.Module)]
+    return group if all(map(_saves_all_values, models)) else make()
+
+
+def _saves_all_values(model: nn.Module) -> bool:
+    try:
+        saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    except TypeError:  # of a method of the user's own
+        return False
+    return all(id(parameter) in saved for parameter in model.parameters())
+
+
+def builder(target: Any) -> Callable[..., Any]:
+    """Return what to call for a target: one that builds the same model with other values inside `without_weights`."""
+    if not is_pretrained(target):
+        return target  # type: ignore[no-any-return]
+    return functools.partial(_built_without_weights if weightless() else _built_with_weights, target)
+
+
+def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that loads trained weights; processes of this machine do not download the same file twice."""
+    if library_of(target) not in DOWNLOADING:
+        return target(*args, **kwargs)
+    with one_at_a_time(Settings.read().cache / "locks", f"{target.__module__}.{target.__name__}"):
+        return target(*args, **kwargs)
+
+
+def _built_without_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    library, owner = library_of(target), getattr(target, "__self__", None)
+    made = None
+    with contextlib.suppress(Exception):  # then with weights, as if there were no checkpoint
+        if library == "timm":
+            made = target(*args, **{**kwargs, "pretrained": False})
+        elif library == "torchvision":
+            made = _of_torchvision(target, args, kwargs)
+        elif library == "transformers" and isinstance(owner, type):
+            made = _of_transformers(owner, args, kwargs)
+    return made if made is not None else _built_with_weights(target, *args, **kwargs)
+
+
+def _of_transformers(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
+    """Return the model that `cls.from_pretrained(...)` would return, with initial values; None if that is not certain.
+
+    Like that model, it is in evaluation mode, and has the generation config of the repository.
+    """
+    from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+    automatic = hasattr(cls, "from_config")
+    if not automatic and not issubclass(cls, PreTrainedModel):
+        return None  # a tokenizer or a processor
+    defaults = {item.name: item.default for item in inspect.signature(cls.from_pretrained).parameters.values()}
+    options = {key: value for key, value in kwargs.items() if key not in defaults or defaults[key] != value}
+    name, *others = args or (options.pop("pretrained_model_name_or_path"),)
+    if others or options.pop("config", None) is not None:
+        return None
+    hub = {key: options[key] for key in HUB & options.keys()}
+    kept = {key: options.pop(key) for key in BUILDING & options.keys()}
+    kept = {key: value for key, value in kept.items() if value not in (None, "auto")}
+    options = {key: value for key, value in options.items() if key not in LOADING}
+    kind = AutoConfig if automatic else cls.config_class
+    config, rest = kind.from_pretrained(name, return_unused_kwargs=True, **options)
+    unknown = {key for key in rest if not key.startswith("_")} - HUB - {"name_or_path", "trust_remote_code"}
+    if unknown or getattr(config, "quantization_config", None):
+        return None
+    if automatic and "trust_remote_code" in options:
+        kept["trust_remote_code"] = options["trust_remote_code"]
+    model: Any = cls.from_config(config, **kept) if automatic else cls._from_config(config, **kept)
+    model.config.name_or_path = model.name_or_path = name
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # the repository has none
+            model.generation_config = GenerationConfig.from_pretrained(name, **hub)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _of_torchvision(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
+    """Return the model with initial values: its builder is told that the weights are loaded already."""
+    api = importlib.import_module("torchvision.models._api")
+    with (
+        _replaced(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),
+        _replaced(nn.Module, "load_state_dict", lambda self, *_, **__: None),
+    ):
+        return target(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    own, before = name in vars(cls), vars(cls).get(name)
+    setattr(cls, name, function)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(cls, name, before)
+        else:
+            delattr(cls, name)
