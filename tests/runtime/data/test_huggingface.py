@@ -160,6 +160,18 @@ def test_a_stream_is_read_once_in_equal_steps_and_in_an_order_of_the_seed(make: 
     assert read(shard(make(), name="val"))[0] == [0, 1, 2]
 
 
+def test_a_worker_collates_only_its_own_rows_of_a_stream() -> None:
+    collated: list[list[int]] = []
+
+    class Collated(Stream):
+        def collate(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+            collated.append([row["x"] for row in rows])
+            return {"x": torch.tensor(collated[-1])}
+
+    assert collated == [batch for rank in range(2) for batch in read(shard(Collated(), rank, 2))]
+    assert sorted(row for rows in collated for row in rows) == list(range(40))
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_an_interrupted_stream_continues_on_any_number_of_workers(workers: int) -> None:
     before = [shard(Stream(), rank, 2).iter_torch_batches() for rank in range(2)]
