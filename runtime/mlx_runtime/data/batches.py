@@ -41,10 +41,19 @@ class BatchReader:
                 samples = list(map(self.dataset.__getitem__, remaining))  # the fastest loop that Python has
         except Exception as error:
             count = len(rows) - length_hint(remaining)
-            which = f"sample {rows[count - 1]}" if count else f"samples {rows[0]} …"
+            which = f"sample {rows[count - 1]}" if count else self._unreadable(rows)
             note(error, f"while reading {which} of datasets.{self.name}")
             raise
         return self.stack(samples, rows)
+
+    def _unreadable(self, rows: Sequence[int]) -> str:
+        """Return which of some rows, that cannot be read together, cannot be read alone either."""
+        for row in rows:
+            try:
+                self.dataset[row]
+            except Exception:
+                return f"sample {row}"
+        return f"samples {rows[0]} …"
 
     def stack(self, samples: list[Any], rows: Sequence[int] | None = None) -> Batch:
         """Return the batch of some samples; `rows` are their numbers. DatasetError if it is not a valid one."""

@@ -92,6 +92,18 @@ def test_what_cannot_be_read_is_one_line(dataset: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_row_that_cannot_be_read_is_named() -> None:
+    def checked(rows: dict[str, list[int]]) -> dict[str, list[int]]:
+        if 7 in rows["x"]:
+            raise ValueError("not a text")
+        return rows
+
+    rows = Batched(numbers().with_transform(checked), batch_size=4)
+    with pytest.raises(ValueError, match="not a text") as caught:
+        read(shard(rows, name="val"))
+    assert vars(caught.value)["__notes__"] == ["while reading sample 7 of datasets.val"]
+
+
 def test_other_datasets_stay_as_they_are() -> None:
     plain = torch.utils.data.TensorDataset(torch.ones(3))
     assert adopted(plain, "train") is plain
