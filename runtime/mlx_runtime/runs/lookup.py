@@ -26,9 +26,15 @@ def names_run(word: str) -> bool:
     return not _OVERRIDE.match(word)
 
 
+RUNS = "runs"
+"""Folder of the runs of functions, which need no conf.yaml."""
+
+
 def storage_root() -> str:
-    """Return the storage: `MLX_STORAGE`, else the one in the conf.yaml of the working directory."""
+    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`."""
     path = Settings.read().storage or conf_value("cfg.storage_path")
+    if path is None and not CONF.is_file() and Path(RUNS).is_dir():
+        path = RUNS
     if path is None:
         raise UsageError(NO_STORAGE)
     return files.storage_root(path)

@@ -203,6 +203,12 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
         assert composition.read(conf, [composition.storage_override(written)]).tree["cfg"]["storage_path"] == written
 
 
+def test_functions_train_in_the_folder_runs_without_a_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert lookup.storage_root() == str(tmp_path / "runs")
+
+
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
 def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would mean the working directory. An empty variable counts as unset."""
