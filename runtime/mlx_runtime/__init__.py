@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from mlx_runtime.training.api import run
     from mlx_runtime.training.engines.placement import connect
     from mlx_runtime.training.experiment import BaseModule
+    from mlx_runtime.training.function_runs import Trainer
+    from mlx_runtime.training.functions import (
+        load_checkpoint,
+        local_rank,
+        report,
+        save_checkpoint,
+        world_rank,
+        world_size,
+    )
     from mlx_runtime.training.options import DataConfig, TrainConfig
     from mlx_runtime.training.request import load_config
     from mlx_runtime.training.terminal import fit
@@ -35,16 +44,23 @@ __all__ = [
     "DataJob",
     "MlxError",
     "TrainConfig",
+    "Trainer",
     "clean_exit",
     "connect",
     "fit",
     "kfold",
+    "load_checkpoint",
     "load_config",
+    "local_rank",
     "open_run",
     "open_sweep",
+    "report",
     "run",
     "run_job",
+    "save_checkpoint",
     "sweep",
+    "world_rank",
+    "world_size",
 ]
 
 sys.meta_path.insert(0, SourceFinder("src"))  # importing src must not load data
@@ -56,16 +72,23 @@ _HOMES = {
     "DataJob": "cluster.datajob",
     "MlxError": "errors",
     "TrainConfig": "training.options",
+    "Trainer": "training.function_runs",
     "clean_exit": "cli.exits",
     "connect": "training.engines.placement",
     "fit": "training.terminal",
     "kfold": "sweeps.api",
+    "load_checkpoint": "training.functions",
     "load_config": "training.request",
+    "local_rank": "training.functions",
     "open_run": "runs.reader",
     "open_sweep": "sweeps.results",
+    "report": "training.functions",
     "run": "training.api",
     "run_job": "cluster.datajob",
+    "save_checkpoint": "training.functions",
     "sweep": "sweeps.api",
+    "world_rank": "training.functions",
+    "world_size": "training.functions",
 }
 
 

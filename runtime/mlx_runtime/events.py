@@ -169,6 +169,22 @@ class LoopEnded(WorkerEvent):
 
 
 @dataclass(frozen=True)
+class FunctionReport(WorkerEvent):
+    """What all workers have reported in a function of `Trainer.run`."""
+
+    values: tuple[Mapping[str, float], ...]  # by rank
+
+
+@dataclass(frozen=True)
+class FunctionReturned(WorkerEvent):
+    """The function of `Trainer.run` has returned on a worker."""
+
+    rank: int
+    world_size: int
+    pickled: str  # its value, in base64
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The run that a tracker, a callback or a listener receives.
 

@@ -1,4 +1,4 @@
-"""The guide to Python: its blocks run, as the cells of a notebook."""
+"""The guides to Python and to functions: their blocks run, as the cells of a notebook."""
 
 import re
 import shutil
@@ -12,11 +12,31 @@ from nbclient import NotebookClient
 pytestmark = pytest.mark.install  # with the commands of README.md
 
 
-def test_its_blocks_run(bound: Path, tmp_path: Path, environment: dict[str, str]) -> None:
-    folder = Path(shutil.copytree(bound, tmp_path / "digits"))
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "python.md").read_text(), re.DOTALL)
-    cells = ["%load_ext mlx_runtime", *blocks, 'print(run(Experiment, ["--fast-dev-run"]).result().status)']
+def blocks_of(guide: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / guide).read_text(), re.DOTALL)
+
+
+def printed_by(cells: list[str], folder: Path, environment: dict[str, str]) -> list[str]:
+    """Return what each cell prints."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
-    assert notebook.cells[-1].outputs[-1].text == "SUCCEEDED\n"
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+
+
+def test_the_blocks_about_experiments_run(bound: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+    folder = Path(shutil.copytree(bound, tmp_path / "digits"))
+    blocks = blocks_of("python.md")
+    cells = ["%load_ext mlx_runtime", *blocks, 'print(run(Experiment, ["--fast-dev-run"]).result().status)']
+    assert printed_by(cells, folder, environment)[-1] == "SUCCEEDED\n"
     assert len(blocks) == 3
+
+
+def test_the_blocks_about_functions_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    module, *blocks = blocks_of("functions.md")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "training.py").write_text(module)
+    first, running, _, objects = printed_by(blocks, tmp_path, environment)
+    assert first.startswith("Trainer with 2 workers, engine local, backend torch\n")
+    assert first.endswith("<Run train_func/run_001, SUCCEEDED> 2\n")
+    assert len(running.splitlines()) == 3 + 1 + 1
+    assert objects.splitlines()[-2:] == ["[7, 7]", "8"]

@@ -200,6 +200,42 @@ def quoted(value: Any) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 
+def override(key: str, value: Any) -> str:
+    """Return the override that sets a key, new or not, to a plain value; tuples become lists.
+
+    Raises:
+        ConfigError: it is not plain, or Hydra's grammar has no override for it.
+    """
+    plain = _plain(value, key)
+    text = f"++{key}={_literal(plain)}"
+    read = parse_overrides([text])[0].value()
+    if repr(read) != repr(plain):  # 1 equals 1.0 and True
+        raise ConfigError(f"{key}={plain!r} cannot be written as an override, which would set {read!r}")
+    return text
+
+
+def _plain(value: Any, key: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return [_plain(item, f"{key}[{index}]") for index, item in enumerate(value)]
+    if type(value) is dict:
+        return {name: _plain(item, f"{key}.{name}") for name, item in value.items()}
+    kind = type(value).__name__
+    raise ConfigError(f"{key} is a {kind}; conf.yaml holds numbers, text, None, and lists and dicts of these")
+
+
+def _literal(value: Any) -> str:
+    """Write a plain value in Hydra's grammar."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, str):
+        return quoted(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
 def _quote_value(override: str) -> str:
     """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
     match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
@@ -20,6 +20,8 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.warm_server import warm_server
 
 Listener = Callable[[Event], None]
+
+Item = TypeVar("Item")
 
 POLL_S = 0.5
 """Interval at which the process of a run is checked for being alive."""
@@ -92,7 +94,19 @@ def run(
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
     """
-    module, name = experiment.__module__, experiment.__qualname__
+    module, name = importable(experiment)
+    if module == AN_EXPERIMENT.module:
+        AN_EXPERIMENT.folder()
+    return Training(RunJob(module, name, tuple(overrides), tuple(sys.orig_argv)), listeners, show)
+
+
+def importable(thing: Any) -> tuple[str, str]:
+    """Return the module of a class or function and its name in there, by which workers import it.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    module, name = thing.__module__, thing.__qualname__
     if module == "__main__":
         where, cure = "a script", "move it to a file in src/"
         if in_notebook():
@@ -100,13 +114,11 @@ def run(
         raise UsageError(f"workers cannot import {name} from {where}; {cure}")
     if not name.isidentifier():
         raise UsageError(f"workers cannot import {module}.{name}; define it at the top level of a module")
-    if module == AN_EXPERIMENT.module:
-        AN_EXPERIMENT.folder()
-    return Training(RunJob(module, name, tuple(overrides), tuple(sys.orig_argv)), listeners, show)
+    return module, name
 
 
-class Training:
-    """A run that was started by `run`. Iterating over it follows the run; leaving the loop early stops the run.
+class RunIterator(Generic[Item]):
+    """A run in processes of its own. Iterating over it follows the run; leaving the loop early stops the run.
 
     Stopped runs save a checkpoint and are marked STOPPED, as after Ctrl-C. A second interrupt does not wait for the
     checkpoint, and a third kills the processes.
@@ -116,12 +128,10 @@ class Training:
         self._listeners = list(listeners)
         if in_notebook() if show is None else show:
             self._listeners.append(CellDisplay().handle)
-        self._epochs: deque[Epoch] = deque()
-        self._last_epoch = -1
-        self._checkpoint: str | None = None
+        self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
-        self._server = warm_server(job.module)
+        self._server = warm_server(job.title)
         self._number, self._process = self._server.start(partial(work, job))
         try:
             while self._info is None and self._end is None:
@@ -144,21 +154,25 @@ class Training:
         """`RUNNING` until the end of the run has been received."""
         return self._end.status if self._end is not None else "RUNNING"
 
-    def __iter__(self) -> Iterator[Epoch]:
-        """Yield each epoch when it has ended.
+    def items(self, event: Event) -> Iterator[Item]:
+        """Yield what the loop over the run gets for an event."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield what the run reports, when it does.
 
         Raises:
             MlxError: the run failed.
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
         try:
-            while self._epochs or self._end is None:
-                if self._epochs:
-                    yield self._epochs.popleft()
+            while self._unread or self._end is None:
+                if self._unread:
+                    yield self._unread.popleft()
                 else:
                     self._receive()
         except BaseException as error:  # also of a listener, and GeneratorExit after `break`
-            self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over its epochs was left")
+            self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             raise
         if self._end.error is not None and self._end.status == "FAILED":
             raise self._end.error
@@ -190,7 +204,7 @@ class Training:
         self._wait()
 
     def __repr__(self) -> str:
-        return f"<Training {self.folder}, {self.status}>"
+        return f"<{type(self).__name__} {self.folder}, {self.status}>"
 
     def _wait(self) -> None:
         while self._end is None:
@@ -216,13 +230,23 @@ class Training:
             self._handle(ended)
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._info = event.run
+        self._unread.extend(self.items(event))
+        for listener in self._listeners:
+            listener(event)
+
+
+class Training(RunIterator[Epoch]):
+    """A run that was started by `run`: an iterator of its epochs."""
+
+    _last_epoch = -1
+    _checkpoint: str | None = None
+
+    def items(self, event: Event) -> Iterator[Epoch]:
         match event:
-            case RunStarted(info):
-                self._info = info
             case CheckpointSaved(path=path):
                 self._checkpoint = path
             case EpochEnded(epoch, epochs, values, seconds) if epoch != self._last_epoch:
                 self._last_epoch = epoch
-                self._epochs.append(Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint))
-        for listener in self._listeners:
-            listener(event)
+                yield Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint)

@@ -31,6 +31,18 @@ class RunJob:
     name: str  # of that class
     overrides: tuple[str, ...]  # Hydra's, and the options of `load_config`
     command: tuple[str, ...]  # that started the process which asks for the run, for the record
+    function: str = ""  # import path of the function that the experiment calls, if it was `Trainer` that asked
+
+    @property
+    def title(self) -> str:
+        """The import path of what the user asked to run."""
+        return self.function or f"{self.module}.{self.name}"
+
+    @property
+    def resume_call(self) -> str:
+        """The Python that resumes the latest run."""
+        name = self.title.rpartition(".")[2]
+        return f'trainer.run({name}, resume="latest")' if self.function else f'run({name}, ["--resume"])'
 
 
 def work(job: RunJob, connection: Any) -> int:
@@ -50,30 +62,29 @@ def work(job: RunJob, connection: Any) -> int:
     try:
         with at_breakpoint(no_pdb(Direct(link.emit, lambda: False), NO_TERMINAL)):
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
-            config = loaded_config(experiment, job.overrides)
+            config = loaded_config(experiment, job.overrides, job.title)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:
         error = caught
         if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:
-            caught.hint = f'Resume from the last checkpoint: run({job.name}, ["--resume"])'
+            caught.hint = f"Resume from the last checkpoint: {job.resume_call}"
     local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
     unbegun = RunEnded("STOPPED" if isinstance(error, KeyboardInterrupt | RunStopped) else "FAILED", {})
     link.finish(replace(ended or unbegun, error=error))
     return 0
 
 
-def loaded_config(experiment: type, overrides: tuple[str, ...]) -> RunConfig:
+def loaded_config(experiment: type, overrides: tuple[str, ...], title: str) -> RunConfig:
     """Return the checked config of an experiment.
 
     `src.experiment` has the project's conf.yaml, which is written first if there is none. Other modules, such as the
     cells of a notebook, have the defaults of their code.
     """
     with contextlib.ExitStack() as stack:
-        conf, title = CONF, None
+        conf = CONF
         if experiment.__module__ != AN_EXPERIMENT.module:
             conf = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-conf-")), CONF.name)
-            title = f"{experiment.__module__}.{experiment.__qualname__}"
         if not conf.is_file():
             bind(experiment, conf).write()
-        return load_config(experiment, overrides, conf, title=title)
+        return load_config(experiment, overrides, conf, title=None if conf is CONF else title)

@@ -146,7 +146,7 @@ class Checkpointer:
         if context.evaluates:
             self._to_resume, self.positions = None, {}
             self._reporter.forget()
-        elif context.cfg.start_epoch >= context.cfg.num_epochs:
+        elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: a function decides
             epochs = f"{context.cfg.start_epoch} of {context.cfg.num_epochs}"
             self._reporter.events.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
         return int(state["epoch"])

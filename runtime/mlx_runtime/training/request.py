@@ -215,9 +215,9 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: 
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= epochs and not more_steps:
         limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
+        further = f", with {limits}. To train further, raise it" if epochs else ""  # 0: a function decides
         raise RunFinished(
-            f"{run.experiment} {run.name} has succeeded, with {limits}. To train further, raise it; "
-            "for a new run, leave out --resume and cfg.resume"
+            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out --resume and cfg.resume"
         )
     if declared and record.get("status") == "PRUNED":
         title = f"{run.experiment} {run.name}"

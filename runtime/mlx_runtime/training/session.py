@@ -15,10 +15,11 @@ from torch import nn
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
 from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.collectives import agree, gather
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
+from mlx_runtime.events import FunctionReport
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
@@ -38,7 +39,7 @@ class Session:
     def __init__(
         self, context: RunContext, strategy: Strategy, sink: Sink, tracking: ReportWriter | None = None
     ) -> None:
-        self.context, self.passes = context, PassTracker()
+        self.context, self.passes, self.send = context, PassTracker(), sink.send
         self.progress = context.progress
         self.progress.epoch = context.cfg.start_epoch
         self.reporter = Reporter(context, EventSender(context, sink), tracking)
@@ -216,6 +217,18 @@ class Session:
             plain = {name: item.detach() if isinstance(item, torch.Tensor) else item for name, item in values.items()}
             numbers = {name: float(item) for name, item in plain.items()}
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
+
+    def report(self, values: Mapping[str, float]) -> None:
+        """Record and send numbers of a loop that reads no loaders, as those of an epoch; see `functions.report`."""
+        self.beat()
+        self.progress.global_step += 1
+        self.log({name: value for name, value in values.items() if name != "epoch"})
+        self._end_epoch()
+        of_all = gather(values)
+        if of_all is not None:
+            self.reporter.events.send(FunctionReport(tuple(of_all)))
+        if self.stopping.vote():
+            self._stop()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

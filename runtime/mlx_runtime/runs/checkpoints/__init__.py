@@ -33,6 +33,7 @@ from mlx_runtime.runs.checkpoints.groups import (
     members,
     merged,
     on_device,
+    plain_entries,
     state_of,
 )
 from mlx_runtime.runs.checkpoints.layouts import Layouts
@@ -55,6 +56,7 @@ __all__ = [
     "members",
     "merged",
     "on_device",
+    "plain_entries",
     "read",
     "score",
     "state_of",

@@ -1,0 +1,226 @@
+"""Functions that train: the experiment whose loop calls one, and what such a function calls itself."""
+
+import base64
+import inspect
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.events import FunctionReturned
+from mlx_runtime.runs.checkpoints import plain_entries
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.options import TrainConfig
+
+
+@dataclass
+class FunctionConfig(TrainConfig):
+    """Settings of a run that calls a function.
+
+    Attributes:
+        function: import path of the function, like `src.training.train_func`.
+        config: what it is called with.
+        checkpoint: what `load_checkpoint` returns until the run has a checkpoint.
+        num_epochs: not used, because the function determines when it ends.
+    """
+
+    function: str = ""
+    config: dict[str, Any] = field(default_factory=dict, metadata={"resumable": True})
+    checkpoint: dict[str, Any] | None = None
+    num_epochs: int = 0
+
+
+class FunctionExperiment(BaseModule):
+    """The experiment that `Trainer.run` trains: its loop calls `cfg.function` on every worker."""
+
+    def __init__(self, cfg: FunctionConfig) -> None:
+        super().__init__(cfg=cfg)
+        self.saved = _Saved(cfg.checkpoint)
+        self._called: set[str] = set()  # of `report` and `save_checkpoint`, in this epoch
+
+    def worker_loop(self, dataset_shards: DatasetShards) -> None:
+        global _running, _topology
+        path = self.cfg.function
+        try:
+            function = object_at(path)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
+        _running, _topology = self, self._session.context.topology
+        try:
+            value = function(self.cfg.config) if takes_config(function) else function()
+        finally:
+            _running = _topology = None
+        rank, world_size = self._session.context.topology.rank, self._session.context.topology.world_size
+        try:
+            pickled = base64.b64encode(pickle.dumps(value)).decode()
+        except Exception as error:  # objects raise anything
+            raise MlxError(
+                f"{path} returned a {type(value).__name__} on rank {rank} that cannot be pickled: "
+                f"{short_message(error)}. Return numbers, text, tensors or a state_dict"
+            ) from None
+        self._session.send(FunctionReturned(rank, world_size, pickled))
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        values = {name: _number(name, value) for name, value in metrics.items()}
+        self._begin("report", values.get("epoch"))
+        self._session.report(values)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        given = {name: unwrap(item) for name, item in state.items()}
+        given = {name: item.state_dict() if hasattr(item, "state_dict") else item for name, item in given.items()}
+        values, unsafe = plain_entries(given)
+        if unsafe:
+            kind = type(given[unsafe[0]]).__name__
+            raise MlxError(
+                f"save_checkpoint({unsafe[0]}=...) is a {kind}, which a checkpoint cannot hold; it takes numbers, "
+                "text, tensors, lists and dicts of these, and objects with a state_dict"
+            )
+        self._begin("save_checkpoint")
+        self.saved.values = values
+        self._session.save_checkpoint(self._session.progress.epoch, {})
+
+    def _begin(self, name: str, epoch: Any = None) -> None:
+        """Begin an epoch if a call gives its number, or if this one has had such a call already."""
+        progress = self._session.progress
+        if epoch is not None and (type(epoch) is not int or epoch < 0):
+            raise MlxError(f"{name}(epoch={epoch!r}) is not the number of an epoch; use a whole number from 0")
+        if epoch not in (None, progress.epoch) or (epoch is None and name in self._called):
+            progress.epoch = progress.epoch + 1 if epoch is None else epoch
+            self._called.clear()
+        self._called.add(name)
+        progress.epochs = progress.epoch + 1
+
+
+class _Saved:
+    """What `save_checkpoint` was called with, as part of a checkpoint; `restored` is what a run begins with."""
+
+    def __init__(self, restored: Mapping[str, Any] | None) -> None:
+        self.restored, self.values = restored, dict[str, Any]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.restored, self.values = state, dict(state)
+
+
+def takes_config(function: Callable[..., Any]) -> bool:
+    """Return True if a function takes a config, and False if it takes nothing.
+
+    Raises:
+        TypeError: it takes more.
+    """
+    signature = inspect.signature(function)
+    try:
+        signature.bind({})
+    except TypeError:
+        signature.bind()
+        return False
+    return True
+
+
+_running: FunctionExperiment | None = None
+"""The run whose function this process is executing."""
+
+_topology: Topology | None = None
+"""Position of this process, in a function or in an object that `Trainer.start` has created."""
+
+
+def report(**metrics: float | torch.Tensor) -> None:
+    """Report metrics from a training function. Every worker must call this equally often.
+
+    Those of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call is an
+    epoch of the record. If the run should stop, it stops here.
+
+    Args:
+        metrics: like `loss=0.3`; each a number or a tensor of one element. `epoch` is the number of the epoch, which is
+            counted from 0 otherwise.
+
+    Raises:
+        MlxError: called outside of a run, or with something that is not a number.
+    """
+    _run("report").report(metrics)
+
+
+def save_checkpoint(**state: Any) -> None:
+    """Save a checkpoint from a training function. Every worker must call this equally often; rank 0's state is saved.
+
+    It is stored in the background. Call `report` first: `cfg.monitor` chooses the best checkpoint by what was reported.
+
+    Args:
+        state: like `epoch=3, model=model`: numbers, text, tensors, lists and dicts of these, or objects with a
+            `state_dict`, which is saved in their place.
+
+    Raises:
+        MlxError: called outside of a run, or with something that a checkpoint cannot hold.
+        StorageError: the previous checkpoint could not be written.
+    """
+    _run("save_checkpoint").save(state)
+
+
+def load_checkpoint() -> dict[str, Any] | None:
+    """Return the checkpoint that this run resumes from, or what `Trainer.run` was given as one, or None.
+
+    It is the state that `save_checkpoint` was called with, with tensors on the CPU.
+
+    Raises:
+        MlxError: called outside of a run.
+    """
+    restored = _run("load_checkpoint").saved.restored
+    return None if restored is None else dict(restored)
+
+
+def world_rank() -> int:
+    """Return the rank of this worker among all workers, from 0.
+
+    Raises:
+        MlxError: called outside of a run.
+    """
+    return _position("world_rank").rank
+
+
+def world_size() -> int:
+    """Return the number of workers.
+
+    Raises:
+        MlxError: called outside of a run.
+    """
+    return _position("world_size").world_size
+
+
+def local_rank() -> int:
+    """Return the rank of this worker among those on its machine, from 0.
+
+    Raises:
+        MlxError: called outside of a run.
+    """
+    return _position("local_rank").local_rank
+
+
+def _run(name: str) -> FunctionExperiment:
+    if _running is None:
+        raise MlxError(f"{name}() works inside a function that Trainer.run has called on a worker")
+    return _running
+
+
+def _position(name: str) -> Topology:
+    if _topology is None:
+        raise MlxError(f"{name}() works on the workers of a Trainer, inside a function that it calls")
+    return _topology
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several elements
+        number = None
+    if not isinstance(number, int | float):
+        raise MlxError(f"report({name}={value!r:.60}) is not a number; report numbers, or tensors of one element")
+    return int(number) if isinstance(number, bool) else number

@@ -1,0 +1,139 @@
+"""The training functions of the first design papers of Ray's distributed training, in today's spelling."""
+
+import os
+import signal
+import time
+
+import torch
+import torchmetrics
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from mlx_runtime import load_checkpoint, local_rank, report, save_checkpoint, world_rank, world_size
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(1, 128)
+        self.fc2 = nn.Linear(128, 1)
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def quick_start():
+    model = Net()
+    for x in torch.arange(3.0).split(1):
+        results = model(x)
+    return results.detach()
+
+
+def train_simple(config):
+    x, y = torch.randn(8, 5), torch.randn(8, 5)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for _ in range(config.get("epochs", 10)):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        results.append(loss.item())
+    return model.module.state_dict(), results
+
+
+def counting(config):
+    return list(range(config["num_epochs"]))
+
+
+def with_accuracy(config):
+    preds = torch.randn(10, 5).softmax(dim=-1)
+    accuracy = torchmetrics.functional.accuracy(preds, torch.randint(5, (10,)), task="multiclass", num_classes=5)
+    report(accuracy=accuracy)
+
+
+def with_epochs():
+    for epoch in range(3):
+        report(epoch=epoch, rank=world_rank())
+    return world_rank(), world_size(), local_rank()
+
+
+def resumable(config):
+    checkpoint = load_checkpoint() or {}
+    model = checkpoint.get("model", 0)
+    for epoch in range(checkpoint.get("epoch", -1) + 1, config["num_epochs"]):
+        model += epoch
+        report(model=model)
+        save_checkpoint(epoch=epoch, model=model)
+        if epoch == config.get("fails_after"):
+            raise ValueError("on purpose")
+        if epoch == config.get("dies_after") and checkpoint == {}:
+            time.sleep(1)  # until the checkpoint is stored
+            os.kill(os.getpid(), signal.SIGKILL)
+    return model
+
+
+def sharded(config):
+    rows = TensorDataset(torch.arange(config.get("rows", 10)))
+    sampler = DistributedSampler(rows, world_size(), world_rank())
+    return [row for (batch,) in DataLoader(rows, config["batch_size"], sampler=sampler) for row in batch.tolist()]
+
+
+def cross_validated(config):
+    for fold in range(config["folds"]):
+        held_out = [row for row in range(6) if row % config["folds"] == fold]
+        report(cv=fold, mean_loss=sum(held_out) / len(held_out))
+    return "done"
+
+
+def accelerated(config):
+    with torch.autocast("cpu", torch.bfloat16):
+        return str(nn.Linear(2, 2)(torch.ones(1, 2)).dtype)
+
+
+def tuned(config):
+    for _ in range(config["num_epochs"]):
+        report(output=config["input"])
+
+
+def endless():
+    step = 0
+    while True:
+        report(step=step)
+        save_checkpoint(step=step)
+        step += 1
+        time.sleep(0.05)
+
+
+def unpicklable():
+    return lambda: None
+
+
+def reports_text():
+    report(loss="low")
+
+
+def saves_an_object():
+    save_checkpoint(model=object())
+
+
+def two_arguments(config, model):
+    pass
+
+
+class Execution:
+    def __init__(self, start, *, step=1):
+        self.value, self.step = start, step
+
+    def train(self):
+        self.value += self.step
+        total = torch.tensor([self.value + world_rank()])
+        torch.distributed.all_reduce(total)
+        return self.value, total.item()
+
+    def fail_on_one(self):
+        if world_rank() == 1:
+            raise ValueError("on purpose")
+        torch.distributed.barrier()
