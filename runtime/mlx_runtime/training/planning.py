@@ -14,7 +14,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.hub import UnreachableError
-from mlx_runtime.runs.mirrors.mirror import Mirror
+from mlx_runtime.runs.mirrors.mirror import WITHOUT, Mirror
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri
 from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
@@ -136,7 +136,7 @@ def _mirror(config: RunConfig) -> Mirror | None:
         mirror = Mirror(uri)
         mirror.check(config.run)
     except UnreachableError as error:
-        error.hint = "To train without it: cfg.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
+        error.hint = WITHOUT
         raise
     return mirror
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -375,7 +376,11 @@ REFUSED = {
         "your token has no access to hf://alice/digits, or may only read it; set",
     ),
     "not yours": ("token-alice", "hf://bob/new", "your token has no access to hf://bob/new"),
-    "something else": ("token-alice", "hf://alice/bert", "holds something else than a run: config.json. Name an empty"),
+    "something else": (
+        "token-alice",
+        "hf://alice/bert",
+        "holds something else than a run: config.json. Name another",
+    ),
     "no name": ("token-alice", "hf://alice", "'hf://alice' does not name a repository .* write hf://USER/NAME"),
     "a revision": ("token-alice", f"{URI}@v1", "names a revision, which cannot change; write hf://alice/digits"),
 }
@@ -393,11 +398,21 @@ def test_what_cannot_be_mirrored(server: Hub, tmp_path: Path, monkeypatch: pytes
 
 
 UNREADABLE = {
-    "missing": (URI, "there is no repository hf://alice/digits, or your token may not read it"),
+    "missing": (
+        URI,
+        "there is no repository hf://alice/digits, or your token may not read it; check the name, and set HF",
+    ),
     "private": ("hf://bob/secret", "there is no repository hf://bob/secret, or your token may not read it"),
-    "a revision that is gone": ("hf://alice/bert@0123456789", "there is no revision 0123456789 in hf://alice/bert"),
+    "missing, with a revision": (
+        f"{URI}@v1",
+        "there is no repository hf://alice/digits@v1, or your token may not read it",
+    ),
+    "a revision that is gone": (
+        "hf://alice/bert@0123456789",
+        "there is no revision 0123456789 in hf://alice/bert; hf://alice/bert is its latest state",
+    ),
     "something else": ("hf://alice/bert", "hf://alice/bert holds something else than a run: config.json"),
-    "empty": ("hf://alice/empty", "hf://alice/empty is empty: no run was mirrored to it yet"),
+    "empty": ("hf://alice/empty", "hf://alice/empty is empty; mlx xp push mirrors a run to it"),
 }
 
 
@@ -413,10 +428,29 @@ def test_what_cannot_be_read(server: Hub, case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("opened", [Mirror, open_run])
+def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, opened: Callable[[str], Any]) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="hf://alice/digits needs the network, and HF_HUB_OFFLINE is set; unset it"):
-        Mirror(URI)
+        opened(URI)
+
+
+def test_pauses_between_requests_grow(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is about twice as long as the one before, up to a maximum, within the time that an operation has."""
+    clock, pauses = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(hub, "WAIT_S", (0.5, 8.0))
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    server.faults = Faults(1, ("429", "503"))
+    with pytest.raises(hub.UnreachableError, match="for hf://alice/digits: .*(429|503)"):
+        hub.Repository(hub.Address.parse(URI)).head()
+    planned = (0.5, 1, 2, 4, 8, 8, 8, 8)
+    assert [round(pause / expected) for pause, expected in zip(pauses, planned, strict=False)] == [1] * 8
+    assert len(server.requests) == len(pauses) + 1 <= 12
 
 
 def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,11 +460,81 @@ def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         Mirror(URI)
 
 
+def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    opened = Mirror(URI)
+    server.faults = Faults(1, ("503",))
+    with pytest.raises(hub.UnreachableError) as caught:
+        opened.follow(Training(tmp_path).record, print)
+    assert caught.value.hint.startswith("To train without it: cfg.mirror=null. To upload the run later: mlx xp push")
+
+
 def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     message = r"needs huggingface_hub, which is not installed: pip install 'mlx-runtime\[hub\]'"
     with pytest.raises(UsageError, match=message):
         Mirror(URI)
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("patience_s", [1, 1000])
+def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], patience_s: int
+) -> None:
+    """The end waits for as long as it may, or until Ctrl-C; the run has succeeded, and `mlx xp push` completes it."""
+    folder = experiment("faults")
+    with Hub() as server:
+        silent = lambda method, path: "/commit/" in path and len(server.commits("alice/faults")) > 0  # noqa: E731
+        server.faults = Faults(1, ("silence",), silent)
+        limit = f"cfg.mirror_timeout_s={patience_s}"
+        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", limit)
+        process = start(folder, *command, **server.variables())
+        record = folder / "runs" / "faults" / "run_001" / "run.json"
+        until(lambda: record.is_file() and json.loads(record.read_text())["status"] == "SUCCEEDED", 240)
+        if patience_s > 1:
+            process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate()
+        assert process.returncode == 0, errors
+        why = "the wait for it was interrupted" if patience_s > 1 else f"it was not done within {limit}"
+        assert f"unfinished: {why}; complete it with: mlx xp push faults run_001" in shown
+        assert server.commits("alice/faults") == ["Attempt 1 of faults/run_001"]
+        server.faults = Faults()
+        done = mlx(folder, "xp", "push", **server.variables())
+        assert "hf://alice/faults is complete" in done.stdout, done.stderr
+        assert server.commits("alice/faults")[-1] == "faults/run_001: SUCCEEDED, step 48"
+
+
+@pytest.mark.kills
+def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The first one saves a checkpoint and stops, with its next commit; the second continues."""
+    one = experiment("faults")
+    two = Path(shutil.copytree(one, tmp_path / "two" / "faults"))
+    with Hub() as server:
+        uri = "hf://alice/faults"
+        command = ("train", "run", "cfg.start_workers=0", f"cfg.mirror={uri}", "cfg.checkpoint_every_steps=2")
+        first = start(one, *command, "cfg.num_epochs=500", "cfg.pause_s=0.1", **server.variables())
+        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 2, 240)
+        refused = mlx(two, *command, **server.variables())
+        begins = f"error: {uri} holds faults/run_001 of "
+        assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
+        assert refused.stderr.endswith("continue that one with cfg.resume=auto, or name another repository\n")
+        refused = mlx(two, *command, "cfg.resume=auto", **server.variables())
+        begins = f"error: {uri} belongs to process {first.pid} on "
+        assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
+        assert refused.stderr.endswith(f"or run: mlx xp release {uri}\n")
+        assert not (two / "runs").exists()
+        released = mlx(two, "xp", "release", uri, **server.variables())
+        assert released.stdout.startswith(f"released {uri}; if faults/run_001 still trains"), released.stderr
+        shown, errors = first.communicate()
+        assert first.returncode == 143
+        assert f"{uri} was taken over by attempt 1" in shown
+        assert "mlx xp push" not in shown
+        assert errors.startswith("error: stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
+        assert server.commits("alice/faults")[-1].startswith("Release the claim of")
+        done = mlx(two, *command, "cfg.num_epochs=2", "cfg.resume=auto", **server.variables())
+        assert "hf://alice/faults is complete" in done.stdout, done.stderr
 
 
 @pytest.mark.kills

@@ -122,7 +122,7 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
         if others:
             raise UsageError(
                 f"{repository.address} holds something else than a run: {', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}. Name an empty repository, or one that does not exist yet"
+                f"{', …' if len(others) > 3 else ''}. Name another; a new mirror may be empty or not exist yet"
             )
         return None
     try:

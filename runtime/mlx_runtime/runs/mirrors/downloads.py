@@ -38,7 +38,7 @@ class MirroredRun:
         repository.require()
         found = cls.of(repository)
         if found is None or not found.begun:
-            raise UsageError(f"{repository.address} is empty: no run was mirrored to it yet")
+            raise UsageError(f"{repository.address} is empty; mlx xp push mirrors a run to it, or cfg.mirror")
         return found
 
     @classmethod

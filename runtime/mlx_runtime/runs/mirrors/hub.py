@@ -135,10 +135,7 @@ class Repository:
         """Return the same; raise a UsageError if there is no such repository, or this token may not read it."""
         found = self.head()
         if found is None:
-            raise UsageError(
-                f"there is no repository {self.address}, or your token may not read it; check the name, and set "
-                "HF_TOKEN or run hf auth login"
-            )
+            raise self._unknown()
         return found
 
     def create(self) -> Head:
@@ -260,12 +257,19 @@ class Repository:
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return UsageError(f"{self.address} needs the network, and HF_HUB_OFFLINE is set; unset it")
         if isinstance(cause, errors.RevisionNotFoundError):
-            return UsageError(f"there is no revision {self.address.revision} in {SCHEME}{self.address.name}")
+            latest = self.address._replace(revision=None)
+            return UsageError(f"there is no revision {self.address.revision} in {latest}; {latest} is its latest state")
         if isinstance(cause, errors.RepositoryNotFoundError):
-            return UsageError(f"there is no repository {self.address}, or your token may not read it")
+            return self._unknown()
         if isinstance(cause, OSError) and cause.errno is not None:
             return StorageError(f"cannot copy files of {self.address}: {cause}")
         return UsageError(f"{self.address}: {short_message(cause)}")
+
+    def _unknown(self) -> UsageError:
+        return UsageError(
+            f"there is no repository {self.address}, or your token may not read it; check the name, and set HF_TOKEN "
+            "or run hf auth login"
+        )
 
 
 def _root(error: BaseException) -> BaseException:

@@ -14,7 +14,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
-from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository
+from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
 
 BURST, INTERVAL_S = 20, 45.0
 """Commits that may follow each other without a pause, and the time after which another one may: at most 100 an hour,
@@ -22,6 +22,12 @@ of the 128 that the Hub accepts."""
 
 RETRY_S = 15.0
 """Pause after an upload that failed although every request was repeated."""
+
+POLL_S = 0.2
+"""Interval at which the end of a run notices that its wait for the mirror is interrupted from another thread."""
+
+WITHOUT = "To train without it: cfg.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
+"""What to do if the Hub does not answer."""
 
 
 class SupersededError(UsageError):
@@ -127,7 +133,11 @@ class Mirror:
 
     def follow(self, record: records.Record, stop: Callable[[str], object]) -> "Follower":
         """Claim the repository, and start the thread that mirrors a run; see `Follower`."""
-        claim = self.claim(record.folder, record["attempt"])
+        try:
+            claim = self.claim(record.folder, record["attempt"])
+        except UnreachableError as error:
+            error.hint = WITHOUT
+            raise
         return Follower(self._writer, record, claim.id, stop)
 
 
@@ -207,18 +217,23 @@ class Follower:
     def finish(self, timeout_s: float) -> list[str]:
         """Upload the last state, wait for that, and mark the record. Return lines for the user.
 
-        The thread ends with the process if it takes longer.
+        The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended.
         """
         with self._changed:
             self._ending = True
             self._changed.notify()
         started = time.monotonic()
-        complete = self._done.wait(timeout_s) and self._failure is None
-        if complete:
+        late = f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        try:
+            while not self._done.wait(POLL_S) and time.monotonic() - started < timeout_s:
+                pass
+        except KeyboardInterrupt:
+            late = "the wait for it was interrupted"
+        if self._done.is_set() and self._failure is None:
             self._mark(unfinished=False)
             text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
             return [*self.notices(), text]
-        why = self._failure or f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        why = self._failure or late
         run = self._record.folder
         text = f"mirror    the upload to {self._writer.address} is unfinished: {why}"
         if not isinstance(self._failure, _Superseded):
