@@ -452,7 +452,7 @@ class TestSweep:
     def test_its_runs_share_the_cluster_and_a_lost_driver_is_replaced(
         self, user: User, ray_cluster: RayCluster
     ) -> None:
-        words = [*self.SHORT, "cfg.num_epochs=25", "--name", "shared", "--parallel", "2"]
+        words = [*self.SHORT, "cfg.num_epochs=15", "--name", "shared", "--parallel", "2"]
         done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       tuning-sweep_shared" in done.stdout.splitlines()
@@ -463,8 +463,8 @@ class TestSweep:
         runs = [user.record(run, "tuning") for run in self.runs(user, "shared")]
         assert user.record("sweep_shared", "tuning")["status"] == "SUCCEEDED"
         assert [(run["status"], run["attempt"], run["epoch"]) for run in runs] == [
-            ("SUCCEEDED", 2, 24),
-            *[("SUCCEEDED", 1, 24)] * 3,
+            ("SUCCEEDED", 2, 14),
+            *[("SUCCEEDED", 1, 14)] * 3,
         ]
         assert [run["sweep"]["values"] for run in runs] == [
             {"optimizers.adam.lr": lr, "cfg.seed": seed} for lr in ("0.001", "0.01") for seed in ("0", "1")
@@ -475,7 +475,7 @@ class TestSweep:
 
     def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        done = user.types(*launch, *self.SHORT, "cfg.num_epochs=80", "--name=stopped")
+        done = user.types(*launch, *self.SHORT, "cfg.num_epochs=30", "--name=stopped")
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 4)  # as many as the cluster has CPUs
         first = self.runs(user, "stopped")[0]
@@ -489,7 +489,7 @@ class TestSweep:
         assert done.returncode == 0, done.stdout + done.stderr
         assert self.runs(user, "stopped") == runs
         found = [user.record(run, "tuning") for run in runs]
-        assert {(run["status"], run["epoch"]) for run in found} == {("SUCCEEDED", 79)}
+        assert {(run["status"], run["epoch"]) for run in found} == {("SUCCEEDED", 29)}
 
     def test_folds_are_runs_on_the_cluster(self, user: User, ray_cluster: RayCluster) -> None:
         """The job splits the rows; all runs of a fold hold out the same ones."""
@@ -515,7 +515,7 @@ class TestSweep:
 
     def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
-        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=25")
+        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=15")
         done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: user.has("run_001", "killed") and user.record("run_001", "killed").get("latest"))
@@ -530,8 +530,8 @@ class TestSweep:
         assert done.returncode == 0, done.stdout + done.stderr
         found = [user.record(run, "killed") for run in ("run_001", "run_002")]
         assert [(run["status"], run["attempt"], run["epoch"]) for run in found] == [
-            ("SUCCEEDED", 2, 24),
-            ("SUCCEEDED", 1, 24),
+            ("SUCCEEDED", 2, 14),
+            ("SUCCEEDED", 1, 14),
         ]
 
     @staticmethod
