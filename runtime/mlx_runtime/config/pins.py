@@ -88,11 +88,12 @@ def commit_of(pin: Pin) -> str:
 def _looked_up(key: str, kind: str, repository: str, revision: str | None) -> str:
     subject = f"{key}: the {kind} {repository}"
     try:
-        from huggingface_hub import errors, is_offline_mode, resolve_revision
+        from huggingface_hub import errors, resolve_revision
     except ImportError as error:
         raise ConfigError(f"{subject} is on the Hugging Face Hub; pip install 'mlx-runtime[text]'") from error
     try:
-        return str(resolve_revision(repository, repo_type=kind, revision=revision).resolved)
+        found = resolve_revision(repository, repo_type=kind, revision=revision, local_files_only=offline())
+        return str(found.resolved)
     except Exception as error:  # of the connection, in several libraries
         match error:
             case errors.RevisionNotFoundError():
@@ -103,8 +104,8 @@ def _looked_up(key: str, kind: str, repository: str, revision: str | None) -> st
                 why = "is not on the Hub, or not visible with this token; check its name, and if it is private, log in "
                 why += "with hf auth login, or set HF_TOKEN"
             case errors.RevisionResolutionError():
-                offline = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the Hub cannot be reached"
-                why = f"is not in the cache of this machine, and {offline}; connect once to download it, or use a "
+                cause = "HF_HUB_OFFLINE is set" if offline() else "the Hub cannot be reached"
+                why = f"is not in the cache of this machine, and {cause}; connect once to download it, or use a "
                 why += "local folder"
             case errors.HfHubHTTPError() if error.response is not None and error.response.status_code in (401, 403):
                 why = "cannot be read, because the Hub does not accept the token; set HF_TOKEN to a valid one, or run "
@@ -112,6 +113,13 @@ def _looked_up(key: str, kind: str, repository: str, revision: str | None) -> st
             case _:
                 why = f"cannot be looked up on the Hub: {short_message(error)}"
         raise ConfigError(f"{subject} {why}") from error
+
+
+def offline() -> bool:
+    """Return True if `HF_HUB_OFFLINE` keeps huggingface_hub from connecting."""
+    from huggingface_hub import is_offline_mode
+
+    return bool(is_offline_mode())
 
 
 def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[Pin], str] = commit_of) -> list[str]:
@@ -139,7 +147,7 @@ def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[
                 found[name] = find(before._replace(node={}))
             except ConfigError as error:
                 found[name] = None
-                notices.append(f"{error}. Until it is pinned, each run uses the latest revision")
+                notices.append(str(error))
         if (commit := found[name]) is not None:
             pin.node["revision"] = commit
     return notices

@@ -15,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from mlx_runtime.config.declarations import is_pretrained, library_of
+from mlx_runtime.config.declarations import FROM_PRETRAINED, is_pretrained, library_of
+from mlx_runtime.config.pins import offline
+from mlx_runtime.errors import short_message
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time
 
@@ -28,8 +30,8 @@ LOADING = {"disable_mmap", "ignore_mismatched_sizes", "low_cpu_mem_usage", "use_
 HUB = {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
 """Arguments that say where files come from."""
 
-DOWNLOADING = {"timm", "torch", "torchvision"}
-"""Libraries that may download a file once per process; `huggingface_hub` has locks of its own."""
+DOWNLOADING = ("timm.", "torch.hub.", "torchvision.")
+"""Modules that may download a file once per process; `huggingface_hub` has locks of its own."""
 
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)
 
@@ -77,9 +79,19 @@ def builder(target: Any) -> Callable[..., Any]:
 
 def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function that loads trained weights; processes of this machine do not download the same file twice."""
-    if library_of(target) not in DOWNLOADING:
+    try:
+        return _called(target, *args, **kwargs)
+    except OSError as error:
+        if library_of(target) not in FROM_PRETRAINED or not offline():
+            raise
+        cure = "HF_HUB_OFFLINE is set: connect once to download it, or use a local folder"
+        raise OSError(f"{short_message(error)} {cure}") from error
+
+
+def _called(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not f"{target.__module__}.".startswith(DOWNLOADING):
         return target(*args, **kwargs)
-    with one_at_a_time(Settings.read().cache / "locks", f"{target.__module__}.{target.__name__}"):
+    with one_at_a_time(Settings.read().cache / "locks", target.__name__):
         return target(*args, **kwargs)
 
 

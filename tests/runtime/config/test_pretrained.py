@@ -74,7 +74,7 @@ class TestPins:
         tree = conf(revision="v1.0")
         assert (pin_defaults(tree, {}, missing), tree) == ([], conf(revision="v1.0"))
         (notice,) = pin_defaults(conf(), {}, missing)
-        assert notice.endswith("the Hub cannot be reached. Until it is pinned, each run uses the latest revision")
+        assert notice == "models.net: the Hub cannot be reached"
 
     def test_a_run_is_pinned_even_to_the_commit_of_a_tag_and_keeps_it_when_it_resumes(self) -> None:
         for asked in ({}, {"revision": "v1.0"}, {"revision": None}):
@@ -168,6 +168,9 @@ def create_model(name, pretrained=False, **options):
 
 TORCHVISION_API = """
 import enum
+import fcntl
+import os
+from pathlib import Path
 
 downloads = []
 
@@ -178,7 +181,11 @@ class WeightsEnum(enum.Enum):
         return cls[given.replace(f"{cls.__name__}.", "")] if isinstance(given, str) else given
 
     def get_state_dict(self, *args, **kwargs):
-        downloads.append(self.name)
+        (lock,) = Path(os.environ["MLX_CACHE"], "locks").iterdir()
+        try:
+            fcntl.flock(lock.open(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            downloads.append(f"locked {self.name}")
         raise OSError("no connection")
 
 
@@ -341,7 +348,9 @@ def test_a_model_of_timm_is_built_without_its_weights(source: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("weights", ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.DEFAULT"])
-def test_a_model_of_torchvision_is_built_without_its_weights(weights: str, source: ModuleType) -> None:
+def test_a_model_of_torchvision_is_built_without_its_weights(
+    weights: str, source: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api = sys.modules["torchvision.models._api"]
     node = {"_target_": "torchvision.models.resnet18", "weights": weights, "width": 3}
     loads, gets = nn.Module.load_state_dict, api.WeightsEnum.get_state_dict
@@ -350,8 +359,10 @@ def test_a_model_of_torchvision_is_built_without_its_weights(weights: str, sourc
         net = build(node)
     assert net.weight.shape == (5, 3)
     assert (nn.Module.load_state_dict, api.WeightsEnum.get_state_dict, api.downloads) == (loads, gets, [])
-    with pytest.raises(ConfigError, match="no connection"):
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="no connection"):  # one process of the machine at a time
         build(node)
+    assert api.downloads == ["locked IMAGENET1K_V1"]
 
 
 class Adapted(nn.Module):
