@@ -15,8 +15,10 @@ PUBLIC = {
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.data.huggingface": "mlx_runtime.datasets",
+    "timm.models._factory": "timm",
+    "torch.jit._serialization": "torch.jit",
 }
-"""The path that conf.yaml shows for the runtime's own classes, by the module that defines them."""
+"""The path that conf.yaml shows for classes and functions, by the module that defines them."""
 
 MOVED = {"mlx_runtime.config": "mlx_runtime.training.options", "mlx_runtime.trackers": "mlx_runtime.tracking.trackers"}
 """Modules that a conf.yaml may name, and the modules that define their classes."""

@@ -18,8 +18,9 @@ from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
 from mlx_runtime.config.pins import Pin, pin_defaults, pinned, recorded
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
+from mlx_runtime.config.projects import project_module
 from mlx_runtime.config.text import commented_map
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError
 
 pytestmark = pytest.mark.pure
 
@@ -241,6 +242,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
     with Hub() as hub, pytest.MonkeyPatch.context() as patch:
         hub.create("org/bert", {"config.json": b"{}"}, private=False)
+        hub.create("alice/secret", {"config.json": b"{}"})
         patch.setattr(hf_api.api, "endpoint", hub.url)
         patch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield hub
@@ -284,6 +286,7 @@ def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tm
         "pretrained": True,
         "width": 3,
     }
+    assert tree["models"]["script"]["_target_"] == "torch.jit.load"
     assert tree["models"]["script"]["f"] == "m.pt"
     assert tree["models"]["net"]["pretrained_model_name_or_path"] == "org/bert"
     assert (tree["models"]["seen"]["weights"], tree["models"]["named"]["weights"]) == ("DEFAULT", "IMAGENET1K_V1")
@@ -388,13 +391,44 @@ def test_weights_that_no_checkpoint_overwrites_are_loaded(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "token", "message"),
     [
-        ("org/nothing", "tools.it: the model org/nothing is not on the Hub, or not visible with this token; check"),
-        ("org/bert", "tools.it: the model org/bert has no revision 'v9' on the Hub"),
+        ("org/nothing", "token-bob", "is not on the Hub, or not visible with this token; check its name, and if"),
+        (
+            "alice/secret",
+            "token-bob",
+            "is not on the Hub, or not visible with this token; check its name, and if it is",
+        ),
+        ("org/bert", "wrong", "cannot be read, because the Hub does not accept the token; set HF_TOKEN to a valid one"),
+        ("org/bert", "", "has no revision 'v9' on the Hub; name another, or none for the latest"),
     ],
 )
-def test_what_is_not_on_the_hub_is_one_line(hub: Hub, name: str, message: str) -> None:
+def test_what_cannot_be_looked_up_is_one_line(
+    hub: Hub, name: str, token: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(ConfigError) as caught:
         pins.commit_of(Pin("tools.it", {"revision": "v9"}, name, "model"))
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"tools.it: the model {name} {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_cached_is_one_line_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    asked = len(hub.requests)
+    with pytest.raises(ConfigError, match=r"org/new is not in the cache .*, and HF_HUB_OFFLINE is set; connect once"):
+        pins.commit_of(Pin("tools.it", {}, "org/new", "model"))
+    with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set: connect once to download it") as caught:
+        build({"_target_": BERT, "_args_": ["org/new"], "revision": "c" * 40}, "models.net")
+    assert "\n" not in str(caught.value)
+    assert len(hub.requests) == asked
+
+
+def test_a_library_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "without_library.py").write_text("from transformers import AutoModel\n")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MlxError, match=r"ModuleNotFoundError: .*; pip install 'mlx-runtime\[text\]'$"):
+        project_module("without_library", tmp_path)

@@ -1,6 +1,8 @@
 """Datasets and models of Hugging Face in real runs."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def test_two_workers_read_every_row_once_and_map_it_once(mlx: Mlx, folder: Path,
 
 @pytest.mark.kills  # it stops and continues a run, and takes ten seconds
 def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_them(
-    mlx: Mlx, baked: Path, tmp_path: Path
+    mlx: Mlx, baked: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
     folder = unbound("bert", baked, tmp_path)
     with Hub() as hub:
@@ -74,6 +76,14 @@ def test_weights_are_downloaded_once_and_not_at_all_if_a_checkpoint_overwrites_t
         assert record["hub"]["models.net"] == {"repository": "org/bert", "kind": "model", "revision": commit}
         assert set(record["hub"]) == {"models.net", "datasets.train.tokenizer"}
         assert "restored" in run("two", "run", "--resume=run_001", "cfg.num_epochs=2")
+        read = "from mlx_runtime import open_run; open_run('bert/run_001').load_models().net.classifier"
+        elsewhere = environment | hub.variables(None) | {"HF_HOME": str(tmp_path / "three")}
+        subprocess.run([sys.executable, "-c", read], cwd=folder, env=elsewhere, check=True)
         asked = len(hub.requests)
         run("one", "run", "cfg.start_workers=0", HF_HUB_OFFLINE="1")
         assert (len(weights()), len(hub.requests)) == (1, asked)
+        other = hub.upload_folder("org/other", save_tiny_bert(tmp_path / "other", seed=1))
+        run("one", "run", "models.net.pretrained_model_name_or_path=org/other", "cfg.start_workers=0")
+        record = json.loads((folder / "runs" / "bert" / "run_003" / "run.json").read_text())
+        assert record["hub"]["models.net"] == {"repository": "org/other", "kind": "model", "revision": other}
+        assert record["hub"]["datasets.train.tokenizer"]["revision"] == commit
