@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Script
+from hub_server import Hub
 
 from mlx_runtime import open_run
 from mlx_runtime.training.warm_server import libraries
@@ -151,3 +152,28 @@ def test_a_server_imports_the_libraries_of_an_experiment_but_not_its_code(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "mine", importlib.import_module("mine"))
     assert libraries("mine.models") == ["numpy.fft", "sklearn", "torchmetrics.aggregation"]
+
+
+MIRRORED = """
+import json, os
+os.environ.update(VARIABLES)
+from mlx_runtime import run
+from src.experiment import Experiment
+
+if __name__ == "__main__":
+    settings = ["cfg.start_workers=0", "cfg.mirror=hf://alice/faults", "cfg.resume=auto"]
+    for epoch in run(Experiment, [*settings, "cfg.num_epochs=50", "cfg.pause_s=0.01"]):
+        break
+    outcome = run(Experiment, [*settings, "cfg.num_epochs=8", "cfg.storage_path=elsewhere"]).result()
+    print(json.dumps({"status": outcome.status, "attempt": outcome.run.record["attempt"]}))
+"""
+
+
+@pytest.mark.kills
+def test_a_mirrored_run_continues_in_another_storage(script: Script, folder: Path) -> None:
+    with Hub() as server:
+        found = script(folder, MIRRORED.replace("VARIABLES", repr(server.variables())))
+        assert found == {"status": "SUCCEEDED", "attempt": 2}
+        ends = [title.partition(",")[0] for title in server.commits("alice/faults")]
+        assert "faults/run_001: STOPPED" in ends
+        assert ends[-1] == "faults/run_001: SUCCEEDED"
