@@ -7,7 +7,7 @@ import argparse
 
 import page
 import rounds
-from parts import checkpoints, imports, logging, memory, reading, sharding, starting, sweeps, training
+from parts import checkpoints, imports, logging, memory, mirror, reading, sharding, starting, sweeps, training
 
 PARTS = {
     "starting": starting,
@@ -16,6 +16,7 @@ PARTS = {
     "reading": reading,
     "logging": logging,
     "checkpoints": checkpoints,
+    "mirror": mirror,
     "sharding": sharding,
     "memory": memory,
     "sweeps": sweeps,

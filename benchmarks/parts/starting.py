@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from commands import BIN, Command, environment, mlx, torchrun, workplace
+from commands import BIN, Command, environment, found_by, mlx, torchrun, workplace
 from page import table
 from processes import Cost, cost
-from rounds import alternating, median
+from rounds import alternating, median, repeated
 
 TITLE = "Starting"
 
@@ -38,6 +38,12 @@ ONE_PROCESS = {
     "plain": "a plain script",
     "mlx-in-process": "**mlx**, `cfg.start_workers=0`",
     "mlx-fast-dev-run": "**mlx**, the same with `--fast-dev-run`, two steps",
+}
+
+FROM_PYTHON = {
+    "plain": "a plain script",
+    "cold": "**mlx**, the first `run()` of a process",
+    "warm": "**mlx**, later ones",
 }
 
 IMPORTING = {"import": "`import src.experiment`", "mlx-bind": "**mlx** `train bind`"}
@@ -102,18 +108,29 @@ def section(rounds: int, only: Collection[str]) -> str:
         def wall(contender: str) -> float:
             return cost(command(contender, folder / "stepped"), folder, environment(folder)).wall_s
 
+        def session(_: str) -> dict[str, tuple[float, float]]:
+            out = folder / "stepped"
+            found: dict[str, tuple[float, float]] = found_by(
+                [sys.executable, "session.py", out], folder, out, environment(folder)
+            )
+            return found
+
         two = alternating(list(TWO_WORKERS), only, rounds, start)
         one = alternating(list(ONE_PROCESS), only, rounds, start)
+        python = [] if only else [repeated(session, "run()") for _ in range(rounds)]
         importing = alternating(list(IMPORTING), only, rounds, wall)
         helping = alternating(list(HELPING), only, rounds * SHORT, wall)
     head = ["", "to the first step", "whole run", "CPU seconds of all processes"]
     return f"""The same small experiment, measured from the start of the process: 2,048 images, a small network, Adam, a
 loss and a metric of TorchMetrics, one epoch, with metrics and a checkpoint at the end; one thread per process. mlx also
-writes TensorBoard events and the record of the run. Medians of {rounds} alternating rounds.
+writes TensorBoard events and the record of the run. Runs from Python are measured from the call of `run()`, after the
+import of the experiment. Medians of {rounds} alternating rounds.
 
 {table(["two workers", *head[1:]], _rows(two, TWO_WORKERS))}
 
 {table(["one process", *head[1:]], _rows(one, ONE_PROCESS))}
+
+{table(["from Python, one process", *head[1:3]], _from_python(one["plain"], python))}
 
 {table(["command", "seconds"], [*_walls(importing, IMPORTING), *_walls(helping, HELPING)])}
 
@@ -128,6 +145,14 @@ def _rows(found: dict[str, list[Start]], titles: dict[str, str]) -> list[list[st
         for field in ("first_step_s", "wall_s", "cpu_s")
     ]
     return [[titles[name], *(column[name] for column in columns)] for name in found]
+
+
+def _from_python(plain: list[Start], sessions: list[dict[str, tuple[float, float]]]) -> list[list[str]]:
+    columns = []
+    for number, field in enumerate(("first_step_s", "wall_s")):
+        runs = {name: [found[name][number] for found in sessions] for name in ("cold", "warm") if sessions}
+        columns.append(_compared({"plain": [getattr(start, field) for start in plain], **runs}))
+    return [[FROM_PYTHON[name], *(column[name] for column in columns)] for name in columns[0]]
 
 
 def _walls(found: dict[str, list[float]], titles: dict[str, str]) -> list[list[str]]:
