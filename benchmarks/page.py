@@ -9,7 +9,7 @@ from commands import BIN, ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
-VERSIONS = ("torch", "ray", "accelerate", "lightning", "optuna", "hydra-core")
+VERSIONS = ("torch", "ray", "accelerate", "lightning", "optuna", "hydra-core", "transformers")
 """Packages whose versions the page names."""
 
 

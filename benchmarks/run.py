@@ -7,13 +7,26 @@ import argparse
 
 import page
 import rounds
-from parts import checkpoints, imports, logging, memory, mirror, reading, sharding, starting, sweeps, training
+from parts import (
+    bucketing,
+    checkpoints,
+    imports,
+    logging,
+    memory,
+    mirror,
+    reading,
+    sharding,
+    starting,
+    sweeps,
+    training,
+)
 
 PARTS = {
     "starting": starting,
     "imports": imports,
     "training": training,
     "reading": reading,
+    "bucketing": bucketing,
     "logging": logging,
     "checkpoints": checkpoints,
     "mirror": mirror,

@@ -1,0 +1,48 @@
+"""Tokens per second on texts of different lengths: padded, and grouped by length."""
+
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from commands import environment, found_by, mlx, torchrun, workplace
+from page import table
+from rounds import alternating, median
+
+TITLE = "Texts of different lengths"
+
+CONTENDERS = {
+    "torchrun-longest": "torchrun, padded to the longest text of all",
+    "torchrun-batch": "torchrun, padded to the longest of the batch",
+    "torchrun-grouped": "the same, `DistributedLengthGroupedSampler` of transformers",
+    "mlx-longest": "**mlx**, padded to the longest text of all",
+    "mlx-batch": "**mlx**, padded to the longest of the batch",
+    "mlx-grouped": "**mlx**, the same, `group_by_length`",
+}
+
+
+def section(rounds: int, only: Collection[str]) -> str:
+    with tempfile.TemporaryDirectory(prefix="bench-") as parent:
+        folder = workplace(Path(parent), "text")
+        found = alternating(list(CONTENDERS), only, rounds, lambda contender: _measured(contender, folder))
+    rates = {name: median(item["tokens_per_s"] for item in measured) for name, measured in found.items()}
+    first = rates["torchrun-longest"]
+    rows = []
+    for name, rate in rates.items():
+        speed = f"{rate:,.0f} tokens/s" if name == "torchrun-longest" else f"{rate / first:.2f}x"
+        rows.append([CONTENDERS[name], speed, f"{100 * median(item['used'] for item in found[name]):.0f} %"])
+    texts = found["torchrun-longest"][0]["texts"]
+    return f"""Tokens per second of both workers, without padding. A transformer with two layers of width 64 learns
+{texts:,} docstrings of Python's standard library, of up to 512 bytes, which are the tokens; 16 texts per worker
+and step. Medians of {rounds} alternating rounds.
+
+{table(["", "speed", "of a batch are tokens"], rows)}
+"""
+
+
+def _measured(contender: str, folder: Path) -> dict[str, float]:
+    out = folder / "measured.json"
+    framework, _, kind = contender.partition("-")
+    padding = "longest" if kind == "longest" else "batch"
+    chosen = (f"datasets.train.padding={padding}", f"datasets.train.grouped={str(kind == 'grouped').lower()}")
+    command = mlx("cfg.engine=local", *chosen, f"cfg.out={out}") if framework == "mlx" else torchrun(2, kind, out)
+    return found_by(command, folder, out, environment(folder))

@@ -1,0 +1,54 @@
+"""The loop of `workload` under mlx."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ray.train.torch import prepare_model
+
+import mlx_runtime
+from mlx_runtime import DUMMY_PARAMS, BaseModule
+from src.workload import LEARNING_RATE, Clock, Net, Texts, step
+
+
+@dataclass
+class TrainConfig(mlx_runtime.TrainConfig):
+    name: str = "text"
+    num_epochs: int = 1
+    start_workers: int = 2
+    out: Path = Path("measured.json")
+
+
+@dataclass
+class Datasets:
+    train: Texts = Texts()
+
+
+@dataclass
+class Models:
+    net: Net = Net()
+
+    map_params_to_optimizers = {"net": "adam"}
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS, lr=LEARNING_RATE)
+
+
+class Experiment(BaseModule):
+    cfg: TrainConfig
+    datasets: Datasets
+    models: Models
+    optimizers: Optimizers
+
+    def worker_loop(self, dataset_shards) -> None:
+        network, clock = prepare_model(self.models.net), Clock()
+        self.models.net = network
+        (train,) = self.generate_loaders(dataset_shards=dataset_shards)
+        for batch in train:
+            step(network, self.optimizers.adam, batch["tokens"])
+            clock.count(batch["tokens"])
+        if dist.get_rank() == 0:
+            clock.write(self.cfg.out, train.rows, dist.get_world_size())
