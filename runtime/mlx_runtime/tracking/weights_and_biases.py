@@ -82,12 +82,15 @@ class WandB:
             sent.result()
 
     def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        import wandb
+
         try:
             for sent in self._sending:
                 sent.result()
         finally:
             self._run.summary.update({**metrics, "status": status})
             self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
+            wandb.teardown()  # waits until an offline log is written, which `finish` does not
 
     def _send(self, path: str) -> None:
         """Give W&B a copy of a checkpoint, unless it has been removed in favor of others."""
