@@ -192,8 +192,8 @@ def prepare(
     fits = passed(preflight.check_upload(upload))
     if config is None:
         raise failure()
-    for note in upload.notes:
-        print(f"note      {note}")
+    for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
+        print(line)
     if not passed(preflight.check_secrets(config)) or not fits:
         raise failure()
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from clusters import RayCluster, cluster, free_ports
 from conftest import KEYS, Mlx, edit
+from hub_server import Hub
 
 from mlx_runtime.cli.verbs import data
 from mlx_runtime.cluster.addresses import Address
@@ -43,8 +44,15 @@ Types = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(environment: dict[str, str]) -> Iterator[RayCluster]:
-    with cluster(environment, TOKEN) as made:
+def hub() -> Iterator[Hub]:
+    """A Hugging Face Hub, of which this machine and all nodes have a token."""
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(environment: dict[str, str], hub: Hub) -> Iterator[RayCluster]:
+    with cluster(environment | hub.variables(), TOKEN) as made:
         yield made
 
 
@@ -92,9 +100,9 @@ class User:
 
 
 @pytest.fixture(scope="module")
-def user(bound: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> User:
+def user(bound: Path, environment: dict[str, str], hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> User:
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
-    return User(folder, environment | {"RAY_AUTH_TOKEN": TOKEN})
+    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN})
 
 
 def until(what: Callable[[], Any], seconds: float = 120) -> Any:
@@ -538,6 +546,30 @@ class TestSweep:
     def runs(user: User, name: str) -> list[str]:
         """Return the names of the runs that a sweep has begun."""
         return [run for trial in user.record(f"sweep_{name}", "tuning")["trials"] for run in trial["runs"] if run]
+
+
+class TestMirror:
+    """The driver of a mirrored run is a job, which has the token from the environment of its node."""
+
+    def test_it_continues_in_another_storage(
+        self, user: User, ray_cluster: RayCluster, hub: Hub, tmp_path: Path
+    ) -> None:
+        settings = ("cfg.mirror=hf://alice/digits", "cfg.resume=auto", "cfg.secrets=[HF_TOKEN]", "cfg.start_workers=2")
+        for epochs in (1, 2):
+            storage = str(tmp_path / f"storage_{epochs}")
+            words = ("--ray-address", ray_cluster.url, "-f", *settings, f"cfg.num_epochs={epochs}")
+            done = user.types("train", "launch", *words, MLX_STORAGE=storage)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "hf://alice/digits is complete" in done.stdout
+        assert "downloaded digits/run_001 from hf://alice/digits (attempt 1" in done.stdout
+        record = json.loads((tmp_path / "storage_2" / "digits" / "run_001" / "run.json").read_text())
+        assert (record["status"], record["attempt"], record["epoch"], record["engine"]["used"]) == (
+            "SUCCEEDED",
+            2,
+            1,
+            "ray",
+        )
+        assert hub.commits("alice/digits")[-1].startswith("digits/run_001: SUCCEEDED")
 
 
 class TestALongRun:
