@@ -116,7 +116,7 @@ class Mine(BertModel):
 
 class Own(nn.Module):
     @classmethod
-    def from_pretrained(cls, name, revision="main"):
+    def from_pretrained(cls, pretrained_model_name_or_path, revision="main"):
         return cls()
 
 
