@@ -209,16 +209,16 @@ class Driver:
         return True
 
     def _report_mirroring(self) -> None:
-        for text in self._mirroring.notices() if self._mirroring is not None else ():
-            self._emit(events.WarningNotice(text))
+        for notice in self._mirroring.notices() if self._mirroring is not None else ():
+            self._emit(notice)
 
     def _end_mirroring(self) -> None:
         """Wait for the last upload, as long as `cfg.mirror_timeout_s`."""
         if self._mirroring is not None and self.control.taken_over:
             self._mirroring.abandon()
         elif self._mirroring is not None:
-            for text in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s):
-                self._emit(events.Notice(text))
+            for notice in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s):
+                self._emit(notice)
 
     def _emit(self, event: events.Event) -> None:
         if self.recorder is not None:

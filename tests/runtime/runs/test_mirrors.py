@@ -18,6 +18,7 @@ from hub_server import Faults, Hub
 
 from mlx_runtime import open_run
 from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
@@ -96,8 +97,8 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
         following.saved()
         until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
     training.record.finish("SUCCEEDED")
-    (line,) = following.finish(60)
-    assert "is complete" in line
+    (notice,) = following.finish(60)
+    assert "is complete" in notice.text
     assert server.repositories["models/alice/digits"].private
     titles = ["Attempt 1 of digits/run_001", *(f"digits/run_001: step {step}" for step in (10, 20, 30))]
     assert server.commits("alice/digits") == [*titles, "digits/run_001: SUCCEEDED, step 30"]
@@ -129,7 +130,7 @@ def test_every_tenth_request_fails(server: Hub, tmp_path: Path) -> None:
         following.saved()
         until(lambda: len(server.commits("alice/digits")) >= epoch + 2)  # noqa: B023
     training.record.finish("SUCCEEDED")
-    assert "is complete" in following.finish(60)[-1]
+    assert "is complete" in following.finish(60)[-1].text
     assert {kind for kind, _, _ in server.faults.injected} == {"429", "503", "cut before", "cut after"}
     titles = server.commits("alice/digits")
     assert len(titles) == len(set(titles)) == 6  # none twice, although some answers were lost
@@ -148,7 +149,7 @@ def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
     following.saved()
     until(lambda: len(server.commits("alice/digits")) == 2)
     training.record.finish("STOPPED")
-    assert "is complete" in following.finish(60)[-1]
+    assert "is complete" in following.finish(60)[-1].text
     assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
 
 
@@ -158,7 +159,7 @@ def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> No
     server.commit(server.repositories["models/alice/digits"], "edit", server.files("alice/digits") | {"NOTES.md": b"!"})
     training.save(0)
     training.record.finish("SUCCEEDED")
-    assert "is complete" in following.finish(60)[-1]
+    assert "is complete" in following.finish(60)[-1].text
     assert server.files("alice/digits")["NOTES.md"] == b"!"
 
 
@@ -172,7 +173,7 @@ class TestEnd:
         training.record.finish("SUCCEEDED")
         server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path)
         started = time.monotonic()
-        line = following.finish(1.0)[-1]
+        line = following.finish(1.0)[-1].text
         assert time.monotonic() - started < 10
         assert "is unfinished: it was not done within cfg.mirror_timeout_s=1" in line
         assert line.endswith("complete it with: mlx xp push digits run_001")
@@ -264,7 +265,7 @@ class TestTwoMachines:
         until(lambda: bool(training.reasons))
         assert "was taken over by attempt 1" in training.reasons[0]
         training.record.finish("STOPPED")
-        line = following.finish(60)[-1]
+        line = following.finish(60)[-1].text
         assert "was taken over" in line
         assert "mlx xp push" not in line
         assert server.repositories["models/alice/digits"].commits[-1].sha == before
@@ -289,7 +290,7 @@ class TestContinuing:
         for epoch in range(epochs):
             training.save(epoch)
         training.record.finish("STOPPED")
-        assert "is complete" in following.finish(60)[-1]
+        assert "is complete" in following.finish(60)[-1].text
         return training
 
     def test_an_empty_machine(self, server: Hub, tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ class TestContinuing:
         following = second.follow()
         second.save(2, seed=1)
         second.record.finish("STOPPED")
-        assert "is complete" in following.finish(60)[-1]
+        assert "is complete" in following.finish(60)[-1].text
         with pytest.raises(UsageError, match="which is newer than digits/run_001 here .*cfg.resume=auto"):
             Mirror(URI).check(training.folder)
         run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
@@ -458,6 +459,30 @@ def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(hub.UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
         Mirror(URI)
+
+
+@pytest.mark.kills
+def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user is told once, and again when the mirror is up to date."""
+    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+    training = Training(tmp_path)
+    following = training.follow()
+    server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path)
+    training.save(0)
+    following.saved()
+    until(lambda: len(server.faults.injected) > 9)  # of three uploads
+    (notice,) = following.notices()
+    assert isinstance(notice, WarningNotice)
+    begins = f"training continues without a mirror until the upload succeeds: cannot reach {server.url} for {URI}: "
+    assert notice.text.startswith(begins)
+    server.faults = Faults()
+    until(lambda: len(server.commits("alice/digits")) == 2)
+    training.record.finish("SUCCEEDED")
+    again, complete = following.finish(60)
+    assert again.text == f"mirror    {URI} is up to date again"
+    assert "is complete" in complete.text
+    assert not isinstance(again, WarningNotice)
 
 
 def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

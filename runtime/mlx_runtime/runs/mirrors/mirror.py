@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
@@ -195,7 +196,7 @@ class Follower:
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self._done = threading.Event()
         self._failure: str | None = None  # why nothing more is uploaded
-        self._notices: deque[str] = deque()
+        self._notices: deque[Notice] = deque()
         self._allowance = Allowance()
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
@@ -206,16 +207,16 @@ class Follower:
             self._dirty = True
             self._changed.notify()
 
-    def notices(self) -> list[str]:
-        """Return the lines for the user since the last call."""
+    def notices(self) -> list[Notice]:
+        """Return what there is for the user since the last call."""
         found = []
         with contextlib.suppress(IndexError):
             while True:
                 found.append(self._notices.popleft())
         return found
 
-    def finish(self, timeout_s: float) -> list[str]:
-        """Upload the last state, wait for that, and mark the record. Return lines for the user.
+    def finish(self, timeout_s: float) -> list[Notice]:
+        """Upload the last state, wait for that, and mark the record. Return what there is for the user.
 
         The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended.
         """
@@ -232,13 +233,12 @@ class Follower:
         if self._done.is_set() and self._failure is None:
             self._mark(unfinished=False)
             text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
-            return [*self.notices(), text]
-        why = self._failure or late
+            return [*self.notices(), Notice(text)]
         run = self._record.folder
-        text = f"mirror    the upload to {self._writer.address} is unfinished: {why}"
+        text = f"the upload to {self._writer.address} is unfinished: {self._failure or late}"
         if not isinstance(self._failure, _Superseded):
             text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
-        return [*self.notices(), text]
+        return [*self.notices(), WarningNotice(text)]
 
     def abandon(self) -> None:
         """Upload nothing more, because another driver owns the run folder."""
@@ -260,7 +260,7 @@ class Follower:
                 self._failure = _Superseded(self._failure)
                 self._stop(self._failure)
             elif not self._ending:
-                self._notices.append(f"warning   nothing more is mirrored: {self._failure}")
+                self._notices.append(WarningNotice(f"nothing more is mirrored: {self._failure}"))
         finally:
             self._done.set()
 
@@ -279,7 +279,8 @@ class Follower:
             self._upload(last=last, whole=dirty or last)
         except (StorageError, OSError) as error:
             if not self._trying_again:
-                self._notices.append(f"mirror    {short_message(error)}; trying again")
+                text = "training continues without a mirror until the upload succeeds"
+                self._notices.append(WarningNotice(f"{text}: {short_message(error)}"))
             self._trying_again = True
             time.sleep(1)
             self._pause(RETRY_S)
@@ -287,7 +288,7 @@ class Follower:
                 self._dirty = self._dirty or dirty
             return False
         if self._trying_again:
-            self._notices.append(f"mirror    {self._writer.address} is up to date again")
+            self._notices.append(Notice(f"mirror    {self._writer.address} is up to date again"))
         self._trying_again = False
         self._allowance.take()
         return last
