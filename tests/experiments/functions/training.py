@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torchmetrics
@@ -100,11 +101,13 @@ def tuned(config):
 
 def endless():
     step = 0
-    while True:
-        report(step=step)
-        save_checkpoint(step=step)
-        step += 1
-        time.sleep(0.05)
+    try:
+        while True:
+            report(step=step)
+            step += 1
+            time.sleep(0.05)
+    finally:
+        Path(f"left_{world_rank()}").touch()
 
 
 def unpicklable():

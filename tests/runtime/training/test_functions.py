@@ -331,6 +331,7 @@ def test_ctrl_c_stops_the_run_and_leaves_no_processes(tmp_path: Path, environmen
     assert process.stdout.readline() == "[{'step': 0}, {'step': 0}]\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=120)[0].endswith("STOPPED\n")
+    assert [(folder / f"left_{rank}").exists() for rank in (0, 1)] == [True, True]  # they were not killed
     until = time.monotonic() + 60
     while marked(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
