@@ -5,12 +5,14 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError
 from mlx_runtime.sweeps.definition import Definition, plan
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.starting import claim
 from mlx_runtime.sweeps.sweep import Listener
 from mlx_runtime.sweeps.terminal import engine_for
+from mlx_runtime.training.api import importable
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.engines.placement import JOB_FLAG
 from mlx_runtime.training.experiment import BaseModule
@@ -33,11 +35,12 @@ def sweep(
 ) -> SweepResult:
     """Train an experiment with many configurations, like `mlx train sweep`, and return what came of them.
 
-    The working directory is that of the experiment, with its conf.yaml. Nothing is printed; the output of each run is
+    The working directory is that of the experiment. Nothing is printed; the output of each run is
     in its log. An interrupted sweep resumes with `mlx train sweep --resume`.
 
     Args:
-        experiment: Class to train, the one in `src/experiment.py`.
+        experiment: Class to train: the one in `src/experiment.py` with its conf.yaml, or one of another module, such as
+            `%%mlx` cells of a notebook, with the defaults of its code.
         overrides: Overrides in Hydra's sweep grammar, like `optimizers.adam.lr=tag(log, interval(1e-4, 1e-2))`.
         trials: Number of configurations; the default is the whole grid.
         search: How configurations are chosen; the default is `grid`, and `optuna` for intervals.
@@ -57,6 +60,9 @@ def sweep(
     asked: dict[str, Any] = {"search": search, "scheduler": scheduler, "metric": metric, "mode": mode, "trials": trials}
     asked |= {"folds": folds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
     given = {key: value for key, value in asked.items() if value is not None}
+    module, qualname = importable(experiment)
+    if module != AN_EXPERIMENT.module:
+        given["experiment"] = f"{module}.{qualname}"
     checked = plan(experiment, Definition(tuple(overrides), **given), large=True)
     if JOB_FLAG not in os.environ:
         local.warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep

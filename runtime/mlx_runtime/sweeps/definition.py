@@ -10,6 +10,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.redaction import redacted_override
 from mlx_runtime.sweeps.space import Space, check, parse, trial_count
+from mlx_runtime.training.background import conf_of
 from mlx_runtime.training.request import RunConfig, load_config
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
@@ -34,6 +35,7 @@ class Definition:
         seed: Of the search.
         parallel: Runs at the same time; None for as many as fit.
         gpus_per_trial: GPUs, or the share of one, of each run; None for what its workers need.
+        experiment: Path of the class that is trained, like `src.notebook.Experiment`; empty for `src.experiment`.
     """
 
     overrides: tuple[str, ...] = ()
@@ -46,6 +48,7 @@ class Definition:
     seed: int = 0
     parallel: int | None = None
     gpus_per_trial: float | None = None
+    experiment: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields that the record of the sweep holds, without secrets."""
@@ -98,9 +101,11 @@ def plan(
     trials = trial_count(space, search, asked.trials or None, large=large)
     if asked.folds and (key := space.swept(*OF_FOLDS)):
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
-    check(space, experiment, look=look)
     folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
-    config = load_config(experiment, [*space.applied(space.first), *folds, "++cfg.resume=null"], look=look)
+    overrides = [*space.applied(space.first), *folds, "++cfg.resume=null"]
+    with conf_of(experiment) as conf:
+        check(space, experiment, conf, look=look, title=asked.experiment)
+        config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg

@@ -80,10 +80,13 @@ class SweepResult:
 
     @property
     def command(self) -> str:
-        """Command that trains the best configuration in a run of its own."""
+        """Command that trains the best configuration in a run of its own, in Python if only Python can."""
         chosen = {override.partition("=")[0]: override for override in self.best.overrides}
         overrides = [chosen.pop(text.partition("=")[0], text) for text in self.definition["overrides"]]
-        return shlex.join(["mlx", "train", "run", *overrides, *chosen.values()])
+        overrides += chosen.values()
+        if path := self.definition.get("experiment"):
+            return f"run({path.rpartition('.')[2]}, {overrides})"
+        return shlex.join(["mlx", "train", "run", *overrides])
 
     @property
     def runs(self) -> "list[Run]":

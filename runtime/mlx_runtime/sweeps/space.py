@@ -141,8 +141,8 @@ def parse(overrides: Sequence[str]) -> Space:
     return Space(tuple(overrides), tuple(dimensions))
 
 
-def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = False) -> None:
-    """Check every value, each with the first value of the other keys; `look` as in `load_config`.
+def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = False, title: str = "") -> None:
+    """Check every value, each with the first value of the other keys; `look` and `title` as in `load_config`.
 
     Raises:
         ConfigError: values do not fit; one line per problem.
@@ -151,13 +151,13 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
     problems: dict[str, None] = {}
     for values in [space.first, *others]:
         try:
-            load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look)
+            load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look, title=title or None)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
                 for item in space.dimensions:  # an unknown key is one problem, whatever its values
                     problem = problem.replace(f"override {item.key}={values[item.key]}:", f"override {item.text}:")
                 problems[problem] = None
-    raise_if([*problems], path)
+    raise_if([*problems], title or path)
 
 
 def trial_count(space: Space, search: str, trials: int | None, *, large: bool = False) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup, records, snapshots
@@ -56,6 +57,8 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     definition = merged(stored, asked)
     if hidden := [text for text in definition.overrides if HIDDEN in text]:
         raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
+    if definition.experiment:
+        experiment = object_at(definition.experiment)
     found = plan(experiment, definition, **how)
     changes = differences(stored, found.definition)
     changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder)]

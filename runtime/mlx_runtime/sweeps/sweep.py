@@ -161,7 +161,8 @@ class Sweep:
             overrides = (*self.plan.space.applied(trial.values), *of_fold, f"--run={folder.location}")
         trial.statuses[index] = "RUNNING"
         self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))
-        return TrialJob(self.record.folder.name, trial.number, fold, trial.values, folder.location, overrides)
+        name, experiment = self.record.folder.name, self.plan.definition.experiment
+        return TrialJob(name, trial.number, fold, trial.values, folder.location, overrides, experiment)
 
     def _claimed(self, trial: TrialState, index: int) -> RunFolder:
         """Return the folder that was recorded for a run unless it became another run's, else a new one."""

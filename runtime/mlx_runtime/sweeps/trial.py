@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.config.projects import AN_EXPERIMENT, main_class
+from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import ConfigError, MlxError, StorageError, full_message
 from mlx_runtime.events import Event, RunEnded, RunStarted
 from mlx_runtime.runs import records
@@ -19,6 +20,7 @@ from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import split_options
 from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.background import conf_of
 from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.console_lines import ConsoleLines
@@ -40,6 +42,7 @@ class TrialJob:
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
     run: str  # path or URI of its folder, which is claimed
     overrides: tuple[str, ...]  # all that its config differs by, and `--run=`
+    experiment: str = ""  # path of its class; empty for `src.experiment`
     gpus: float = 0  # GPUs reserved for it, or the share of one; it does not fall back to the CPU
 
     @property
@@ -93,8 +96,9 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
 
 def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests) -> None:
     """Do what `mlx train run` does once the experiment is imported."""
-    experiment = main_class(AN_EXPERIMENT, Path.cwd())
-    config = replace(load_config(experiment, job.overrides), sweep=job.facts)
+    experiment = main_class(AN_EXPERIMENT, Path.cwd()) if not job.experiment else object_at(job.experiment)
+    with conf_of(experiment) as conf:
+        config = replace(load_config(experiment, job.overrides, conf), sweep=job.facts)
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,15 +77,24 @@ def work(job: RunJob, connection: Any) -> int:
 
 
 def loaded_config(experiment: type, overrides: tuple[str, ...], title: str) -> RunConfig:
-    """Return the checked config of an experiment.
-
-    `src.experiment` has the project's conf.yaml, which is written first if there is none. Other modules, such as the
-    cells of a notebook, have the defaults of their code.
-    """
-    with contextlib.ExitStack() as stack:
-        conf = CONF
-        if experiment.__module__ != AN_EXPERIMENT.module:
-            conf = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx-conf-")), CONF.name)
+    """Return the checked config of an experiment. A conf.yaml that the project lacks is written first."""
+    with conf_of(experiment) as conf:
         if not conf.is_file():
             bind(experiment, conf).write()
         return load_config(experiment, overrides, conf, title=None if conf is CONF else title)
+
+
+@contextlib.contextmanager
+def conf_of(experiment: type) -> Iterator[Path]:
+    """Provide the conf.yaml of an experiment within the block.
+
+    `src.experiment` has the one of the project. Those of other modules, such as the cells of a notebook, have the
+    defaults of their code.
+    """
+    if experiment.__module__ == AN_EXPERIMENT.module:
+        yield CONF
+        return
+    with tempfile.TemporaryDirectory(prefix="mlx-conf-") as folder:
+        conf = Path(folder, CONF.name)
+        bind(experiment, conf).write()
+        yield conf

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Script
+from conftest import Mlx, Script
 
 pytestmark = pytest.mark.local
 
 SCRIPT = """
 import json, threading, time
 from mlx_runtime import MlxError, kfold, open_sweep, sweep
+from src.cells import Cells
 from src.experiment import Experiment
 
 LR = "optimizers.adam.lr"
@@ -35,17 +36,41 @@ if __name__ == "__main__":
         failed = ""
     except MlxError as error:
         failed = str(error)
-    facts = {"rows": len(result.table(runs=True)), "runs": [run.record["status"] for run in result.runs]}
+    given = ["cfg.start_workers=0", "cfg.num_epochs=1", "cfg.name=cells", f"{LR}=0.5,0.25"]
+    of_cells = sweep(Cells, given, metric="val/mse", mode="min", parallel=1)
+    cells = [run.record["metrics"]["cells"] for run in of_cells.runs]
+    cells += [of_cells.definition["experiment"], of_cells.command]
+    try:
+        sweep(type("Inner", (Cells,), {}), given)
+    except MlxError as error:
+        cells.append(str(error))
+    runs = [run.record["status"] for run in result.runs]
+    facts = {"rows": len(result.table(runs=True)), "runs": runs, "cells": cells}
     print(json.dumps(found(result) | facts | {"seen": seen, "same": same, "failed": failed, "folds": folds}))
+"""
+
+CELLS = """
+from src import experiment
+
+
+class Cells(experiment.Experiment):
+    def worker_loop(self, dataset_shards):
+        self.log({"cells": self.optimizers.adam.param_groups[0]["lr"]})
+        super().worker_loop(dataset_shards)
 """
 
 
 @pytest.fixture(scope="module")
-def found(
-    script: Script, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """What a script has seen that carries out two sweeps."""
-    return script(make_in("faults", tmp_path_factory.mktemp("api")), SCRIPT)
+def folder(make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_in("faults", tmp_path_factory.mktemp("api"))
+    (folder / "src" / "cells.py").write_text(CELLS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(script: Script, folder: Path) -> dict[str, Any]:
+    """What a script has seen that carries out three sweeps."""
+    return script(folder, SCRIPT)
 
 
 def test_a_sweep_returns_its_results(found: dict[str, Any]) -> None:
@@ -70,3 +95,19 @@ def test_folds_are_one_row_with_a_spread(found: dict[str, Any]) -> None:
 def test_it_raises_if_all_trials_failed(found: dict[str, Any]) -> None:
     why = "ValueError: on purpose (raised on rank 0)"
     assert found["failed"] == f"all trials of faults/sweep_broken failed, the first with: {why}"
+
+
+def test_a_class_of_another_module_is_trained_with_the_defaults_of_its_code(found: dict[str, Any]) -> None:
+    *rates, path, command, _ = found["cells"]
+    assert (rates, path) == ([0.5, 0.25], "src.cells.Cells")
+    assert command.startswith("run(Cells, ['cfg.start_workers=0', 'cfg.num_epochs=1', 'cfg.name=cells', 'optimizers.")
+
+
+def test_such_a_sweep_resumes(found: dict[str, Any], mlx: Mlx, folder: Path) -> None:
+    done = mlx(folder, "train", "sweep", "--resume", "runs/cells/sweep_001")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumed   2 trials are done" in done.stdout
+
+
+def test_a_class_that_cannot_be_imported_is_refused(found: dict[str, Any]) -> None:
+    assert found["cells"][-1] == "workers cannot import Inner from a script; move it to a file in src/"
