@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import EXPERIMENTS
+from faults import cluster
 from test_engines import marked
 
 from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
@@ -308,6 +309,43 @@ class TestOnRay:
         assert kept == [7, 7]  # nobody waited for another
         assert failed[1].startswith("ValueError: on purpose (raised on rank 1)")
         assert closed[1] == "execute needs the objects of start(cls, ...), which was not called or is shut down"
+
+
+ON_A_CLUSTER = """
+import json
+from mlx_runtime import Trainer, run
+from src import training
+from src.experiment import Experiment
+
+if __name__ == "__main__":
+    outcome = run(Experiment, ["cfg.num_epochs=1"]).result()
+    trainer = Trainer(num_workers=2)
+    trainer.start(training.Execution, 5)
+    found = [outcome.run.record["engine"], trainer.execute(lambda w: w.train()), str(trainer)]
+    trainer.shutdown()
+    found += [trainer.run(training.with_epochs), trainer.latest_run.record["engine"]]
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.cluster
+def test_experiments_functions_and_objects_on_a_cluster(
+    make_in: Callable[[str, Path], Path], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """A script in a job of a cluster of two nodes with one CPU each."""
+    folder = make_in("faults", tmp_path)
+    shutil.copy(EXPERIMENTS / "functions" / "training.py", folder / "src")
+    (folder / "script.py").write_text(ON_A_CLUSTER)
+    with cluster(2, environment) as raylets:
+        of_job = environment | {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
+        command = [sys.executable, "script.py"]
+        done = subprocess.run(command, cwd=folder, env=of_job, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_run, trained, table, returned, of_function = json.loads(done.stdout.splitlines()[-1])
+    assert of_run == of_function == {"asked": "auto", "used": "ray"}
+    assert trained == [[6, 13], [6, 13]]
+    assert table.splitlines()[2].split() == ["CPUs", "1", "2", "2"]
+    assert [(rank, size) for rank, size, _ in returned] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.kills
