@@ -3,9 +3,10 @@
 Only runs and `bind` do this, because it may ask the Hub. A name that is pinned is never asked for again.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from mlx_runtime.errors import ConfigError, short_message
 NAMES = ("pretrained_model_name_or_path", "model_id", "path")
 """Arguments that hold the name of a repository; else it is the first positional one."""
 
-LOCAL_FORMATS = {"arrow", "csv", "json", "pandas", "parquet", "sql", "text", "webdataset", "xml"}
-"""Names with which `load_dataset` reads files instead of a repository; others end in `folder`."""
+ASKED_WITH = ("cache_dir", "local_files_only", "token")
+"""Arguments of a node with which its repository is looked up, too."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -38,6 +39,11 @@ class Pin(NamedTuple):
         return revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else None
 
     @property
+    def latest(self) -> "Pin":
+        """The same for the default branch."""
+        return self._replace(node={name: item for name, item in self.node.items() if name != "revision"})
+
+    @property
     def moves(self) -> bool:
         """True if the node asks for the default branch."""
         return self.node.get("revision") in (None, "main")
@@ -56,7 +62,7 @@ def pins(tree: Any, key: str = "") -> Iterator[Pin]:
         positional = tree.get("_args_")
         first = positional[:1] if isinstance(positional, list) else []
         name = next((tree[item] for item in NAMES if item in tree), first[0] if first else None)
-        if isinstance(name, str) and _REPOSITORY.fullmatch(name) and not _is_local(name, kind, tree):
+        if isinstance(name, str) and _REPOSITORY.fullmatch(name) and not _is_local(name, kind):
             yield Pin(key, tree, name, kind)
     for name, item in tree.items():
         yield from pins(item, f"{key}.{name}".lstrip("."))
@@ -69,10 +75,14 @@ def _on_hub(target: str) -> bool:
         return False
 
 
-def _is_local(name: str, kind: str, node: Mapping[str, Any]) -> bool:
-    if kind == "dataset" and "/" not in name:
-        return name in LOCAL_FORMATS or name.endswith("folder") or Path(name).exists()
-    return Path(name).exists()
+def _is_local(name: str, kind: str) -> bool:
+    builders: Collection[str] = ()
+    if kind == "dataset":
+        with contextlib.suppress(ImportError):
+            from datasets import packaged_modules
+
+            builders = packaged_modules._PACKAGED_DATASETS_MODULES  # like "json", which reads files
+    return name in builders or Path(name).exists()
 
 
 def commit_of(pin: Pin) -> str:
@@ -81,19 +91,23 @@ def commit_of(pin: Pin) -> str:
     Raises:
         ConfigError: there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
     """
-    return pin.commit or _looked_up(pin.key, pin.kind, pin.repository, pin.node.get("revision"))
+    asked = tuple((name, pin.node[name]) for name in ASKED_WITH if name in pin.node)
+    try:
+        return pin.commit or _looked_up(pin.kind, pin.repository, pin.node.get("revision"), asked)
+    except ConfigError as error:
+        raise ConfigError(f"{pin.key}: {error}") from error
 
 
 @functools.cache
-def _looked_up(key: str, kind: str, repository: str, revision: str | None) -> str:
-    subject = f"{key}: the {kind} {repository}"
+def _looked_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
+    subject = f"the {kind} {repository}"
     try:
         from huggingface_hub import errors, resolve_revision
     except ImportError as error:
         raise ConfigError(f"{subject} is on the Hugging Face Hub; pip install 'mlx-runtime[text]'") from error
     try:
-        found = resolve_revision(repository, repo_type=kind, revision=revision, local_files_only=offline())
-        return str(found.resolved)
+        options = dict(asked) | ({"local_files_only": True} if offline() else {})
+        return str(resolve_revision(repository, repo_type=kind, revision=revision, **options).resolved)
     except Exception as error:  # of the connection, in several libraries
         match error:
             case errors.RevisionNotFoundError():
@@ -144,7 +158,7 @@ def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[
         name = (before.kind, before.repository)
         if name not in found:
             try:
-                found[name] = find(before._replace(node={}))
+                found[name] = find(before.latest)
             except ConfigError as error:
                 found[name] = None
                 notices.append(str(error))
@@ -179,7 +193,7 @@ def pinned(
     for pin in list(pins(tree)):
         of_file, commit = in_file.get(pin.key, pin), pin.commit
         if of_file.repository != pin.repository and of_file.commit == commit is not None:
-            commit = find(pin._replace(node={}))
+            commit = find(pin.latest)
         elif commit is None:
             commit = find(kept.get((pin.key, pin.repository), pin))
         pin.node["revision"] = commit

@@ -1,11 +1,13 @@
 """Models of libraries as defaults: declared, pinned to commits, downloaded once, and built without weights."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import datasets.packaged_modules
 import pytest
 import torch
 from hub_server import Hub
@@ -22,7 +24,7 @@ from mlx_runtime.config.projects import project_module
 from mlx_runtime.config.text import commented_map
 from mlx_runtime.errors import ConfigError, MlxError
 
-pytestmark = pytest.mark.pure
+pytestmark = pytest.mark.process
 
 BERT = "transformers.BertModel.from_pretrained"
 COMMITS = {"org/bert": "b" * 40, "org/gpt": "a" * 40}
@@ -54,6 +56,12 @@ class TestPins:
             ("models.seq._args_[0]", "org/bert", "model"),
             ("datasets.train.source", "org/rows", "dataset"),
         ]
+
+    def test_builders_of_datasets_that_read_files_are_no_repositories(self) -> None:
+        builders = datasets.packaged_modules._PACKAGED_DATASETS_MODULES
+        assert {"json", "hdf5", "imagefolder"} <= set(builders)
+        nodes = [{"_target_": "datasets.load_dataset", "path": name, "data_files": "x"} for name in builders]
+        assert list(pins.pins(nodes)) == []
 
     def test_a_default_gets_the_commit_that_the_file_has_or_else_that_of_the_hub(self) -> None:
         tree, kept = conf(), conf(revision="c" * 40)
@@ -411,6 +419,23 @@ def test_what_cannot_be_looked_up_is_one_line(
         pins.commit_of(Pin("tools.it", {"revision": "v9"}, name, "model"))
     assert str(caught.value).startswith(f"tools.it: the model {name} {message}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_node_is_looked_up_with_its_own_token_and_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_TOKEN", "token-bob")
+    hub.create("alice/own", {"config.json": b"{}"})
+    chosen = {"token": "token-alice", "cache_dir": str(tmp_path)}
+    commit = pins.commit_of(Pin("tools.it", chosen, "alice/own", "model"))
+    assert re.fullmatch("[0-9a-f]{40}", commit)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    pins._looked_up.cache_clear()
+    assert pins.commit_of(Pin("tools.it", chosen, "alice/own", "model")) == commit
+    with pytest.raises(ConfigError, match="is not in the cache"):
+        pins.commit_of(Pin("tools.it", {"token": "token-alice"}, "alice/own", "model"))
 
 
 def test_what_is_not_cached_is_one_line_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
