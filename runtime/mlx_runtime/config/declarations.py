@@ -34,18 +34,23 @@ class Declaration:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"{self.target.__qualname__}() is not constructed while src is imported, so it has no attribute {name!r}; "
-            "use it inside a function or in worker_loop"
-        )
+        raise self._unmade(f"has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("target", "args", "kwargs"):
-            getattr(self, name)  # raises
+            raise self._unmade(f"has no attribute {name!r}")
         object.__setattr__(self, name, value)
 
     def __getitem__(self, item: Any) -> Any:
-        getattr(self, f"[{item!r}]")
+        raise self._unmade("has no items")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._unmade("cannot be called")
+
+    def _unmade(self, why: str) -> AttributeError:
+        name = self.target.__qualname__
+        cure = f"make it a default of a constructor, or call {name} in the function that uses it"
+        return AttributeError(f"{name}() is not constructed while src is imported, so it {why}; {cure}")
 
     def __repr__(self) -> str:
         arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]

@@ -142,7 +142,8 @@ class Description:
         default = parameter.default
         if is_factory(default):
             return
-        if isinstance(default, torch.nn.Module) or (hasattr(default, "__dict__") and not callable(default)):
+        made = isinstance(default, torch.nn.Module | Declaration)
+        if made or (hasattr(default, "__dict__") and not callable(default)):
             here = (path, parameter.name)  # a class that is used twice has its own default twice
             owner = self._owners.setdefault(id(default), (key, here, default))
             if owner[1] != here:

@@ -118,6 +118,13 @@ import mlx_runtime
 from mlx_runtime import BaseModule
 
 
+TOKENIZER = AutoTokenizer.from_pretrained("org/bert")
+
+
+def words(text):
+    return TOKENIZER(text)
+
+
 class Mine(BertModel):
     pass
 
@@ -311,7 +318,11 @@ def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tm
 def test_what_is_declared_cannot_be_changed_silently(source: ModuleType) -> None:
     with pytest.raises(AttributeError, match="is not constructed while src is imported, so it has no attribute 'x'"):
         source.Models.net.x = 1
-    with pytest.raises(AttributeError, match="use it inside a function"):
+    with pytest.raises(
+        AttributeError, match=r"so it cannot be called; make it a default .*, or call AutoTokenizer\.from_pr"
+    ):
+        source.words("a text")
+    with pytest.raises(AttributeError, match="it has no items"):
         source.Models.net["x"]
 
 
