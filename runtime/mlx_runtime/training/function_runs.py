@@ -124,7 +124,7 @@ class Trainer:
 
     # -- functions
 
-    def run(self, function: Callable[..., Any], config: Mapping[str, Any] | None = None, **options: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], config: dict[str, Any] | None = None, **options: Any) -> list[Any]:
         """Call a function on every worker, and return what it returns, by rank.
 
         Args:
@@ -144,7 +144,7 @@ class Trainer:
     def run_iterator(
         self,
         function: Callable[..., Any],
-        config: Mapping[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
         *,
         callbacks: Sequence[Any] = (),
         checkpoint: Mapping[str, Any] | str | Path | None = None,
@@ -163,8 +163,8 @@ class Trainer:
             callbacks: called here with each list of results: functions, or objects with `handle_result(results)`.
             checkpoint: what `load_checkpoint` returns in the new run: a dict of numbers and text, or the path or URI
                 of a stored checkpoint.
-            resume: `latest`, `auto` or the name of a run of this function to resume, as `cfg.resume`. Values that
-                `config` lacks stay as they were.
+            resume: run of this function to resume: `latest`, or its name, where values that `config` lacks stay as they
+                were; `auto` for the latest if there is one, with this config, and a new one otherwise.
             show: draw a table and a curve in the cell of a notebook. The default is True there.
         """
         if not inspect.isfunction(function):
