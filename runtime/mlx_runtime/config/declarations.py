@@ -1,5 +1,5 @@
 """Datasets and pretrained models as defaults: `train: TrainDataset = TrainDataset()` and
-`net: PreTrainedModel = AutoModel.from_pretrained(...)` must load nothing when `src` is imported.
+`net: PreTrainedModel = AutoModel.from_pretrained(...)` are written without loading anything when `src` is imported.
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a

@@ -85,7 +85,7 @@ def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if library_of(target) not in FROM_PRETRAINED or not offline():
             raise
         cure = "HF_HUB_OFFLINE is set: connect once to download it, or use a local folder"
-        raise OSError(f"{short_message(error)} {cure}") from error
+        raise OSError(f"{short_message(error).rstrip('.')}. {cure}") from error
 
 
 def _called(target: Any, /, *args: Any, **kwargs: Any) -> Any:

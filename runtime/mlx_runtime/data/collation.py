@@ -81,7 +81,10 @@ def _column(values: list[Any]) -> torch.Tensor | list[Any] | None:
     try:
         if isinstance(first, torch.Tensor):
             return torch.stack(values)
-        return torch.as_tensor(np.stack(values) if isinstance(first, np.ndarray) else values)
+        column = torch.as_tensor(np.stack(values) if isinstance(first, np.ndarray) else values)
+        if column.numel() or len({_shape(value) for value in values}) == 1:
+            return column
+        return None  # of lists, the first is empty: torch would leave out the others
     except (TypeError, ValueError, RuntimeError, OverflowError):
         shapes = {_shape(value) for value in values}
         return values if None in shapes or len(shapes) == 1 else None

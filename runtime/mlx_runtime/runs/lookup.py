@@ -27,7 +27,7 @@ def names_run(word: str) -> bool:
 
 
 RUNS = "runs"
-"""Folder of the runs of functions, which need no conf.yaml."""
+"""The default storage, where there is no conf.yaml."""
 
 
 def storage_root() -> str:

@@ -122,7 +122,10 @@ class Run:
         Raises:
             UsageError: there is no such checkpoint, or no code.
             ConfigError: the code does not match the run.
+            UsageError: the run has no models, as one of a function.
         """
+        if "models" not in self.config:
+            raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
         state = self.state(which)
         node = self._importable("models", trust)
         models = built_to_be_restored(lambda: build(node, "models"))

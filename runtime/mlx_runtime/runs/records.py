@@ -60,7 +60,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "heartbeat": TIME,
     "attempt": COUNT,
     "attempts": list_of(mapping_with(_DRIVER)),
-    **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor"), TEXT.or_null()),
+    **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor", "experiment_class"), TEXT.or_null()),
     **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),
     "metrics": mapping_of(NUMBER.or_null()).or_null(),

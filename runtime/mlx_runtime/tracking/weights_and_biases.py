@@ -1,9 +1,10 @@
 """The tracker for Weights & Biases."""
 
+import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,9 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoint_index import Checkpoint, list_checkpoints
 from mlx_runtime.storage.files import is_uri, parent_of
 from mlx_runtime.tracking.callbacks import Report, RunInfo
+
+DATA_DIR = "WANDB_DATA_DIR"
+"""Environment variable with the folder where W&B keeps copies until they are sent, by default in HOME."""
 
 
 class WandB:
@@ -40,6 +44,7 @@ class WandB:
         self.project, self.mode, self.entity, self.checkpoints = project, mode, entity, checkpoints
         self._run: Any = None
         self._monitor: tuple[str | None, str] = (None, "min")  # metric of the best checkpoint, and its mode
+        self._environment = contextlib.ExitStack()
         self._sender: ThreadPoolExecutor | None = None
         self._sending: list[Future[None]] = []
 
@@ -50,8 +55,8 @@ class WandB:
             raise UsageError("it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'") from error
         cfg = run.config.get("cfg") or {}
         self._monitor = cfg.get("monitor"), cfg.get("mode", "min")
-        if not is_uri(run.place):
-            os.environ.setdefault("WANDB_DATA_DIR", str(run.folder / "wandb"))  # of W&B's copies, by default in HOME
+        if not is_uri(run.place) and DATA_DIR not in os.environ:
+            self._environment.enter_context(_variable(DATA_DIR, str(run.folder / "wandb")))
         self._run = wandb.init(
             project=self.project or run.experiment,
             entity=self.entity,
@@ -89,8 +94,9 @@ class WandB:
                 sent.result()
         finally:
             self._run.summary.update({**metrics, "status": status})
-            self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
-            wandb.teardown()  # waits until an offline log is written, which `finish` does not
+            with self._environment:
+                self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
+                wandb.teardown()  # waits until an offline log is written, which `finish` does not
 
     def _send(self, path: str) -> None:
         """Give W&B a copy of a checkpoint, unless it has been removed in favor of others."""
@@ -125,6 +131,15 @@ class WandB:
         monitor, mode = self._monitor
         best = max(score(item.metrics, monitor, mode) for item in so_far)
         return monitor in checkpoint.metrics and score(checkpoint.metrics, monitor, mode) == best
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 def remembered(file: Path, make: Callable[[], str]) -> str:

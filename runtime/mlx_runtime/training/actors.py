@@ -57,7 +57,7 @@ class Actors:
             group = placement_group([resources] * size)
             self._stack.callback(remove_placement_group, group)  # with its actors
             if not group.wait(ROOM_S):
-                raise ClusterError(f"Ray has no room for {size} workers with {resources} each after {ROOM_S} s")
+                raise ClusterError(f"Ray has not found room for {size} workers with {resources} each within {ROOM_S} s")
             options: dict[str, Any] = {"num_cpus": cfg.cpus_per_worker, "num_gpus": int(use_gpu)}
             self._workers = []
             for rank in range(size):
@@ -97,7 +97,8 @@ class Actors:
                 self.close()
             if isinstance(error.cause, MlxError):
                 raise error.cause from None
-            raise MlxError(f"a worker cannot return this value: {short_message(error.cause)}") from error
+            why = f"{type(error.cause).__name__}: {short_message(error.cause)}"
+            raise MlxError(f"a worker could not read the call or return its value: {why}") from error
         except ray.exceptions.RayError as error:
             self.close()
             raise WorkerLostError(f"a worker was lost: {short_message(error)}") from error

@@ -126,7 +126,9 @@ class RunIterator(Generic[Item]):
 
     def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool | None) -> None:
         self._listeners = list(listeners)
-        if in_notebook() if show is None else show:
+        if show and not in_notebook():
+            raise UsageError("show=True draws in a cell of a notebook, and this is none; leave it out")
+        if in_notebook() and show is not False:
             self._listeners.append(CellDisplay().handle)
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None

@@ -16,12 +16,13 @@ from mlx_runtime.config.composition import override
 from mlx_runtime.config.signatures import convert, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
+from mlx_runtime.runs.lookup import conf_value
 from mlx_runtime.runs.reader import Run, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.training.actors import Actors
 from mlx_runtime.training.api import RunIterator, importable
 from mlx_runtime.training.background import RunJob
-from mlx_runtime.training.engines.placement import engine_for, uses_gpus
+from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
 from mlx_runtime.training.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.training.options import TrainConfig
 
@@ -68,6 +69,11 @@ class FunctionRun(RunIterator[Results]):
         if self.result().status != "SUCCEEDED":
             name = Path(self.folder).name
             raise RunStopped(f'{self.folder} was stopped before the function returned; resume it: resume="{name}"')
+        missing = [rank for rank in range(self._world_size or 1) if rank not in self._returned]
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            text = f"{self.folder} has succeeded, but the value of rank {ranks} has not arrived"
+            raise MlxError(f"{text}; save large values with save_checkpoint")
         values = []
         for rank in range(self._world_size):
             try:
@@ -109,7 +115,7 @@ class Trainer:
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                raise UsageError(f"{name!r} is no setting of a Trainer.{suggest(name, known)}")
+                raise UsageError(f"{name!r} is not a setting of Trainer.{suggest(name, known)}")
             try:
                 convert(value, known[name])
             except TypeError:
@@ -181,8 +187,12 @@ class Trainer:
             raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
         values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
         values |= {"function": path, "config": config or {}}
+        if (storage := conf_value("cfg.storage_path")) is not None:
+            values.setdefault("storage_path", storage)
         if isinstance(checkpoint, str | Path):
             values["restore_checkpoint_path"] = str(checkpoint)
+        elif checkpoint is not None and not isinstance(checkpoint, Mapping):
+            raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
         elif checkpoint is not None:
             values["checkpoint"] = dict(checkpoint)
         overrides = [override(f"cfg.{name}", value) for name, value in values.items()]
@@ -248,7 +258,8 @@ class Trainer:
 
         Raises:
             UsageError: `start` was not called with a class.
-            WorkerLoopError: the function raised an exception. Workers that then wait for each other are shut down.
+            WorkerLoopError: the function raised an exception. If other workers do not finish within five seconds after
+                that, because they wait for it, all are shut down.
         """
         return self._started("execute").call(function, args, kwargs)
 
@@ -269,7 +280,8 @@ class Trainer:
 
     def __str__(self) -> str:
         cfg, cpus, gpus, where = self._cfg, float(os.cpu_count() or 1), float(torch.cuda.device_count()), "this machine"
-        if self._engine == "ray" and (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        ray, embedded = sys.modules.get("ray"), self._actors is not None and JOB_FLAG not in os.environ
+        if self._engine == "ray" and ray is not None and ray.is_initialized() and not embedded:
             total = ray.cluster_resources()
             cpus, gpus, where = total.get("CPU", 0), total.get("GPU", 0), "the cluster"
         used = {"CPUs": (cfg.cpus_per_worker, cpus), "GPUs": (int(uses_gpus(cfg, gpus)), gpus)}

@@ -44,6 +44,7 @@ class FunctionExperiment(BaseModule):
         super().__init__(cfg=cfg)
         self.saved = _Saved(cfg.checkpoint)
         self._called: set[str] = set()  # of `report` and `save_checkpoint`, in this epoch
+        self._saves = True  # expect a checkpoint in each epoch, until one has had none
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running, _topology
@@ -70,7 +71,7 @@ class FunctionExperiment(BaseModule):
     def report(self, metrics: Mapping[str, Any]) -> None:
         values = {name: _number(name, value) for name, value in metrics.items()}
         self._begin("report", values.get("epoch"))
-        self._session.report(values)
+        self._session.report(values, may_stop=not self._saves)
 
     def save(self, state: Mapping[str, Any]) -> None:
         given = {name: unwrap(item) for name, item in state.items()}
@@ -79,11 +80,11 @@ class FunctionExperiment(BaseModule):
         if unsafe:
             kind = type(given[unsafe[0]]).__name__
             raise MlxError(
-                f"save_checkpoint({unsafe[0]}=...) is a {kind}, which a checkpoint cannot hold; it takes numbers, "
-                "text, tensors, lists and dicts of these, and objects with a state_dict"
+                f"save_checkpoint({unsafe[0]}=...) is of type {kind}, which a checkpoint cannot hold; it takes "
+                "numbers, text, tensors, lists and dicts of these, and objects with a state_dict"
             )
         self._begin("save_checkpoint")
-        self.saved.values = values
+        self.saved.values, self.saved.restored = values, None
         self._session.save_checkpoint(self._session.progress.epoch, {})
 
     def _begin(self, name: str, epoch: Any = None) -> None:
@@ -93,13 +94,14 @@ class FunctionExperiment(BaseModule):
             raise MlxError(f"{name}(epoch={epoch!r}) is not the number of an epoch; use a whole number from 0")
         if epoch not in (None, progress.epoch) or (epoch is None and name in self._called):
             progress.epoch = progress.epoch + 1 if epoch is None else epoch
+            self._saves = not self._called or "save_checkpoint" in self._called
             self._called.clear()
         self._called.add(name)
         progress.epochs = progress.epoch + 1
 
 
 class _Saved:
-    """What `save_checkpoint` was called with, as part of a checkpoint; `restored` is what a run begins with."""
+    """What `save_checkpoint` was called with, as part of a checkpoint; until then, `restored`."""
 
     def __init__(self, restored: Mapping[str, Any] | None) -> None:
         self.restored, self.values = restored, dict[str, Any]()
@@ -134,10 +136,10 @@ _topology: Topology | None = None
 
 
 def report(**metrics: float | torch.Tensor) -> None:
-    """Report metrics from a training function. Every worker must call this equally often.
+    """Report metrics from a training function. Every worker must make the same calls of this.
 
     Those of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call is an
-    epoch of the record. If the run should stop, it stops here.
+    epoch of the record. If the run should stop, it stops here, or after the checkpoint of this epoch.
 
     Args:
         metrics: like `loss=0.3`; each a number or a tensor of one element. `epoch` is the number of the epoch, which is
@@ -150,7 +152,7 @@ def report(**metrics: float | torch.Tensor) -> None:
 
 
 def save_checkpoint(**state: Any) -> None:
-    """Save a checkpoint from a training function. Every worker must call this equally often; rank 0's state is saved.
+    """Save a checkpoint from a training function: the state of rank 0. Every worker must make the same calls of this.
 
     It is stored in the background. Call `report` first: `cfg.monitor` chooses the best checkpoint by what was reported.
 
@@ -168,13 +170,14 @@ def save_checkpoint(**state: Any) -> None:
 def load_checkpoint() -> dict[str, Any] | None:
     """Return the checkpoint that this run resumes from, or what `Trainer.run` was given as one, or None.
 
-    It is the state that `save_checkpoint` was called with, with tensors on the CPU.
+    It is the state that `save_checkpoint` was called with. Tensors of a stored checkpoint are on the CPU.
 
     Raises:
         MlxError: called outside of a run.
     """
-    restored = _run("load_checkpoint").saved.restored
-    return None if restored is None else dict(restored)
+    saved = _run("load_checkpoint").saved
+    state = saved.values if saved.restored is None else saved.restored
+    return dict(state) or None
 
 
 def world_rank() -> int:

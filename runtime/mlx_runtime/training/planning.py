@@ -23,7 +23,7 @@ from mlx_runtime.training.engines.base import Engine
 from mlx_runtime.training.engines.placement import Cluster, on_ray, start_ray
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.request import RunConfig
+from mlx_runtime.training.request import RunConfig, new_run
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         engine = _engine(config, cluster)
         stack.callback(engine.close)
         if config.run is not None:
-            _require_checkpoint(config.run)
+            _require_checkpoint(config.run, config.cfg)
         elif config.cfg.restore_checkpoint_path:
             checkpoints.read(config.cfg.restore_checkpoint_path, whole=False)
         if not config.kept:
@@ -111,13 +111,13 @@ def _engine(config: RunConfig, cluster: Cluster) -> Engine:
     return OnRay(cfg, cluster, timeout_s=timeout_s)
 
 
-def _require_checkpoint(run: RunFolder) -> None:
+def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
     """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch."""
     latest = records.recorded(run).get("latest")
     if latest and not checkpoints.Checkpoints(run.checkpoints).any():
         raise ConfigError(
             f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
-            f"{run.checkpoints}. Put one back, or start over in a new run: mlx train run --from {run.title}"
+            f"{run.checkpoints}. Put one back, or start over in a new run: {new_run(run, cfg)}"
         )
 
 
@@ -151,7 +151,7 @@ def _fold(config: RunConfig) -> Fold | None:
     if run is not None and recorded not in (None, rows_digest([fold])):
         raise ConfigError(
             f"fold {config.cfg.fold} has other rows than when {run.title} started: the data, its labels or the "
-            f"splitter has changed. Start over in a new run: mlx train run --from {run.title}"
+            f"splitter has changed. Start over in a new run: {new_run(run, config.cfg)}"
         )
     return fold
 

@@ -217,11 +217,19 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: 
         limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
         further = f", with {limits}. To train further, raise it" if epochs else ""  # 0: a function decides
         raise RunFinished(
-            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out --resume and cfg.resume"
+            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
+            + ("resume=" if hasattr(cfg, "function") else "--resume and cfg.resume")
         )
     if declared and record.get("status") == "PRUNED":
         title = f"{run.experiment} {run.name}"
         raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
+
+
+def new_run(run: RunFolder, cfg: TrainConfig) -> str:
+    """Return how to start a new run with the settings of one that cannot resume."""
+    if hasattr(cfg, "function"):  # of `Trainer`
+        return "leave out resume=, or give the Trainer another name="
+    return f"mlx train run --from {run.title}"
 
 
 def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
@@ -231,6 +239,6 @@ def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
     if problems:
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
         raise ConfigError(
-            f"{listed}\nLeave them as they were, or start a new run with them: mlx train run --from {run.title}"
+            f"{listed}\nLeave them as they were, or start a new run with them: {new_run(run, config.cfg)}"
         )
     return tuple(change for change in changes if change.key.removeprefix("cfg.") not in resuming.IGNORED)

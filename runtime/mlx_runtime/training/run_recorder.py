@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_runtime import events
 from mlx_runtime.config import pins
+from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
@@ -61,6 +62,9 @@ class RunRecorder:
         if not self._begun:
             self._begun = True
             self.record.begin(self._plan.config.yaml())
+            cls = self._plan.experiment
+            if cls.__module__ != AN_EXPERIMENT.module:
+                self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             if hub := pins.recorded(self._plan.config.tree):
                 self.record.update(hub=hub)
             if self._plan.config.kept:

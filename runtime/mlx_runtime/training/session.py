@@ -218,8 +218,11 @@ class Session:
             numbers = {name: float(item) for name, item in plain.items()}
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
-    def report(self, values: Mapping[str, float]) -> None:
-        """Record and send numbers of a loop that reads no loaders, as those of an epoch; see `functions.report`."""
+    def report(self, values: Mapping[str, float], *, may_stop: bool) -> None:
+        """Record and send numbers of a loop that reads no loaders, as those of an epoch; see `functions.report`.
+
+        If the run should stop, it does so here only if it may, as no checkpoint is about to follow.
+        """
         self.beat()
         self.progress.global_step += 1
         self.log({name: value for name, value in values.items() if name != "epoch"})
@@ -227,7 +230,8 @@ class Session:
         of_all = gather(values)
         if of_all is not None:
             self.reporter.events.send(FunctionReport(tuple(of_all)))
-        if self.stopping.vote():
+        self.stopping.step()
+        if may_stop and self.stopping.vote():
             self._stop()
 
     @contextmanager

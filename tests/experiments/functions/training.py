@@ -1,5 +1,6 @@
 """The training functions of the first design papers of Ray's distributed training, in today's spelling."""
 
+import itertools
 import os
 import signal
 import time
@@ -71,7 +72,6 @@ def resumable(config):
         if epoch == config.get("fails_after"):
             raise ValueError("on purpose")
         if epoch == config.get("dies_after") and checkpoint == {}:
-            time.sleep(1)  # until the checkpoint is stored
             os.kill(os.getpid(), signal.SIGKILL)
     return model
 
@@ -108,6 +108,13 @@ def endless():
             time.sleep(0.05)
     finally:
         Path(f"left_{world_rank()}").touch()
+
+
+def endless_with_checkpoints():
+    for number in itertools.count():
+        report(number=number)
+        time.sleep(0.05)  # the stop is asked for here
+        save_checkpoint(number=number)
 
 
 def unpicklable():

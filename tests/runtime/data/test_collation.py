@@ -46,6 +46,13 @@ def test_numbers_of_one_shape_are_stacked_and_the_rest_stays_as_it_is() -> None:
     assert list(batch) == list(rows[0])
 
 
+@pytest.mark.parametrize(("first", "shape"), [([], r"\(0,\)"), ([[]], r"\(1, 0\)")])
+def test_a_first_row_that_is_empty_does_not_hide_the_values_of_others(first: list[Any], shape: str) -> None:
+    with pytest.raises(DatasetError, match=rf"row 9 has 'x' of shape .*, but row 3 has {shape}. Pad"):
+        stacked([{"x": first}, {"x": [[1]] if first else [1, 1]}], [3, 9], "train")
+    assert stacked([{"x": first}] * 2, [3, 9], "train")["x"].numel() == 0
+
+
 @pytest.mark.parametrize(
     ("odd", "message"),
     [

@@ -24,7 +24,7 @@ from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.listing import list_rows
-from mlx_runtime.runs.mirrors import claims, hub, mirror, pushing, restoring
+from mlx_runtime.runs.mirrors import card, claims, hub, mirror, pushing, restoring
 from mlx_runtime.runs.mirrors.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.storage.leases import this_process
 
@@ -380,7 +380,7 @@ REFUSED = {
     "something else": (
         "token-alice",
         "hf://alice/bert",
-        "holds something else than a run: config.json. Name another",
+        "holds something other than a run: config.json. Name another",
     ),
     "no name": ("token-alice", "hf://alice", "'hf://alice' does not name a repository .* write hf://USER/NAME"),
     "a revision": ("token-alice", f"{URI}@v1", "names a revision, which cannot change; write hf://alice/digits"),
@@ -412,8 +412,8 @@ UNREADABLE = {
         "hf://alice/bert@0123456789",
         "there is no revision 0123456789 in hf://alice/bert; hf://alice/bert is its latest state",
     ),
-    "something else": ("hf://alice/bert", "hf://alice/bert holds something else than a run: config.json"),
-    "empty": ("hf://alice/empty", "hf://alice/empty is empty; mlx xp push mirrors a run to it"),
+    "something else": ("hf://alice/bert", "hf://alice/bert holds something other than a run: config.json"),
+    "empty": ("hf://alice/empty", "hf://alice/empty is empty; cfg.mirror or mlx xp push uploads a run to it"),
 }
 
 
@@ -518,7 +518,7 @@ def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
         until(lambda: record.is_file() and json.loads(record.read_text())["status"] == "SUCCEEDED", 240)
         if patience_s > 1:
             process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate()
+        shown, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
         why = "the wait for it was interrupted" if patience_s > 1 else f"it was not done within {limit}"
         assert f"unfinished: {why}; complete it with: mlx xp push faults run_001" in shown
@@ -552,7 +552,7 @@ def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
         assert not (two / "runs").exists()
         released = mlx(two, "xp", "release", uri, **server.variables())
         assert released.stdout.startswith(f"released {uri}; if faults/run_001 still trains"), released.stderr
-        shown, errors = first.communicate()
+        shown, errors = first.communicate(timeout=120)
         assert first.returncode == 143
         assert f"{uri} was taken over by attempt 1" in shown
         assert "mlx xp push" not in shown
@@ -591,3 +591,13 @@ def test_killed_and_continued_on_another_machine(
         done = mlx(one, *mirrored, **server.variables())  # the first machine is back
         assert done.returncode == 0, done.stderr
         assert "has succeeded" in done.stderr
+
+
+@pytest.mark.pure
+def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
+    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.mirror=hf://a/b"]}
+    text = card.text(record, tmp_path / "conf.yaml")
+    call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
+    assert f"from src.notebook import Experiment\n\n{call}" in text
+    assert "mlx train run" not in text.partition("## Reproduce")[2].partition("##")[0]
+    assert "mlx train run cfg.seed=3" in card.text(record | {"experiment_class": None}, tmp_path / "conf.yaml")

@@ -19,6 +19,7 @@ from test_engines import marked
 from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
 from mlx_runtime.config.composition import override, parse_overrides
 from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.training import function_runs
 
 SCRIPT = """
 import json, sys
@@ -116,12 +117,16 @@ def stopped():
         if results[0]["step"] == 3:
             break
     left = refused(running.get_returns)
+    for results in trainer.run_iterator(training.endless_with_checkpoints):
+        if results[0]["number"] == 2:
+            break
+    kept = trainer.latest_checkpoint["number"], trainer.latest_run.metrics()["number"].max()
     def fail(results):
         raise RuntimeError("in a callback")
     try:
         trainer.run(training.endless, callbacks=[fail])
     except RuntimeError as error:
-        return left, running.status, str(error), trainer.latest_run.record["status"]
+        return left, running.status, str(error), trainer.latest_run.record["status"], kept
 
 
 def stateful():
@@ -158,6 +163,10 @@ OTHERS = (
 ON_RAY = ("iterator", "ddp", "loading", "stateful")
 
 Found = dict[str, Any]
+
+
+def named() -> None:
+    """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -272,13 +281,14 @@ class TestExamples:
         assert "src/training.py:" in message
         assert hint == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
         assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
-        assert again[1].endswith(" has succeeded; for a new run, leave out --resume and cfg.resume")
+        assert again[1].endswith(" has succeeded; for a new run, leave out resume=")
 
     def test_lost_workers_are_replaced_and_continue_from_the_checkpoint(self, others: Found) -> None:
         assert others["restarted"] == [[6, 6], 1]
 
     def test_leaving_the_loop_or_a_failing_callback_stops_the_run(self, others: Found) -> None:
-        left, status, error, recorded = others["stopped"]
+        left, status, error, recorded, (saved, reported) = others["stopped"]
+        assert saved == reported >= 2  # the epoch that was being trained is saved first
         assert left[0] == "RunStopped"
         assert left[1].endswith('was stopped before the function returned; resume it: resume="run_001"')
         assert (status, error, recorded) == ("STOPPED", "in a callback", "STOPPED")
@@ -289,7 +299,7 @@ class TestExamples:
             assert message.endswith("from a script; move it to a file in src/")
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
         assert reported == "report(loss='low') is not a number; report numbers, or tensors of one element"
-        assert saved.startswith("save_checkpoint(model=...) is a object, which a checkpoint cannot hold")
+        assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
 
 
 @pytest.mark.cluster
@@ -385,7 +395,7 @@ class TestBeforeARun:
             ({"num_workers": -1}, UsageError, "num_workers is -1"),
             ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),
-            ({"resume": "run_001"}, UsageError, "'resume' is no setting of a Trainer"),
+            ({"resume": "run_001"}, UsageError, "'resume' is not a setting of Trainer"),
             ({"cpus_per_worker": "two"}, ConfigError, "cpus_per_worker is 'two'; Trainer takes int"),
             ({"cpus_per_worker": 0}, ConfigError, "cfg.cpus_per_worker is 0; the minimum is 1"),
         ],
@@ -429,11 +439,29 @@ class TestBeforeARun:
             world_rank()
 
     def test_it_prints_its_resources(self) -> None:
-        first, header, cpus, gpus = str(Trainer(num_workers=3, cpus_per_worker=2)).splitlines()
+        first, header, cpus, gpus = str(Trainer(num_workers=3, cpus_per_worker=2, use_gpu=False)).splitlines()
         assert first == "Trainer with 3 workers, engine local, backend torch"
         assert header.split() == ["per", "worker", "3", "workers", "this", "machine"]
         assert cpus.split() == ["CPUs", "2", "6", f"{os.cpu_count()}"]
         assert gpus.split()[:3] == ["GPUs", "0", "0"]
+
+    @pytest.mark.parametrize(
+        ("options", "message"), [({"checkpoint": 3}, "takes a dict"), ({"show": True}, "of a notebook")]
+    )
+    def test_options_that_cannot_be_are_refused(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            Trainer().run_iterator(named, **options)
+
+    def test_a_run_is_stored_where_conf_yaml_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "src").mkdir()
+        (tmp_path / "src" / "conf.yaml").write_text("cfg: {storage_path: elsewhere}")
+        monkeypatch.chdir(tmp_path)
+        jobs: list[Any] = []
+        monkeypatch.setattr(function_runs, "FunctionRun", lambda job, *_: jobs.append(job))
+        Trainer().run_iterator(named)
+        Trainer(storage_path="given").run_iterator(named)
+        stored = [[item for item in job.overrides if "storage_path" in item] for job in jobs]
+        assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"]]
 
 
 VALUES = (

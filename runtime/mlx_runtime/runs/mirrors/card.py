@@ -30,7 +30,7 @@ def text(record: Mapping[str, Any], conf: Path) -> str:
     if metrics := record.get("metrics"):
         lines += ["| metric | last value |", "|---|---|"]
         lines += [f"| `{_plain(name)}` | {format_number(value)} |" for name, value in sorted(metrics.items())] + [""]
-    lines += ["## Reproduce", "", *_code("sh", *_commands(record)), ""]
+    lines += ["## Reproduce", "", *_commands(record), ""]
     versions = {"python": record.get("python"), **(record.get("packages") or {})}
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     machine = f"{record.get('workers')} workers, {_plain(record.get('device'))}"
@@ -42,11 +42,16 @@ def text(record: Mapping[str, Any], conf: Path) -> str:
 
 
 def _commands(record: Mapping[str, Any]) -> list[str]:
-    """Return the commands that train the same run again."""
+    """Return what trains the same run again: commands, or Python for a class that is not that of the project."""
     commit = (record.get("git") or {}).get("commit")
+    checkout = [f"git checkout {_plain(commit)}"] if commit else []
     chosen = [item for item in record.get("overrides") or [] if not item.lstrip("+").startswith(_NOT_REPEATED)]
-    train = _plain(shlex.join(["mlx", "train", "run", *chosen]))
-    return [f"git checkout {_plain(commit)}", train] if commit else [train]
+    if path := record.get("experiment_class"):
+        module, _, name = _plain(path).rpartition(".")
+        call = f"    run({name}, {_plain(json.dumps(chosen))}).result()"
+        lines = ["from mlx_runtime import run", f"from {module} import {name}", "", 'if __name__ == "__main__":', call]
+        return [*(_code("sh", *checkout) if checkout else []), *_code("python", *lines)]
+    return _code("sh", *checkout, _plain(shlex.join(["mlx", "train", "run", *chosen])))
 
 
 def _code(language: str, *lines: str) -> list[str]:

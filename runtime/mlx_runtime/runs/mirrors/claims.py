@@ -121,8 +121,8 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
         others = sorted(set(repository.files(head.commit)) - set(IGNORED))
         if others:
             raise UsageError(
-                f"{repository.address} holds something else than a run: {', '.join(others[:3])}"
-                f"{', …' if len(others) > 3 else ''}. Name another; a new mirror may be empty or not exist yet"
+                f"{repository.address} holds something other than a run: {', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}. Name another repository, which may be empty or not exist yet"
             )
         return None
     try:

@@ -38,7 +38,7 @@ class MirroredRun:
         repository.require()
         found = cls.of(repository)
         if found is None or not found.begun:
-            raise UsageError(f"{repository.address} is empty; mlx xp push mirrors a run to it, or cfg.mirror")
+            raise UsageError(f"{repository.address} is empty; cfg.mirror or mlx xp push uploads a run to it")
         return found
 
     @classmethod
