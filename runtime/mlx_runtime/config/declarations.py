@@ -160,16 +160,17 @@ def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs:
     """Call a class or function, or declare the call if one of its arguments or defaults is declared to be loaded."""
     function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
     defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
-    if any(map(_is_loaded_later, (args, kwargs, *defaults))):
+    if any(map(is_loaded_later, (args, kwargs, *defaults))):
         return Declaration(callee, *args, **kwargs)
     return callee(*args, **kwargs)
 
 
-def _is_loaded_later(value: Any) -> bool:
+def is_loaded_later(value: Any) -> bool:
+    """Return True for the declaration of trained weights, and what holds one."""
     if isinstance(value, Declaration):
         return not _is_data(value.target)
     if isinstance(value, tuple | list | dict):
-        return any(map(_is_loaded_later, value.values() if isinstance(value, dict) else value))
+        return any(map(is_loaded_later, value.values() if isinstance(value, dict) else value))
     return False
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mlx_runtime.config.declarations import Declaration, is_pretrained
+from mlx_runtime.config.declarations import Declaration, is_loaded_later, is_pretrained
 from mlx_runtime.config.signatures import fitted, parameters
 from mlx_runtime.errors import short_message
 
@@ -54,6 +54,8 @@ def _differences(
     first: Any, second: Any, where: str, seen: dict[tuple[int, int], tuple[Any, Any]]
 ) -> Iterator[tuple[str | None, str]]:
     """Yield the path of each differing part (None if comparing it raised an exception), and a description of it."""
+    if isinstance(second, Declaration) and is_loaded_later(second) and not isinstance(first, Declaration):
+        second = second.make()  # as the default was: by code outside `src`, or in a function
     if first is second or (id(first), id(second)) in seen:
         return
     seen[id(first), id(second)] = first, second  # kept alive: many are temporary, and ids are reused

@@ -18,6 +18,7 @@ from mlx_runtime.config import pins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.pins import Pin, pin_defaults, pinned, recorded
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
@@ -313,6 +314,13 @@ def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tm
     asked = len(hub.requests)
     again = bind(source.Experiment, tmp_path / "conf.yaml")
     assert (again.stale, again.lines(), len(hub.requests)) == ([], [], asked)
+
+
+def test_a_default_that_was_made_outside_src_is_compared_with_what_its_call_makes(source: ModuleType) -> None:
+    make = sys.modules["timm"].create_model
+    default = make("tiny", pretrained=True, width=3)
+    assert unlike(default, lambda: Declaration(make, "tiny", pretrained=True, width=3)) is None
+    assert unlike(default, lambda: Declaration(make, "tiny", pretrained=True, width=4)) is not None
 
 
 def test_what_is_declared_cannot_be_changed_silently(source: ModuleType) -> None:
