@@ -487,7 +487,9 @@ class TestSweep:
         assert done.returncode == 0, done.stdout + done.stderr
         until(lambda: len(self.runs(user, "stopped")) == 4)  # as many as the cluster has CPUs
         first = self.runs(user, "stopped")[0]
-        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"))
+        until(
+            lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"), 300
+        )  # all start at once
         done = user.types("xp", "stop", "tuning", "sweep_stopped")
         assert done.returncode == 0, done.stdout + done.stderr
         assert user.record("sweep_stopped", "tuning")["status"] == "STOPPED"
