@@ -20,7 +20,7 @@ def printed_by(cells: list[str], folder: Path, environment: dict[str, str]) -> l
     """Return what each cell prints."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
-    return ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    return ["".join(item.text for item in cell.outputs if item.get("name") == "stdout") for cell in notebook.cells]
 
 
 def test_the_blocks_about_experiments_run(bound: Path, tmp_path: Path, environment: dict[str, str]) -> None:

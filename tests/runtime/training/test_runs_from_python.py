@@ -170,9 +170,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.kills
-def test_a_mirrored_run_continues_in_another_storage(script: Script, folder: Path) -> None:
+def test_a_mirrored_run_continues_in_another_storage(
+    script: Script, make_in: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
     with Hub() as server:
-        found = script(folder, MIRRORED.replace("VARIABLES", repr(server.variables())))
+        found = script(make_in("faults", tmp_path), MIRRORED.replace("VARIABLES", repr(server.variables())))
         assert found == {"status": "SUCCEEDED", "attempt": 2}
         ends = [title.partition(",")[0] for title in server.commits("alice/faults")]
         assert "faults/run_001: STOPPED" in ends
