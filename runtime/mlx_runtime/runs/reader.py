@@ -120,9 +120,8 @@ class Run:
                 storage could have put any code there. The default is the code in the working directory.
 
         Raises:
-            UsageError: there is no such checkpoint, or no code.
+            UsageError: there is no such checkpoint or code, or the run has no models, like those of functions.
             ConfigError: the code does not match the run.
-            UsageError: the run has no models, as one of a function.
         """
         if "models" not in self.config:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
