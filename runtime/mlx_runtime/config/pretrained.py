@@ -143,7 +143,7 @@ def _of_transformers(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _of_torchvision(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
-    """Return the model with initial values: its builder is told that the weights are loaded already."""
+    """Return the model with initial values: its builder runs while the loading of weights is disabled."""
     api = importlib.import_module("torchvision.models._api")
     with (
         _replaced(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),

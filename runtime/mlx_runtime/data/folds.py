@@ -21,7 +21,7 @@ from mlx_runtime.config.signatures import parameters
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import rows_of
 from mlx_runtime.data.fingerprints import digest
-from mlx_runtime.data.huggingface import adopted, constructing
+from mlx_runtime.data.huggingface import adopted, constructing_each
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.data.streams import dataset_error, dataset_nodes
 from mlx_runtime.distributed.randomness import seeded
@@ -100,7 +100,7 @@ def fold_rows(config: Config) -> list[Fold]:
     """
     cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.fold)
     nodes = tree["datasets"]
-    group = build_group(nodes, "datasets", lambda name: constructing(nodes[name], cfg.seed))
+    group = build_group(nodes, "datasets", constructing_each(nodes, cfg.seed))
     try:
         train = adopted(group.train, "train", nodes["train"])
         if isinstance(train, IterableDataset):

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from mlx_runtime.config.building import Context
 from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.randomness import seeded
@@ -194,6 +195,11 @@ def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
     """Construct the dataset of a node in conf.yaml within the block: random data is the same in all processes."""
     with seeded(seed), loading(node):
         yield
+
+
+def constructing_each(nodes: Mapping[str, Any], seed: int) -> Context:
+    """Return `constructing` for the datasets of a group by name, as `build_group` takes it."""
+    return lambda name: constructing(nodes[name], seed)
 
 
 @contextlib.contextmanager

@@ -1,16 +1,16 @@
 """The tracker for Weights & Biases."""
 
 import contextlib
-import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoint_index import Checkpoint, list_checkpoints
+from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, parent_of
 from mlx_runtime.tracking.callbacks import Report, RunInfo
 
@@ -55,8 +55,8 @@ class WandB:
             raise UsageError("it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'") from error
         cfg = run.config.get("cfg") or {}
         self._monitor = cfg.get("monitor"), cfg.get("mode", "min")
-        if not is_uri(run.place) and DATA_DIR not in os.environ:
-            self._environment.enter_context(_variable(DATA_DIR, str(run.folder / "wandb")))
+        if not is_uri(run.place):
+            self._environment.enter_context(environment({DATA_DIR: str(run.folder / "wandb")}))
         self._run = wandb.init(
             project=self.project or run.experiment,
             entity=self.entity,
@@ -131,15 +131,6 @@ class WandB:
         monitor, mode = self._monitor
         best = max(score(item.metrics, monitor, mode) for item in so_far)
         return monitor in checkpoint.metrics and score(checkpoint.metrics, monitor, mode) == best
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def remembered(file: Path, make: Callable[[], str]) -> str:

@@ -13,7 +13,7 @@ from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.declarations import is_pretrained
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.targets import object_at
-from mlx_runtime.data.huggingface import constructing
+from mlx_runtime.data.huggingface import constructing_each
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
 from mlx_runtime.data.streams import stream_names
@@ -48,7 +48,7 @@ def build_experiment(
     seed_everything(cfg.seed)
     for name, node in job.tree.items():
         if name == "datasets":
-            groups[name] = build_group(node, name, partial(_constructing, node, cfg.seed))
+            groups[name] = build_group(node, name, constructing_each(node, cfg.seed))
         elif name == "models":
             make = partial(strategy.build, node)
             groups[name] = built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
@@ -60,10 +60,6 @@ def build_experiment(
     return groups, cls(**groups)
 
 
-def _constructing(nodes: Mapping[str, Any], seed: int, name: str) -> contextlib.AbstractContextManager[None]:
-    return constructing(nodes[name], seed)
-
-
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint is about to overwrite the trained weights of models. Every worker must call this."""
     if not any(is_pretrained(object_at(target)) for target in _targets(models)):
@@ -73,10 +69,13 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
 
 
 def _targets(node: Any) -> Iterator[str]:
-    if isinstance(node, dict):
-        yield from (value for name, value in node.items() if name == "_target_")
-    for item in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        yield from _targets(item)
+    if isinstance(node, list):
+        for item in node:
+            yield from _targets(item)
+    elif isinstance(node, dict):
+        if "_target_" in node:
+            yield node["_target_"]
+        yield from _targets(list(node.values()))
 
 
 @contextlib.contextmanager

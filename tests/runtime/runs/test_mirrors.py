@@ -270,6 +270,31 @@ class TestTwoMachines:
         assert "mlx xp push" not in line
         assert server.repositories["models/alice/digits"].commits[-1].sha == before
 
+    def test_it_is_released_though_its_driver_commits_at_the_same_time(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+
+        class Overtaken(hub.Repository):
+            """The driver commits between the two requests of a release."""
+
+            def commit(self, *arguments: Any) -> str:
+                epoch = len(server.commits("alice/digits")) - 1
+                if epoch < 2:
+                    training.save(epoch)
+                    following.saved()
+                    until(lambda: len(server.commits("alice/digits")) == epoch + 2)
+                return super().commit(*arguments)
+
+        assert claims.release(Overtaken(hub.Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        titles = [title.partition(" of ")[0] for title in server.commits("alice/digits")]
+        assert titles == ["Attempt 1", "digits/run_001: step 10", "digits/run_001: step 20", "Release the claim"]
+
+    def test_it_is_released_once_though_the_answer_is_lost(self, server: Hub, tmp_path: Path) -> None:
+        Training(tmp_path).follow()
+        server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
+        assert claims.release(hub.Repository(hub.Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        assert len(server.commits("alice/digits")) == 2
+
 
 def elsewhere(server: Hub, age_s: float) -> dict[str, Any]:
     """Make the latest claim that of a driver on another machine, as old as that."""
@@ -463,7 +488,7 @@ def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.kills
 def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user is told once, and again when the mirror is up to date."""
+    """One warning is printed when the Hub fails, and one line when the mirror is up to date again."""
     monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
     monkeypatch.setattr(mirror, "RETRY_S", 0.0)
     training = Training(tmp_path)

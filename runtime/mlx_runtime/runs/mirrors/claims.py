@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.mirrors.hub import Head, Repository
+from mlx_runtime.runs.mirrors.hub import Head, OutdatedError, Repository
 from mlx_runtime.runs.records import LIVING
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import COUNT, TEXT, TIME, from_json, mapping_of
@@ -25,6 +25,9 @@ LEASE_S = 600
 
 REFRESH_S = LEASE_S / 2
 """A driver that has not committed for this long refreshes its claim."""
+
+TRIES = 20
+"""Attempts to release the claim of a driver that commits at the same time."""
 
 IGNORED = (".gitattributes", "README.md")
 """Files of a repository that was just created on the web."""
@@ -132,14 +135,22 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
 
 
 def release(repository: Repository) -> str:
-    """End the claim of a driver that is gone. Return a line about it."""
+    """End the claim of a driver that is gone, or that is to stop. Return a line about it."""
     repository.require_token()
-    head = repository.require()
-    claim = claim_of(repository, head)
-    if claim is None:
-        raise UsageError(f"{repository.address} holds no run")
-    if not claim.held:
-        return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
-    released = replace(claim, status="RELEASED", driver=uuid.uuid4().hex, time=documents.now())
-    repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
-    return f"released {repository.address}; if {claim.title} still trains on {claim.host}, it stops at its next commit"
+    driver = uuid.uuid4().hex
+    for _ in range(TRIES):
+        head = repository.require()
+        claim = claim_of(repository, head)
+        if claim is None:
+            raise UsageError(f"{repository.address} holds no run")
+        if not claim.held and claim.driver != driver:
+            return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
+        if claim.driver != driver:  # else the commit has arrived, though its answer was lost
+            released = replace(claim, status="RELEASED", driver=driver, time=documents.now())
+            try:
+                repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
+            except OutdatedError:
+                continue
+        text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
+        return f"released {repository.address}; {text}"
+    raise StorageError(f"{repository.address} gets new commits all the time; stop the run that is mirrored to it")
