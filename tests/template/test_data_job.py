@@ -8,15 +8,13 @@ shards/
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, Mlx, edit
 from test_generate import cookiecutter, files, repository  # noqa: F401 - a fixture
-from test_template import MYPY_CACHE, make
+from test_template import check, make
 
 pytestmark = pytest.mark.process
 
@@ -133,9 +131,7 @@ def test_its_own_tests_notice_an_image_that_is_lost(shards: Path, environment: d
 
 
 def test_it_is_linted_formatted_and_typed(shards: Path) -> None:
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy", "--cache-dir", MYPY_CACHE]):
-        done = subprocess.run([sys.executable, "-m", *command], cwd=shards, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stdout + done.stderr
+    check(shards)
 
 
 def test_it_reads_in_five_minutes(shards: Path) -> None:

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -175,8 +176,16 @@ def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
 
 def statements(thing: Any) -> list[ast.stmt]:
     """Parse the source of a module, class or function; empty if it is not available."""
+    return _parsed(thing) if isinstance(thing, types.ModuleType) else _parsed_once(thing)
+
+
+def _parsed(thing: Any) -> list[ast.stmt]:
     try:
         source = inspect.getsource(thing)
         return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
     except (OSError, TypeError, SyntaxError):
         return []
+
+
+_parsed_once = functools.lru_cache(maxsize=64)(_parsed)
+"""For classes and functions: to find the source of a class, `inspect` parses its whole module."""

@@ -1,5 +1,6 @@
 """conf.yaml as text: written exactly, with the user's comments in place."""
 
+import functools
 import io
 from typing import Any
 
@@ -55,6 +56,7 @@ def written(value: Any) -> Any:
     return value
 
 
+@functools.lru_cache(maxsize=1024)
 def _needs_quotes(text: str) -> bool:
     try:
         return bool(OmegaConf.create({"value": OmegaConf.create(f"value: {text}").value}).value != text)
