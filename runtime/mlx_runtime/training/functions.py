@@ -11,6 +11,7 @@ import torch
 
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.loaders import DatasetShards
+from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import ConfigError, MlxError, short_message
@@ -18,6 +19,9 @@ from mlx_runtime.events import FunctionReturned
 from mlx_runtime.runs.checkpoints import plain_entries
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
+
+CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
+"""What all workers do together."""
 
 
 @dataclass
@@ -56,6 +60,7 @@ class FunctionExperiment(BaseModule):
         _running, _topology = self, self._session.context.topology
         try:
             value = function(self.cfg.config) if takes_config(function) else function()
+            self._agree("return")
         finally:
             _running = _topology = None
         rank, world_size = self._session.context.topology.rank, self._session.context.topology.world_size
@@ -87,8 +92,19 @@ class FunctionExperiment(BaseModule):
         self.saved.values, self.saved.restored = values, None
         self._session.save_checkpoint(self._session.progress.epoch, {})
 
+    def _agree(self, name: str) -> None:
+        """Compare with the other workers what this one does next: otherwise, each would wait for the others."""
+        votes = agree([name == call for call in CALLS], self._session.context.topology.device)
+        different = [text for text, vote in zip(CALLS.values(), votes, strict=True) if vote is None]
+        if different:
+            raise MlxError(
+                f"some workers {', others '.join(different)}; call report and save_checkpoint on every worker, not "
+                "only on rank 0"
+            )
+
     def _begin(self, name: str, epoch: Any = None) -> None:
         """Begin an epoch if a call gives its number, or if this one has had such a call already."""
+        self._agree(name)
         progress = self._session.progress
         if epoch is not None and (type(epoch) is not int or epoch < 0):
             raise MlxError(f"{name}(epoch={epoch!r}) is not the number of an epoch; use a whole number from 0")

@@ -129,6 +129,17 @@ def saves_an_object():
     save_checkpoint(model=object())
 
 
+def reports_on_rank_0():
+    if world_rank() == 0:
+        report(loss=1)
+
+
+def saves_on_rank_0():
+    if world_rank() == 0:
+        save_checkpoint(epoch=1)
+    report(loss=1)
+
+
 def two_arguments(config, model):
     pass
 

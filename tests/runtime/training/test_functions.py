@@ -142,7 +142,7 @@ def stateful():
 def nested():
     def train():
         pass
-    names = ("unpicklable", "reports_text", "saves_an_object")
+    names = ("unpicklable", "reports_text", "saves_an_object", "reports_on_rank_0", "saves_on_rank_0")
     of_workers = [refused(trainer.run, getattr(training, name)) for name in names]
     return [refused(trainer.run, function) for function in (train, lambda: 0, refused)] + of_workers
 
@@ -294,12 +294,17 @@ class TestExamples:
         assert (status, error, recorded) == ("STOPPED", "in a callback", "STOPPED")
 
     def test_what_cannot_run_is_refused_in_one_line(self, others: Found) -> None:
-        nested, anonymous, main, pickled, reported, saved = (message for _, message, _ in others["nested"])
+        nested, anonymous, main, pickled, reported, saved, *uneven = (message for _, message, _ in others["nested"])
         for message in (nested, anonymous, main):
             assert message.endswith("from a script; move it to a file in src/")
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
         assert reported == "report(loss='low') is not a number; report numbers, or tensors of one element"
         assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
+        on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"
+        assert uneven == [
+            f"some workers call report, others return from the function{on_every_worker}",
+            f"some workers call report, others call save_checkpoint{on_every_worker}",
+        ]
 
 
 @pytest.mark.cluster
