@@ -359,6 +359,45 @@ class TestContinuing:
         (aside,) = training.folder.path.glob("replaced_*")
         assert (aside / "checkpoints" / "epoch_0003").is_dir()
 
+    def test_nothing_changes_if_older_files_cannot_be_replaced(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The folder of checkpoints arrives in the middle; then moving files fails, or is interrupted."""
+        training = self.mirrored(tmp_path / "a", 1)
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        second = Training(tmp_path, 2, copy)
+        following = second.follow()
+        second.save(1, seed=1)
+        second.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1].text
+        before = {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")}
+        rename = Path.rename
+
+        def interrupted(self: Path, target: Path) -> Path:
+            if self.name == "metrics.jsonl" and restoring.DOWNLOADING in self.parts:
+                raise KeyboardInterrupt
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")} == before
+
+    def test_logs_of_this_machine_stay(self, server: Hub, tmp_path: Path) -> None:
+        """Somebody has uploaded a folder of that name to the repository."""
+        training = self.mirrored(tmp_path / "a", 1)
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        second = Training(tmp_path, 2, copy)
+        following = second.follow()
+        second.save(1, seed=1)
+        second.record.finish("STOPPED")
+        following.finish(60)
+        server.repositories["models/alice/digits"].commits[-1].files["logs/rank_0.log"] = b"theirs"
+        (training.folder.path / "logs").mkdir()
+        (training.folder.path / "logs" / "rank_0.log").write_text("ours")
+        run, _ = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert (run.attempts(), (run.path / "logs" / "rank_0.log").read_text()) == (2, "ours")
+
     def test_a_download_that_fails_leaves_nothing(self, server: Hub, tmp_path: Path) -> None:
         self.mirrored(tmp_path / "a", 1)
         server.faults = Faults(1, ("403",), lambda method, path: path.endswith("state.pt"))

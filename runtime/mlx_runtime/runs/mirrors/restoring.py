@@ -81,6 +81,7 @@ def _new_folder(root: str, experiment: str, name: str) -> RunFolder:
 def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
     """Download a run into its folder, whole or not at all."""
     half, claim = run.path / DOWNLOADING, mirrored.claim
+    is_new = not run.record.exists()
     shutil.rmtree(half, ignore_errors=True)
     sizes: list[int] = []
     paths = mirrored.of_run()
@@ -91,7 +92,7 @@ def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[
         aside = _replace(half, run)
         (run.path / attempt_name(claim.attempt)).write_bytes(b"")
     except BaseException:
-        if not run.record.exists():
+        if is_new:
             shutil.rmtree(run.path, ignore_errors=True)
         raise
     finally:
@@ -105,19 +106,30 @@ def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[
 
 
 def _replace(half: Path, run: RunFolder) -> Path | None:
-    """Move downloaded files into a run folder, and older ones aside. Return where those are now."""
+    """Move downloaded files into a run folder, and older ones aside, all or none. Return where those are now."""
     shutil.rmtree(half / ".cache", ignore_errors=True)  # of huggingface_hub
     (half / CHECKPOINTS).mkdir(exist_ok=True)
-    old = [file for file in run.path.iterdir() if not file.name.startswith((".", "replaced_", "logs"))]
     when = datetime.datetime.now(datetime.timezone.utc)
     aside = run.path / f"replaced_{when:%Y-%m-%dT%H%M%S}"
-    if old:
-        aside.mkdir()
-    for file in old:
-        file.rename(aside / file.name)
-    for file in sorted(half.iterdir(), key=lambda file: file.name == run.record.name):  # the record comes last
-        file.rename(run.path / file.name)
-    return aside if old else None
+    aside.mkdir()
+    new = sorted(_replaceable(half), key=lambda file: file.name == run.record.name)  # the record comes last
+    moves = [(file, aside) for file in _replaceable(run.path)] + [(file, run.path) for file in new]
+    done: list[tuple[Path, Path]] = []
+    try:
+        for file, folder in moves:
+            done.append((file, file.rename(folder / file.name)))
+    except BaseException:
+        for before, after in reversed(done):
+            after.rename(before)
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # it holds what was here before
+            aside.rmdir()
+    return aside if aside.exists() else None
+
+
+def _replaceable(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if not file.name.startswith((".", "replaced_", "logs"))]
 
 
 def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
