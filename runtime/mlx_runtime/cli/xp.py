@@ -9,7 +9,7 @@ import click
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs import comparison, listing, lookup
 from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.runs.tables import print_table
@@ -182,8 +182,17 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
             say("all mirrors are complete", err=True)
     else:
         folders = [lookup.resolve_run(name, run or "latest")]
+    failed: list[MlxError] = []
     for folder in folders:
-        say(pushing.push(folder, to))
+        try:
+            say(pushing.push(folder, to))
+        except MlxError as error:  # the others may be complete nevertheless
+            if len(folders) == 1:
+                raise
+            failed.append(error)
+            say(f"error: {error}", err=True)
+    if failed:
+        raise MlxError(f"{len(failed)} of {len(folders)} runs were not uploaded; see above")
 
 
 @group.command()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from mlx_runtime.errors import UsageError
 from mlx_runtime.events import (
     EpochEnded,
     Event,
@@ -47,10 +46,8 @@ class CellDisplay:
     """Draws the events of a run below the current cell. Needs IPython."""
 
     def __init__(self) -> None:
-        try:
-            from IPython.display import HTML, display
-        except ImportError:
-            raise UsageError("show=True draws with IPython, which is not installed: pip install ipython") from None
+        from IPython.display import HTML, display
+
         self._html = HTML
         self._handle = display(HTML("<pre>starting the run</pre>"), display_id=True)
         self._title, self._status = "", "starting"

@@ -14,6 +14,7 @@ from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
 from mlx_runtime.runs.reader import Run, open_run
 from mlx_runtime.tracking.cell_display import CellDisplay, in_notebook
+from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.background import RunJob, work
 from mlx_runtime.training.engines.processes import exit_reason
 from mlx_runtime.training.experiment import BaseModule
@@ -71,7 +72,7 @@ def run(
     overrides: Sequence[str] = (),
     *,
     listeners: Sequence[Listener] = (),
-    show: bool | None = None,
+    show: bool = True,
 ) -> "Training":
     """Train an experiment like `mlx train run`, and return an iterator of its epochs.
 
@@ -89,7 +90,7 @@ def run(
             `%%mlx` cells of a notebook, with the defaults of its code.
         overrides: Hydra's overrides, and options like `--resume=run_003` and `--fast-dev-run`.
         listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
-        show: draw a table and a curve in the cell of a notebook. The default is True there.
+        show: print what workers of the local engine print, and warnings. In a notebook, draw a table and a curve, too.
 
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
@@ -124,12 +125,10 @@ class RunIterator(Generic[Item]):
     checkpoint, and a third kills the processes.
     """
 
-    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool | None) -> None:
+    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool) -> None:
         self._listeners = list(listeners)
-        if show and not in_notebook():
-            raise UsageError("show=True draws in a cell of a notebook, and this is none; leave it out")
-        if in_notebook() and show is not False:
-            self._listeners.append(CellDisplay().handle)
+        if show:
+            self._listeners.append((CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)).handle)
         self._unread: deque[Item] = deque()
         self._info: RunInfo | None = None
         self._end: RunEnded | None = None
@@ -143,7 +142,7 @@ class RunIterator(Generic[Item]):
             self._server.release(self._number)
             raise
         if self._info is None and self._end is not None:
-            raise self._end.error or MlxError("the run ended before it began")
+            raise _noted(self._end.error or MlxError("the run ended before it began"))
 
     @property
     def folder(self) -> str:
@@ -177,7 +176,7 @@ class RunIterator(Generic[Item]):
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             raise
         if self._end.error is not None and self._end.status == "FAILED":
-            raise self._end.error
+            raise _noted(self._end.error)
 
     def result(self) -> Outcome:
         """Wait for the end of the run, and return how it ended.
@@ -237,6 +236,13 @@ class RunIterator(Generic[Item]):
         self._unread.extend(self.items(event))
         for listener in self._listeners:
             listener(event)
+
+
+def _noted(error: BaseException) -> BaseException:
+    """Add its hint to what Python prints of an error."""
+    if hint := getattr(error, "hint", ""):
+        vars(error)["__notes__"] = [hint]
+    return error
 
 
 class Training(RunIterator[Epoch]):

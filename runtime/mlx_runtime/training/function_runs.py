@@ -19,6 +19,7 @@ from mlx_runtime.events import Event, FunctionReport, FunctionReturned
 from mlx_runtime.runs.lookup import conf_value
 from mlx_runtime.runs.reader import Run, open_run
 from mlx_runtime.runs.tables import print_table
+from mlx_runtime.settings import Settings
 from mlx_runtime.training.actors import Actors
 from mlx_runtime.training.api import RunIterator, importable
 from mlx_runtime.training.background import RunJob
@@ -32,11 +33,17 @@ Results = list[dict[str, float]]
 OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
 """Settings that `Trainer` determines."""
 
+FORMER = {
+    "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
+    "max_retries": "It is max_failures",
+}
+"""Arguments of the Trainer of Ray that this one continues, and what to write instead."""
+
 
 class FunctionRun(RunIterator[Results]):
     """A run that was started by `Trainer.run_iterator`: an iterator of what its workers report, as a list by rank."""
 
-    def __init__(self, job: RunJob, callbacks: Sequence[Callable[[Results], object]], show: bool | None) -> None:
+    def __init__(self, job: RunJob, callbacks: Sequence[Callable[[Results], object]], show: bool) -> None:
         self._callbacks = callbacks
         self._returned: dict[int, str] = {}
         self._world_size = 0
@@ -109,13 +116,15 @@ class Trainer:
 
     def __init__(self, num_workers: int = 1, *, backend: str = "torch", **settings: Any) -> None:
         if type(num_workers) is not int or num_workers < 1:
-            raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more")
+            cure = "for a group that grows with the cluster, add max_workers=8"
+            raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
         if backend != "torch":
             raise UsageError(f"backend is {backend!r}; the only one is 'torch', with torch.distributed set up")
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                raise UsageError(f"{name!r} is not a setting of Trainer.{suggest(name, known)}")
+                cure = FORMER.get(name) or suggest(name, known).lstrip()
+                raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
             try:
                 convert(value, known[name])
             except TypeError:
@@ -135,7 +144,7 @@ class Trainer:
 
         Args:
             function: takes `config`, or nothing; defined at the top level of a module, such as the `%%mlx` cells of a
-                notebook, by whose name workers import it.
+                notebook, by whose name workers import it. Without a config, it is called with nothing if it can be.
             config: numbers, text, None, and lists and dicts of these; recorded in the run's conf.yaml.
             options: those of `run_iterator`.
 
@@ -155,7 +164,7 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         resume: str | None = None,
-        show: bool | None = None,
+        show: bool = True,
     ) -> FunctionRun:
         """Call a function on every worker, and return an iterator of what they report meanwhile.
 
@@ -171,13 +180,13 @@ class Trainer:
                 of a stored checkpoint.
             resume: run of this function to resume: `latest`, or its name, where values that `config` lacks stay as they
                 were; `auto` for the latest if there is one, with this config, and a new one otherwise.
-            show: draw a table and a curve in the cell of a notebook. The default is True there.
+            show: the same as for `mlx_runtime.run`.
         """
         if not inspect.isfunction(function):
             raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
         path = ".".join(importable(function))
         try:
-            takes = takes_config(function)
+            takes = takes_config(function, config)
         except TypeError:
             text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
             raise UsageError(text) from None
@@ -187,7 +196,7 @@ class Trainer:
             raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
         values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
         values |= {"function": path, "config": config or {}}
-        if (storage := conf_value("cfg.storage_path")) is not None:
+        if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
             values.setdefault("storage_path", storage)
         if isinstance(checkpoint, str | Path):
             values["restore_checkpoint_path"] = str(checkpoint)

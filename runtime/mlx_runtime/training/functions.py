@@ -1,6 +1,7 @@
 """Functions that train: the experiment whose loop calls one, and what such a function calls itself."""
 
 import base64
+import contextlib
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
@@ -59,7 +60,7 @@ class FunctionExperiment(BaseModule):
             raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
         _running, _topology = self, self._session.context.topology
         try:
-            value = function(self.cfg.config) if takes_config(function) else function()
+            value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()
             self._agree("return")
         finally:
             _running = _topology = None
@@ -129,19 +130,24 @@ class _Saved:
         self.restored, self.values = state, dict(state)
 
 
-def takes_config(function: Callable[..., Any]) -> bool:
-    """Return True if a function takes a config, and False if it takes nothing.
+def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None) -> bool:
+    """Return True if a function is to be called with a config, and False if with nothing, as without values it may be.
 
     Raises:
         TypeError: it takes more.
     """
     signature = inspect.signature(function)
     try:
-        signature.bind({})
-    except TypeError:
         signature.bind()
+    except TypeError:
+        signature.bind({})
+        return True
+    if not config:
         return False
-    return True
+    with contextlib.suppress(TypeError):
+        signature.bind({})
+        return True
+    return False
 
 
 _running: FunctionExperiment | None = None

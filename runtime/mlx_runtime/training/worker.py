@@ -114,7 +114,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
-        hint = " (worker_loop must return, not exit)" if isinstance(error, SystemExit) else ""
+        hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
         if raised_by_shards(error) and not out_of_memory(error):
             hint = f" ({_NOT_MIXED})"
         return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())

@@ -17,6 +17,7 @@ from faults import differences, final_state, reports
 from hub_server import Faults, Hub
 
 from mlx_runtime import open_run
+from mlx_runtime.cli.xp import push
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WarningNotice
 from mlx_runtime.runs import records
@@ -215,6 +216,23 @@ class TestEnd:
             pushing.push(training.folder)
         assert pushing.push(training.folder, URI).startswith(f"{URI} is complete")
         assert open_run(URI).record["status"] == "SUCCEEDED"
+
+
+def test_all_that_can_be_pushed_is_pushed(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The repository of the first run has been deleted, and now belongs to somebody else."""
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
+    for uri in ("hf://bob/digits", URI):
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.update(mirror={"uri": uri, "id": "none", "unfinished": True})
+        training.record.finish("STOPPED")
+    with pytest.raises(MlxError, match="1 of 2 runs were not uploaded; see above"):
+        push.callback(None, None, None)
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{URI} is complete")
+    assert shown.err.startswith("error: your token has no access to hf://bob/digits")
 
 
 def test_commits_stay_below_the_limit_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -482,7 +482,7 @@ class TestNothingIsLeft:
     def test_worker_loop_must_not_exit(self, mlx: Mlx, acts: Path) -> None:
         done = mlx(acts, "train", "run", "cfg.act=exit_politely", "cfg.start_workers=1")
         lines = done.stderr.splitlines()
-        assert lines[0] == "error: SystemExit: 0 (worker_loop must return, not exit) (raised on rank 0)"
+        assert lines[0] == "error: SystemExit: 0 (return instead of exiting) (raised on rank 0)"
         assert any(re.fullmatch(r"  src/experiment.py:\d+ in exit_politely", line) for line in lines)
         assert record(acts)["status"] == "FAILED"
 

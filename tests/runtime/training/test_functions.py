@@ -20,9 +20,10 @@ from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
 from mlx_runtime.config.composition import override, parse_overrides
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.training import function_runs
+from mlx_runtime.training.functions import takes_config
 
 SCRIPT = """
-import json, sys
+import json, sys, traceback
 from mlx_runtime import MlxError, Trainer
 from src import training
 from src.training import Execution
@@ -37,7 +38,7 @@ def refused(call, *arguments, **options):
     try:
         return call(*arguments, **options)
     except MlxError as error:
-        return [type(error).__name__, str(error), error.hint]
+        return [type(error).__name__, str(error), traceback.format_exception(error)[-1].strip()]
 
 
 def configurations():
@@ -179,7 +180,8 @@ def of_script(environment: dict[str, str], tmp_path_factory: pytest.TempPathFact
         command = [sys.executable, "script.py", engine, *names]
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
         assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr, "folder": folder}
+        *printed, returned = done.stdout.splitlines()
+        return json.loads(returned) | {"printed": printed, "stderr": done.stderr, "folder": folder}
 
     return found
 
@@ -217,6 +219,7 @@ class TestRuns:
     @pytest.mark.local
     def test_each_worker_returns_a_value_for_each_config(self, local: Found) -> None:
         assert local["configurations"] == [[[0, 1]] * 2, [[0, 1, 2, 3, 4]] * 2]
+        assert sorted(local["printed"]) == ["counting on rank 0"] * 2 + ["counting on rank 1"] * 2
         assert local["stderr"] == ""
 
     def test_an_iterator_yields_what_all_workers_report(self, both: Found) -> None:
@@ -275,11 +278,11 @@ class TestExamples:
         assert others["tuning"] == 3
 
     def test_a_failed_run_names_the_line_and_resumes(self, others: Found) -> None:
-        (kind, message, hint), resumed, from_path, attempt, again = others["failing"]
+        (kind, message, printed_last), resumed, from_path, attempt, again = others["failing"]
         assert kind == "WorkerLoopError"
         assert message.startswith("ValueError: on purpose (raised on rank ")
         assert "src/training.py:" in message
-        assert hint == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
+        assert printed_last == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
         assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
         assert again[1].endswith(" has succeeded; for a new run, leave out resume=")
 
@@ -398,6 +401,9 @@ class TestBeforeARun:
         [
             ({"num_workers": 0}, UsageError, "num_workers is 0; a Trainer needs a number of workers, 1 or more"),
             ({"num_workers": -1}, UsageError, "num_workers is -1"),
+            ({"num_workers": (4, 8)}, UsageError, r"num_workers is \(4, 8\); .*; .* add max_workers=8"),
+            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. It is max_failures"),
+            ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
             ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),
             ({"resume": "run_001"}, UsageError, "'resume' is not a setting of Trainer"),
@@ -427,6 +433,8 @@ class TestBeforeARun:
             trainer.run(print)
         with pytest.raises(UsageError, match=r"callbacks takes functions, or objects with handle_result"):
             trainer.run(training.counting, callbacks=[3])
+        with pytest.raises(UsageError, match=r"checkpoint is 3; it takes a dict"):
+            trainer.run(training.counting, checkpoint=3)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=r"checkpoint.model is a Net"):
             trainer.run(training.counting, checkpoint={"model": training.Net()})
         with pytest.raises(UsageError, match=r"execute needs the objects of start"):
@@ -451,22 +459,33 @@ class TestBeforeARun:
         assert gpus.split()[:3] == ["GPUs", "0", "0"]
 
     @pytest.mark.parametrize(
-        ("options", "message"), [({"checkpoint": 3}, "takes a dict"), ({"show": True}, "of a notebook")]
+        ("function", "config", "takes"),
+        [
+            (lambda: 0, None, False),
+            (lambda config: 0, None, True),
+            (lambda config: 0, {"lr": 1}, True),
+            (lambda epochs=3: 0, {}, False),
+            (lambda config=None: 0, {"lr": 1}, True),
+        ],
     )
-    def test_options_that_cannot_be_are_refused(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(UsageError, match=message):
-            Trainer().run_iterator(named, **options)
+    def test_a_function_gets_the_config_if_there_is_one_or_it_needs_one(
+        self, function: Callable[..., Any], config: dict[str, Any] | None, takes: bool
+    ) -> None:
+        assert takes_config(function, config) is takes
 
     def test_a_run_is_stored_where_conf_yaml_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "src").mkdir()
         (tmp_path / "src" / "conf.yaml").write_text("cfg: {storage_path: elsewhere}")
         monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLX_STORAGE", raising=False)
         jobs: list[Any] = []
         monkeypatch.setattr(function_runs, "FunctionRun", lambda job, *_: jobs.append(job))
         Trainer().run_iterator(named)
         Trainer(storage_path="given").run_iterator(named)
+        monkeypatch.setenv("MLX_STORAGE", "everywhere")
+        Trainer().run_iterator(named)
         stored = [[item for item in job.overrides if "storage_path" in item] for job in jobs]
-        assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"]]
+        assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"], []]
 
 
 VALUES = (

@@ -278,7 +278,7 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         "src.experiment cannot be imported: RunFinished: done",
     ),
     "an error in the loop": (None, ("cfg.late=raise",), "error: ValueError: on purpose (raised on rank 0)"),
-    "an exit in the loop": (None, ("cfg.late=exit",), "error: SystemExit: 0 (worker_loop must return, not exit)"),
+    "an exit in the loop": (None, ("cfg.late=exit",), "error: SystemExit: 0 (return instead of exiting)"),
     "a GeneratorExit": (None, ("cfg.late=generator",), "error: GeneratorExit (raised on rank 0)"),
     "an error that has no text": (
         None,
