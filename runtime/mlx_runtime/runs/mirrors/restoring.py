@@ -114,13 +114,15 @@ def _replace(half: Path, run: RunFolder) -> Path | None:
     aside.mkdir()
     new = sorted(_replaceable(half), key=lambda file: file.name == run.record.name)  # the record comes last
     moves = [(file, aside) for file in _replaceable(run.path)] + [(file, run.path) for file in new]
-    done: list[tuple[Path, Path]] = []
+    begun: list[tuple[Path, Path]] = []
     try:
-        for file, folder in moves:
-            done.append((file, file.rename(folder / file.name)))
+        for before, folder in moves:
+            begun.append((before, folder / before.name))
+            before.rename(folder / before.name)
     except BaseException:
-        for before, after in reversed(done):
-            after.rename(before)
+        for before, after in reversed(begun):
+            with contextlib.suppress(FileNotFoundError):  # the last one may not have been moved
+                after.rename(before)
         raise
     finally:
         with contextlib.suppress(OSError):  # it holds what was here before
