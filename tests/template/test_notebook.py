@@ -23,6 +23,8 @@ MORE = (
     ("%%mlx\nclass Other(Mine):\n    pass", FAILS),
     ("%%mlx\nclass Broken:\n    value = 1 / 0", FAILS),
     ("%%mlx two words\nX = 1", FAILS),
+    ("%%mlx class\nX = 1", FAILS),
+    ("%%mlx\nfrom mlx_runtime import run\n\nclass Starting:\n    pass\n\nrun(Starting)", FAILS),
     ("%%mlx models\nX = 1", FAILS),
     ("%%mlx\nclass Models:\n    pass\n", {}),
     (
@@ -110,6 +112,8 @@ def test_errors_are_one_line_with_the_cure(cell: Callable[[str], Any]) -> None:
     other = "Mine is defined in a cell without %%mlx, so workers would not find it"
     assert output(cell("class Other("), "error") == f"error: {other}; add %%mlx to that cell and run it first"
     assert output(cell("%%mlx two words"), "error").startswith("error: %%mlx two words: write %%mlx, or")
+    assert output(cell("%%mlx class"), "error").startswith("error: %%mlx class: write %%mlx, or")
+    assert "src.notebook starts a run while it is imported" in output(cell("%%mlx\nfrom mlx_runtime"), "error")
     assert "does not come from %%mlx cells" in output(cell("%%mlx models"), "error")
     assert "\n" not in output(cell('run(Experiment, ["cfg.num_epochs=x"])'), "error")
     assert "cfg.num_epochs" in output(cell('run(Experiment, ["cfg.num_epochs=x"])'), "error")

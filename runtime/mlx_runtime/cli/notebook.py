@@ -1,5 +1,6 @@
 """The extension of IPython: `%load_ext mlx_runtime` registers `%%mlx`."""
 
+import keyword
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ def register(shell: Any) -> None:
     def mlx(line: str, text: str) -> None:
         """Write a cell to the module `src.notebook`, or `src.NAME` after `%%mlx NAME`, and define its names here."""
         name = line.strip() or DEFAULT
-        if not name.isidentifier():
+        if not name.isidentifier() or keyword.iskeyword(name):
             raise UsageError(f"%%mlx {name}: write %%mlx, or %%mlx NAME for a module src/NAME.py")
         module = CellModule(name, Path.cwd())
         module = modules.setdefault(module.path, module)

@@ -91,9 +91,12 @@ def commit_of(pin: Pin) -> str:
     Raises:
         ConfigError: there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
     """
+    revision = pin.node.get("revision")
+    if revision is not None and not isinstance(revision, str):
+        raise ConfigError(f"{pin.key}.revision is {revision!r}, which is no text; write it in quotes: \"'{revision}'\"")
     asked = tuple((name, pin.node[name]) for name in ASKED_WITH if name in pin.node)
     try:
-        return pin.commit or _looked_up(pin.kind, pin.repository, pin.node.get("revision"), asked)
+        return pin.commit or _looked_up(pin.kind, pin.repository, revision, asked)
     except ConfigError as error:
         raise ConfigError(f"{pin.key}: {error}") from error
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.sweeps.definition import Definition, plan
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.starting import claim
 from mlx_runtime.sweeps.sweep import Listener
 from mlx_runtime.sweeps.terminal import engine_for
-from mlx_runtime.training.api import importable
+from mlx_runtime.training.api import importable, listed
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.engines.placement import JOB_FLAG
 from mlx_runtime.training.experiment import BaseModule
@@ -57,13 +57,16 @@ def sweep(
         UsageError, ConfigError: The sweep cannot be carried out; nothing was written.
         MlxError: All trials failed, or none records the metric.
     """
+    words = listed(overrides)
+    if trials is not None and trials < 1:
+        raise UsageError(f"trials is {trials}; the minimum is 1")
     asked: dict[str, Any] = {"search": search, "scheduler": scheduler, "metric": metric, "mode": mode, "trials": trials}
     asked |= {"folds": folds, "parallel": parallel, "gpus_per_trial": gpus_per_trial}
     given = {key: value for key, value in asked.items() if value is not None}
     module, qualname = importable(experiment)
     if module != AN_EXPERIMENT.module:
         given["experiment"] = f"{module}.{qualname}"
-    checked = plan(experiment, Definition(tuple(overrides), **given), large=True)
+    checked = plan(experiment, Definition(words, **given), large=True)
     if JOB_FLAG not in os.environ:
         local.warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
     with contextlib.closing(engine_for(checked)) as engine:

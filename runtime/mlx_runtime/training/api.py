@@ -1,6 +1,7 @@
 """A run from Python: an iterator of its epochs while it trains, in a notebook or a script."""
 
 import contextlib
+import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,10 +96,18 @@ def run(
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
     """
+    words = listed(overrides)
     module, name = importable(experiment)
     if module == AN_EXPERIMENT.module:
         AN_EXPERIMENT.folder()
-    return Training(RunJob(module, name, tuple(overrides), tuple(sys.orig_argv)), listeners, show)
+    return Training(RunJob(module, name, words, tuple(sys.orig_argv)), listeners, show)
+
+
+def listed(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides, or raise a UsageError if they are a single string."""
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides is the string {overrides!r}; write a list: [{overrides!r}]")
+    return tuple(overrides)
 
 
 def importable(thing: Any) -> tuple[str, str]:
@@ -107,7 +116,12 @@ def importable(thing: Any) -> tuple[str, str]:
     Raises:
         UsageError: they cannot.
     """
+    if not isinstance(thing, type) and not inspect.isfunction(thing):
+        raise UsageError(f"{thing!r:.60} is neither a class nor a function")
     module, name = thing.__module__, thing.__qualname__
+    if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
+        cure = 'in a notebook, call it in a cell without %%mlx; elsewhere, below if __name__ == "__main__"'
+        raise UsageError(f"{module} starts a run while it is imported, as workers would do again; {cure}")
     if module == "__main__":
         where, cure = "a script", "move it to a file in src/"
         if in_notebook():

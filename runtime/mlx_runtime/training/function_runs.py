@@ -33,6 +33,9 @@ Results = list[dict[str, float]]
 OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
 """Settings that `Trainer` determines."""
 
+MOST_VALUES = 1000
+"""Limit on the numbers and texts in a config, which is recorded, and passed on as an override."""
+
 FORMER = {
     "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
     "max_retries": "It is max_failures",
@@ -192,6 +195,9 @@ class Trainer:
             raise UsageError(text) from None
         if config is not None and not isinstance(config, dict):
             raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
+        if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
+            text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
+            raise UsageError(f"{text}: put data into a file, and its path into config")
         if config and not takes:
             raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
         values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
@@ -207,6 +213,8 @@ class Trainer:
         overrides = [override(f"cfg.{name}", value) for name, value in values.items()]
         if resume is not None:
             overrides.append(f"--resume={resume}" if resume != "auto" else "cfg.resume=auto")
+        if not isinstance(callbacks, Sequence):
+            raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
         called = [_handler(item) for item in callbacks]
         adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
         self._latest = FunctionRun(RunJob(*adapter, tuple(overrides), tuple(sys.orig_argv), path), called, show)
@@ -226,14 +234,14 @@ class Trainer:
     @property
     def latest_checkpoint_path(self) -> str | None:
         """Path or URI of the newest checkpoint of the latest run, or None."""
-        latest = self.latest_run.record["latest"]
+        latest = self.latest_run.record.get("latest")
         return None if latest is None else str(latest["path"])
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
         """What the newest checkpoint of the latest run was saved with, or None."""
         run = self.latest_run
-        return run.state()["own"]["saved"] if run.record["latest"] is not None else None
+        return run.state()["own"]["saved"] if run.record.get("latest") is not None else None
 
     # -- objects
 
@@ -302,6 +310,15 @@ class Trainer:
         table = io.StringIO()
         print_table(rows, table)
         return f"Trainer with {workers}, engine {self._engine}, backend torch\n{table.getvalue()}".rstrip()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if items is None:
+        yield value
+    else:
+        for item in items:
+            yield from _leaves(item)
 
 
 def _handler(callback: Any) -> Callable[[Results], object]:

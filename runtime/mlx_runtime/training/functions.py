@@ -242,6 +242,8 @@ def _position(name: str) -> Topology:
 
 
 def _number(name: str, value: Any) -> float:
+    if not name:
+        raise MlxError("report was called with a metric without a name")
     try:
         number = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError):  # several elements

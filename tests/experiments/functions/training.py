@@ -126,6 +126,10 @@ def reports_text():
     report(loss="low")
 
 
+def reports_nameless():
+    report(**{"": 3})
+
+
 def saves_an_object():
     save_checkpoint(model=object())
 

@@ -96,6 +96,8 @@ class TestPins:
         assert recorded(tree) == {"models.net": {"repository": "org/bert", "kind": "model", "revision": "d" * 40}}
         with pytest.raises(ConfigError, match=r"models.net: the Hub cannot be reached"):
             pinned(conf(), conf(), conf(), find=missing)
+        with pytest.raises(ConfigError, match=r"models.net.revision is 5, which is no text; write it in quotes"):
+            pinned(conf(revision=5), conf(), conf())
 
     def test_the_commit_in_the_file_is_not_that_of_a_repository_that_an_override_names(self) -> None:
         file, chosen = conf(revision="b" * 40), {"pretrained_model_name_or_path": "org/gpt"}

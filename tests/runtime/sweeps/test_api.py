@@ -11,6 +11,7 @@ pytestmark = pytest.mark.local
 
 SCRIPT = """
 import json, threading, time
+from pathlib import Path
 from mlx_runtime import MlxError, kfold, open_sweep, sweep
 from src.cells import Cells
 from src.experiment import Experiment
@@ -40,12 +41,16 @@ if __name__ == "__main__":
     of_cells = sweep(Cells, given, metric="val/mse", mode="min", parallel=1)
     cells = [run.record["metrics"]["cells"] for run in of_cells.runs]
     cells += [of_cells.definition["experiment"], of_cells.command]
-    try:
-        sweep(type("Inner", (Cells,), {}), given)
-    except MlxError as error:
-        cells.append(str(error))
+    refused, inner = [], type("Inner", (Cells,), {})
+    mirrored = [*given, "cfg.mirror=hf://alice/cells"]
+    for cls, words, trials in ((inner, given, None), (Cells, LR, None), (Cells, given, 0), (Cells, mirrored, None)):
+        try:
+            sweep(cls, words, trials=trials)
+        except MlxError as error:
+            refused.append(str(error))
+    cells.append(len(list(Path("runs/cells").glob("sweep_*"))))
     runs = [run.record["status"] for run in result.runs]
-    facts = {"rows": len(result.table(runs=True)), "runs": runs, "cells": cells}
+    facts = {"rows": len(result.table(runs=True)), "runs": runs, "cells": cells, "refused": refused}
     print(json.dumps(found(result) | facts | {"seen": seen, "same": same, "failed": failed, "folds": folds}))
 """
 
@@ -98,7 +103,8 @@ def test_it_raises_if_all_trials_failed(found: dict[str, Any]) -> None:
 
 
 def test_a_class_of_another_module_is_trained_with_the_defaults_of_its_code(found: dict[str, Any]) -> None:
-    *rates, path, command, _ = found["cells"]
+    *rates, path, command, sweeps = found["cells"]
+    assert sweeps == 1
     assert (rates, path) == ([0.5, 0.25], "src.cells.Cells")
     assert command.startswith("run(Cells, ['cfg.start_workers=0', 'cfg.num_epochs=1', 'cfg.name=cells', 'optimizers.")
 
@@ -109,5 +115,10 @@ def test_such_a_sweep_resumes(found: dict[str, Any], mlx: Mlx, folder: Path) -> 
     assert "resumed   2 trials are done" in done.stdout
 
 
-def test_a_class_that_cannot_be_imported_is_refused(found: dict[str, Any]) -> None:
-    assert found["cells"][-1] == "workers cannot import Inner from a script; move it to a file in src/"
+def test_what_is_no_sweep_is_refused(found: dict[str, Any]) -> None:
+    assert found["refused"] == [
+        "workers cannot import Inner from a script; move it to a file in src/",
+        "overrides is the string 'optimizers.adam.lr'; write a list: ['optimizers.adam.lr']",
+        "trials is 0; the minimum is 1",
+        "cfg.mirror=hf://alice/cells is for one run, and a sweep has many; leave it out",
+    ]

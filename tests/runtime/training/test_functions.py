@@ -73,6 +73,8 @@ def callbacks():
 
 
 def saving():
+    trainer.run(training.counting, config={"num_epochs": 1})
+    assert trainer.latest_checkpoint is trainer.latest_checkpoint_path is None
     assert trainer.run(training.resumable, config={"num_epochs": 5}) == [10, 10]
     return trainer.latest_checkpoint, [trainer.latest_run.record["epoch"], trainer.latest_run.record["epochs"]]
 
@@ -143,7 +145,8 @@ def stateful():
 def nested():
     def train():
         pass
-    names = ("unpicklable", "reports_text", "saves_an_object", "reports_on_rank_0", "saves_on_rank_0")
+    names = ("unpicklable", "reports_text", "reports_nameless", "saves_an_object")
+    names += ("reports_on_rank_0", "saves_on_rank_0")
     of_workers = [refused(trainer.run, getattr(training, name)) for name in names]
     return [refused(trainer.run, function) for function in (train, lambda: 0, refused)] + of_workers
 
@@ -297,11 +300,14 @@ class TestExamples:
         assert (status, error, recorded) == ("STOPPED", "in a callback", "STOPPED")
 
     def test_what_cannot_run_is_refused_in_one_line(self, others: Found) -> None:
-        nested, anonymous, main, pickled, reported, saved, *uneven = (message for _, message, _ in others["nested"])
+        nested, anonymous, main, pickled, reported, nameless, saved, *uneven = (
+            message for _, message, _ in others["nested"]
+        )
         for message in (nested, anonymous, main):
             assert message.endswith("from a script; move it to a file in src/")
         assert pickled.startswith("src.training.unpicklable returned a function on rank ")
         assert reported == "report(loss='low') is not a number; report numbers, or tensors of one element"
+        assert nameless == "report was called with a metric without a name"
         assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
         on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"
         assert uneven == [
@@ -431,6 +437,12 @@ class TestBeforeARun:
             trainer.run(training.two_arguments)
         with pytest.raises(UsageError, match=r"is not a function"):
             trainer.run(print)
+        with pytest.raises(
+            UsageError, match=r"config has 1,001 values, and 1,000 is the maximum: put data into a file"
+        ):
+            trainer.run(training.counting, {"rows": list(range(1001))})
+        with pytest.raises(UsageError, match=r"callbacks is <built-in function print>; it takes a list"):
+            trainer.run(training.counting, callbacks=print)
         with pytest.raises(UsageError, match=r"callbacks takes functions, or objects with handle_result"):
             trainer.run(training.counting, callbacks=[3])
         with pytest.raises(UsageError, match=r"checkpoint is 3; it takes a dict"):

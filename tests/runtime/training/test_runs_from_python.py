@@ -13,7 +13,8 @@ import pytest
 from conftest import Script
 from hub_server import Hub
 
-from mlx_runtime import open_run
+from mlx_runtime import BaseModule, open_run, run
+from mlx_runtime.errors import UsageError
 from mlx_runtime.training.warm_server import libraries
 
 SCRIPT = """
@@ -137,6 +138,18 @@ def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None
 def test_later_runs_start_warm_and_see_edits(found: dict[str, Any]) -> None:
     assert found["warm"]
     assert found["failed"] == ["WorkerLoopError", "ValueError: edited (raised on rank 0)"]
+
+
+@pytest.mark.pure
+def test_what_cannot_be_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"overrides is the string 'cfg.seed=1'; write a list: \['cfg.seed=1'\]"):
+        run(BaseModule, "cfg.seed=1")
+    with pytest.raises(UsageError, match=r"None is neither a class nor a function"):
+        run(None)  # type: ignore[arg-type]
+    (tmp_path / "starting.py").write_text("from mlx_runtime import run\nclass Own: ...\nrun(Own)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=r"starting starts a run while it is imported, .* a cell without %%mlx"):
+        import starting  # noqa: F401
 
 
 @pytest.mark.pure
