@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mlx_runtime.config.composition import override
+from mlx_runtime.config.nodes import RESERVED
 from mlx_runtime.config.signatures import convert, parameters, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
@@ -313,12 +314,14 @@ class Trainer:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
-    if items is None:
+    """Yield the numbers and texts in a config. Refuse keys that would make something else of it."""
+    if not isinstance(value, dict | list | tuple):
         yield value
-    else:
-        for item in items:
-            yield from _leaves(item)
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in RESERVED:
+            raise UsageError(f"config has the key {key!r}, which names an object in conf.yaml; rename it")
+        yield from _leaves(item)
 
 
 def _handler(callback: Any) -> Callable[[Results], object]:

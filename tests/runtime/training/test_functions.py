@@ -441,6 +441,8 @@ class TestBeforeARun:
             UsageError, match=r"config has 1,001 values, and 1,000 is the maximum: put data into a file"
         ):
             trainer.run(training.counting, {"rows": list(range(1001))})
+        with pytest.raises(UsageError, match=r"config has the key '_target_', which names an object"):
+            trainer.run(training.counting, {"layers": [{"_target_": "os.getcwd"}]})
         with pytest.raises(UsageError, match=r"callbacks is <built-in function print>; it takes a list"):
             trainer.run(training.counting, callbacks=print)
         with pytest.raises(UsageError, match=r"callbacks takes functions, or objects with handle_result"):
