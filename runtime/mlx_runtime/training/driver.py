@@ -99,6 +99,7 @@ class Driver:
         with contextlib.ExitStack() as guard:
             record = claim(self._plan, lambda: guard.enter_context(self._guard()))
             recorder = self.recorder = RunRecorder(record, self._plan)
+            interrupted = False
             try:
                 with (
                     self.control.watching(record.folder, record["attempt"]),
@@ -119,9 +120,13 @@ class Driver:
                     self._emit(ended)
                     raise
             else:
-                ended = recorder.succeed()
+                try:
+                    ended = recorder.succeed()
+                except KeyboardInterrupt:  # too late to stop the run: all that is left is the wait for its mirror
+                    interrupted = True
+                    ended = recorder.succeed()
             finally:
-                self._end_mirroring()
+                self._end_mirroring(interrupted)
         self._emit(ended)
         yield from self._pending()
         if ended.error is not None and not isinstance(ended.error, Terminated):
@@ -212,12 +217,12 @@ class Driver:
         for notice in self._mirroring.notices() if self._mirroring is not None else ():
             self._emit(notice)
 
-    def _end_mirroring(self) -> None:
-        """Wait for the last upload, as long as `cfg.mirror_timeout_s`."""
+    def _end_mirroring(self, interrupted: bool) -> None:
+        """Wait for the last upload, as long as `cfg.mirror_timeout_s`, unless the wait is interrupted already."""
         if self._mirroring is not None and self.control.taken_over:
             self._mirroring.abandon()
         elif self._mirroring is not None:
-            for notice in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s):
+            for notice in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s, interrupted=interrupted):
                 self._emit(notice)
 
     def _emit(self, event: events.Event) -> None:

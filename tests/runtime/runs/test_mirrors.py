@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -609,6 +610,51 @@ def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
         done = mlx(folder, "xp", "push", **server.variables())
         assert "hf://alice/faults is complete" in done.stdout, done.stderr
         assert server.commits("alice/faults")[-1] == "faults/run_001: SUCCEEDED, step 48"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from mlx_runtime.cli import main
+from mlx_runtime.training.run_recorder import RunRecorder
+
+succeed = RunRecorder.succeed
+
+
+def interrupted(self):
+    RunRecorder.succeed = succeed
+    succeed(self)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+RunRecorder.succeed = interrupted
+main()
+"""
+
+
+@pytest.mark.kills
+def test_ctrl_c_while_the_end_is_recorded(
+    experiment: Callable[[str], Path], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The run has succeeded, and does not wait for its mirror."""
+    folder = experiment("faults")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    with Hub() as server:
+        server.faults = Faults(
+            1, ("silence",), lambda method, path: "/commit/" in path and bool(server.commits("alice/faults"))
+        )
+        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", "cfg.mirror_timeout_s=1000")
+        done = subprocess.run(
+            [sys.executable, tmp_path / "script.py", *command],
+            cwd=folder,
+            env=environment | server.variables(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "unfinished: the wait for it was interrupted; complete it with: mlx xp push" in done.stdout
+    record = json.loads((folder / "runs" / "faults" / "run_001" / "run.json").read_text())
+    assert record["status"] == "SUCCEEDED"
 
 
 @pytest.mark.kills

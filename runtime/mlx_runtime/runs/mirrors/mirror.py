@@ -215,20 +215,23 @@ class Follower:
                 found.append(self._notices.popleft())
         return found
 
-    def finish(self, timeout_s: float) -> list[Notice]:
+    def finish(self, timeout_s: float, *, interrupted: bool = False) -> list[Notice]:
         """Upload the last state, wait for that, and mark the record. Return what there is for the user.
 
-        The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended.
+        The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended;
+        with `interrupted`, there is no wait.
         """
         with self._changed:
             self._ending = True
             self._changed.notify()
         started = time.monotonic()
-        late = f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
         try:
-            while not self._done.wait(POLL_S) and time.monotonic() - started < timeout_s:
+            while not interrupted and not self._done.wait(POLL_S) and time.monotonic() - started < timeout_s:
                 pass
         except KeyboardInterrupt:
+            interrupted = True
+        late = f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        if interrupted:
             late = "the wait for it was interrupted"
         if self._done.is_set() and self._failure is None:
             self._mark(unfinished=False)
