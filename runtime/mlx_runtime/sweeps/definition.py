@@ -6,11 +6,12 @@ from typing import Any
 
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.data.folds import Fold, fold_rows
-from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.redaction import redacted_override
 from mlx_runtime.sweeps.space import Space, check, parse, trial_count
 from mlx_runtime.training.background import conf_of
+from mlx_runtime.training.planning import refuse_mirror
 from mlx_runtime.training.request import RunConfig, load_config
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
@@ -106,8 +107,7 @@ def plan(
     with conf_of(experiment) as conf:
         check(space, experiment, conf, look=look, title=asked.experiment)
         config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
-    if config.cfg.mirror is not None:
-        raise ConfigError(f"cfg.mirror={config.cfg.mirror} is for one run, and a sweep has many; leave it out")
+    refuse_mirror(config.cfg)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg

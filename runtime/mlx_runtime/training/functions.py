@@ -136,18 +136,11 @@ def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None)
     Raises:
         TypeError: it takes more.
     """
-    signature = inspect.signature(function)
-    try:
-        signature.bind()
-    except TypeError:
-        signature.bind({})
-        return True
-    if not config:
-        return False
-    with contextlib.suppress(TypeError):
-        signature.bind({})
-        return True
-    return False
+    for takes in (True, False) if config else (False, True):
+        with contextlib.suppress(TypeError):
+            inspect.signature(function).bind(*[{}] * takes)
+            return takes
+    raise TypeError("it takes other arguments")
 
 
 _running: FunctionExperiment | None = None

@@ -121,13 +121,19 @@ def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
         )
 
 
+def refuse_mirror(cfg: TrainConfig) -> None:
+    """Raise a ConfigError if the runs of a sweep were to be mirrored."""
+    if cfg.mirror is not None:
+        raise ConfigError(f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out")
+
+
 def _mirror(config: RunConfig) -> Mirror | None:
     """Return the mirror of a run. Refuse one that the run cannot be mirrored to."""
     uri = config.cfg.mirror
     if uri is None:
         return None
     if config.sweep:
-        raise ConfigError(f"cfg.mirror={uri} is for one run, and a sweep has many; leave it out")
+        refuse_mirror(config.cfg)
     if is_uri(config.cfg.storage_path):
         raise ConfigError(
             f"cfg.mirror mirrors runs on a local disk, and cfg.storage_path is {config.cfg.storage_path}; leave one out"

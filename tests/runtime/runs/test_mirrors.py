@@ -337,6 +337,16 @@ class TestContinuing:
         assert "is complete" in following.finish(60)[-1].text
         return training
 
+    def continued(self, root: Path, epoch: int) -> Training:
+        """Train an epoch of the mirrored run in a second attempt, on another machine."""
+        copy, _ = restoring.latest(URI, str(root / "b"), "digits")
+        second = Training(root, 2, copy)
+        following = second.follow()
+        second.save(epoch, seed=1)
+        second.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1].text
+        return second
+
     def test_an_empty_machine(self, server: Hub, tmp_path: Path) -> None:
         training = self.mirrored(tmp_path / "a", 2)
         copy, lines = restoring.latest(URI, str(tmp_path / "b"), "digits")
@@ -383,12 +393,7 @@ class TestContinuing:
     ) -> None:
         """The folder of checkpoints arrives in the middle; then moving files fails, or is interrupted."""
         training = self.mirrored(tmp_path / "a", 1)
-        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
-        second = Training(tmp_path, 2, copy)
-        following = second.follow()
-        second.save(1, seed=1)
-        second.record.finish("STOPPED")
-        assert "is complete" in following.finish(60)[-1].text
+        self.continued(tmp_path, 1)
         before = {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")}
         rename = Path.rename
 
@@ -405,12 +410,7 @@ class TestContinuing:
     def test_logs_of_this_machine_stay(self, server: Hub, tmp_path: Path) -> None:
         """Somebody has uploaded a folder of that name to the repository."""
         training = self.mirrored(tmp_path / "a", 1)
-        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
-        second = Training(tmp_path, 2, copy)
-        following = second.follow()
-        second.save(1, seed=1)
-        second.record.finish("STOPPED")
-        following.finish(60)
+        self.continued(tmp_path, 1)
         server.repositories["models/alice/digits"].commits[-1].files["logs/rank_0.log"] = b"theirs"
         (training.folder.path / "logs").mkdir()
         (training.folder.path / "logs" / "rank_0.log").write_text("ours")

@@ -4,6 +4,7 @@ The Hub accepts a commit only if its parent is still the latest commit, so of se
 the claim of another. A claim expires if its driver has not committed for `LEASE_S`.
 """
 
+import contextlib
 import datetime
 import uuid
 from collections.abc import Mapping
@@ -143,14 +144,13 @@ def release(repository: Repository) -> str:
         claim = claim_of(repository, head)
         if claim is None:
             raise UsageError(f"{repository.address} holds no run")
-        if not claim.held and claim.driver != driver:
+        arrived = claim.driver == driver  # the commit, whose answer was lost
+        if not arrived and not claim.held:
             return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
-        if claim.driver != driver:  # else the commit has arrived, though its answer was lost
-            released = replace(claim, status="RELEASED", driver=driver, time=documents.now())
-            try:
+        released = replace(claim, status="RELEASED", driver=driver, time=documents.now())
+        with contextlib.suppress(OutdatedError):
+            if not arrived:
                 repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
-            except OutdatedError:
-                continue
-        text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
-        return f"released {repository.address}; {text}"
+            text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
+            return f"released {repository.address}; {text}"
     raise StorageError(f"{repository.address} gets new commits all the time; stop the run that is mirrored to it")
