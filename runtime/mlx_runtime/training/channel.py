@@ -174,6 +174,7 @@ class Receiver:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
             try:
                 deliver_challenge(connection, self.key)
+                self._readers.append(threading.current_thread())  # before the peer can send anything
                 answer_challenge(connection, self.key)
             except Exception:  # a peer without the key, or one that hung up
                 return
@@ -182,7 +183,6 @@ class Receiver:
                     in_time = self._pending.pop(peer, None) is not None
             if not in_time:
                 return
-            self._readers.append(threading.current_thread())
             self._workers.append(connection)
             with contextlib.suppress(EOFError, OSError):
                 while True:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, answer_challenge
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,13 @@ def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None
         assert list(receiver.events(timeout_s=2)) == [Notice("still there")]
 
 
-def test_all_that_was_sent_is_drained(receiver: Receiver) -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(connection: Any, key: bytes) -> None:
+        answer_challenge(connection, key)
+        time.sleep(delay_s)  # the other end is connected now, and sends
+
+    monkeypatch.setattr(channel, "answer_challenge", answer)
     stranger = silent(receiver)
     with Client(receiver.address, authkey=receiver.key) as connection:
         for step in range(1000):
