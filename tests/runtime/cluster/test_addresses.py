@@ -67,7 +67,7 @@ def test_nobody_waits_for_a_cluster_that_does_not_answer() -> None:
         started = time.monotonic()
         with pytest.raises(ClusterError, match="did not answer within 5 s"):
             Dashboard.connect(Address(f"http://127.0.0.1:{silent.getsockname()[1]}", "here"))
-        assert time.monotonic() - started < 6
+        assert time.monotonic() - started < 20
 
 
 @pytest.mark.s3

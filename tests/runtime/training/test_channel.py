@@ -17,6 +17,9 @@ from mlx_runtime.training.channel import STOP, Receiver, Remote
 
 pytestmark = pytest.mark.pure
 
+PATIENCE_S = 8.0
+"""How long anything may take on a busy machine; less than `HANDSHAKE_S`, so that nothing waits for a stranger."""
+
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
@@ -26,8 +29,8 @@ def receiver() -> Iterator[Receiver]:
 
 
 def heard(receiver: Receiver) -> Event:
-    """Return the next event, within two seconds."""
-    return next(receiver.events(timeout_s=2))
+    """Return the next event."""
+    return next(receiver.events(timeout_s=PATIENCE_S))
 
 
 def silent(receiver: Receiver) -> socket.socket:
@@ -67,7 +70,7 @@ def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callab
     worker = Remote(receiver.address, receiver.key, rank=0)
     assert heard(receiver) == WorkerConnected(0)
     receiver.broadcast(STOP)
-    assert worker._stop.wait(2)
+    assert worker._stop.wait(PATIENCE_S)
     worker.close()
     for connection in strangers:
         connection.close()
@@ -90,7 +93,7 @@ def test_many_strangers_make_room_for_a_worker(receiver: Receiver, monkeypatch: 
     strangers = [silent(receiver) for _ in range(40)]
     Remote(receiver.address, receiver.key, rank=3)
     assert heard(receiver) == WorkerConnected(3)
-    until = time.monotonic() + 2
+    until = time.monotonic() + PATIENCE_S
     while (
         threading.active_count() > before + 5 + 2 and time.monotonic() < until
     ):  # and both ends of the worker's connection
@@ -118,7 +121,7 @@ def test_what_is_no_event_is_dropped(receiver: Receiver, message: bytes) -> None
     with Client(receiver.address, authkey=receiver.key) as connection:
         connection.send_bytes(message)
         connection.send_bytes(encode(Notice("still there")))
-        assert list(receiver.events(timeout_s=2)) == [Notice("still there")]
+        assert list(receiver.events(timeout_s=PATIENCE_S)) == [Notice("still there")]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])
@@ -133,6 +136,6 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
         for step in range(1000):
             connection.send_bytes(encode(StepProgress("train", 0, step, 1000, 0.0)))
     started = time.monotonic()
-    assert [event.step for event in receiver.drain() if isinstance(event, StepProgress)] == list(range(1000))
-    assert time.monotonic() - started < 1.5
+    assert [event.step for event in receiver.drain(PATIENCE_S) if isinstance(event, StepProgress)] == list(range(1000))
+    assert time.monotonic() - started < PATIENCE_S  # it does not wait for the stranger
     stranger.close()
