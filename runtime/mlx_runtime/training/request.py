@@ -22,6 +22,7 @@ from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.resuming import Change
+from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
 FAST_DEV_RUN = "--fast-dev-run"
 
@@ -151,7 +152,8 @@ def _choose(path: Path, overrides: Sequence[str], *, look: bool = False) -> _Cho
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     if name == "auto" and cfg.get("mirror") and not look:
-        mirrored, notes = mirrors.latest(str(cfg["mirror"]), root, experiment)
+        with sigterm_stops(StopRequests()):  # it removes what it has downloaded
+            mirrored, notes = mirrors.latest(str(cfg["mirror"]), root, experiment)
         choice = choice._replace(notes=tuple(notes))
         name = mirrored.name if mirrored is not None else name
     if name in ("auto", "latest"):

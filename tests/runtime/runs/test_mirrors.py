@@ -1,6 +1,7 @@
 """Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from conftest import Mlx, Start
 from faults import differences, final_state, reports
 from hub_server import Faults, Hub
+from huggingface_hub import HfApi
 
 from mlx_runtime import open_run
 from mlx_runtime.cli.xp import push
@@ -27,8 +29,10 @@ from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.listing import list_rows
 from mlx_runtime.runs.mirrors import card, claims, hub, mirror, pushing, restoring
+from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.storage.leases import this_process
+from mlx_runtime.training import request
 
 pytestmark = pytest.mark.process
 
@@ -155,6 +159,32 @@ def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
     assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
 
 
+def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "REFRESH_S", 0.05)
+    training = Training(tmp_path)
+    following = training.follow()
+    upload = HfApi.preupload_lfs_files
+    times: list[str] = []
+
+    def slowly(api: HfApi, repo_id: str, additions: Any, **options: Any) -> None:
+        large = any(addition.path_in_repo.endswith("state.pt") for addition in additions)
+        while large and len(times) < 2:  # commits, before this upload ends
+            count = len(server.commits("alice/digits"))
+            until(lambda count=count: len(server.commits("alice/digits")) > count, 60)
+            times.append(json.loads(server.files("alice/digits")["mirror.json"])["time"])
+        upload(api, repo_id, additions, **options)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
+    training.save(0)
+    training.record.finish("STOPPED")
+    lines = following.finish(600)
+    assert "is complete" in lines[-1].text
+    assert open_run(URI).record["status"] == "STOPPED"
+    assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
+
+
 def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> None:
     training = Training(tmp_path)
     following = training.follow()
@@ -217,6 +247,25 @@ class TestEnd:
             pushing.push(training.folder)
         assert pushing.push(training.folder, URI).startswith(f"{URI} is complete")
         assert open_run(URI).record["status"] == "SUCCEEDED"
+
+    def test_a_run_that_is_resumed_while_it_is_pushed(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("STOPPED")
+        write = mirror.Writer.write
+
+        def resumed(writer: mirror.Writer, title: str, *state: Any, **options: Any) -> int:
+            if "STOPPED" in title:
+                training.record.finish("SUCCEEDED")
+            return write(writer, title, *state, **options)
+
+        monkeypatch.setattr(mirror.Writer, "write", resumed)
+        with pytest.raises(UsageError, match="digits/run_001 has changed during the upload; repeat the command"):
+            pushing.push(training.folder, URI)
+        assert records.recorded(training.folder)["status"] == "SUCCEEDED"
+        monkeypatch.undo()
 
 
 def test_all_that_can_be_pushed_is_pushed(
@@ -422,6 +471,24 @@ class TestContinuing:
         server.faults = Faults(1, ("403",), lambda method, path: path.endswith("state.pt"))
         with pytest.raises(MlxError, match="your token has no access to hf://alice/digits"):
             restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert list((tmp_path / "b" / "digits").iterdir()) == []
+
+    def test_sigterm_during_a_download_leaves_nothing(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        download = MirroredRun.download
+
+        def terminated(*arguments: Any) -> None:
+            download(*arguments)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(MirroredRun, "download", terminated)
+        (tmp_path / "conf.yaml").write_text(
+            f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            request._choose(tmp_path / "conf.yaml", [])
         assert list((tmp_path / "b" / "digits").iterdir()) == []
 
 

@@ -176,19 +176,33 @@ class Repository:
         )
         return Path(found)
 
-    def commit(self, title: str, parent: str, added: Mapping[str, Path | bytes], removed: Collection[str] = ()) -> str:
-        """Upload files in one commit, and return its hash. Content that the Hub has already is not uploaded again.
+    def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
+        """Upload the content of files for a commit, which takes what is returned instead of them.
+
+        Content that the Hub has already is not uploaded again. That of small text files is uploaded with the commit.
+        """
+        from huggingface_hub import CommitOperationAdd
+
+        additions = {path: CommitOperationAdd(path, str(file)) for path, file in files.items()}
+        # One at a time: an upload of several starts threads that Python waits for when it exits.
+        for addition in additions.values():
+            self._call(self._api.preupload_lfs_files, self.address.name, [addition], free_memory=False, revision="main")
+        return additions
+
+    def commit(self, title: str, parent: str, added: Mapping[str, Any], removed: Collection[str] = ()) -> str:
+        """Commit files, and return the hash of the commit.
+
+        Args:
+            added: small content by path, or what `upload` has returned.
 
         Raises:
             OutdatedError: `parent` is not the latest commit, or no longer.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        contents = {path: str(item) if isinstance(item, Path) else item for path, item in added.items()}
-        additions = [CommitOperationAdd(path, content) for path, content in contents.items()]
-        # One at a time: an upload of several starts threads that Python waits for when it exits.
-        for addition in additions:
-            self._call(self._api.preupload_lfs_files, self.address.name, [addition], free_memory=False, revision="main")
+        additions = [
+            CommitOperationAdd(path, item) if isinstance(item, bytes) else item for path, item in added.items()
+        ]
         operations = [*additions, *(CommitOperationDelete(path, is_folder=False) for path in removed)]
         info = self._call(
             self._api.create_commit, self.address.name, operations, commit_message=title, parent_commit=parent

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
+from mlx_runtime.storage.documents import now
+from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
 """Commits that may follow each other without a pause, and the time after which another one may: at most 100 an hour,
@@ -155,20 +158,29 @@ class Writer:
         Raises:
             SupersededError: another driver has committed.
         """
-        step = self._claim.step if state is None else state.step
+        committed, step = self._claim, self._claim.step if state is None else state.step
         self._claim = self._claim.next(status=status, step=step)
         while True:
             added: dict[str, Path] = {}
             removed: list[str] = []
             if state is not None:
                 added, removed = state.changes(self._repository.files(self._parent))
-            content: dict[str, Path | bytes] = {**added, FILE: self._claim.content()}
+            with heartbeat(lambda: self._refresh(committed), REFRESH_S):
+                uploaded = self._repository.upload(added)
+            self._claim = replace(self._claim, time=now())
             try:
+                content = {**uploaded, FILE: self._claim.content()}
                 self._parent = self._repository.commit(title, self._parent, content, removed)
                 return len(added)
             except OutdatedError:
                 if self._arrived():
                     return len(added)
+
+    def _refresh(self, committed: Claim) -> None:
+        """Refresh the claim, which would expire during an upload that takes longer than `LEASE_S`."""
+        content = {FILE: replace(committed, time=now()).content()}
+        with contextlib.suppress(MlxError):  # `write` meets what is wrong, too
+            self._parent = self._repository.commit("Upload of a checkpoint", self._parent, content)
 
     def _arrived(self) -> bool:
         """Return True if the last commit has arrived, though its answer was lost; accept commits of no driver."""

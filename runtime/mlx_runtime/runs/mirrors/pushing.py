@@ -31,6 +31,8 @@ def push(run: RunFolder, uri: str | None = None) -> str:
     mirror = Mirror(uri)
     mirror.check(run)
     claim, count = mirror.push(run)
+    if records.refuse_living(run) != record:
+        raise UsageError(f"{run.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
     try:
         write_atomic(run.record, to_json(record | {"mirror": complete}))  # a `Record` would look alive
