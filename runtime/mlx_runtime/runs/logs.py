@@ -74,10 +74,10 @@ class LogFile:
             self._push()
 
     def _push(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):
             size = self._path.stat().st_size
             if size != self._pushed_bytes:
-                self._folder.push(self._path)
+                self._folder.push(self._path, must=True)
                 self._pushed_bytes = size
 
 

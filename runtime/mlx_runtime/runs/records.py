@@ -35,6 +35,9 @@ from mlx_runtime.storage.local import discard_unfinished, write_atomic
 CLAIM_S = 0.5
 """How long a driver may take between claiming a run and writing its lease."""
 
+LAST_PAUSES_S = (1, 4, 10)
+"""Pauses before an object store is asked again to take the last record of a run."""
+
 LIVING = ("PENDING", "RUNNING")
 
 REPLACED = "replaced"
@@ -124,14 +127,17 @@ class Record:
 
     def update(self, **fields: Any) -> None:
         """Change fields and store the record."""
+        self._update(fields)
+
+    def _update(self, fields: Mapping[str, Any], *, must: bool = False) -> None:
         with self._lock:
-            self._fields |= fields | {"heartbeat": now()}
+            self._fields |= {**fields, "heartbeat": now()}
             if not self._ours:
                 return
             if self.held:
                 self._refresh_lease(self._fields["status"])
             else:
-                self._write(self.folder.record, to_json(self._fields))
+                self._write(self.folder.record, to_json(self._fields), must=must)
 
     def note(self, **fields: Any) -> None:
         """Change fields, to be stored with the next heartbeat."""
@@ -148,7 +154,13 @@ class Record:
     def finish(self, status: str, **fields: Any) -> None:
         """Record how the run ended, in the space that was reserved for it."""
         self._free_reserve()
-        self.update(status=status, end=now(), **fields)
+        fields |= {"status": status, "end": now()}
+        for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
+            try:
+                return self._update(fields, must=True)
+            except StorageError:  # no heartbeat repeats the last write
+                time.sleep(pause_s)
+        self._update(fields)
 
     def withdraw(self) -> None:
         """Give up resuming the run, and restore its previous record if it was replaced."""

@@ -15,6 +15,7 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
 from mlx_runtime.runs.folder import RunFolder, asked_to_stop, claim_run, run_folder
+from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.runs.removal import plan_run
 from mlx_runtime.storage import leases
@@ -51,6 +52,29 @@ def test_the_end_is_written_on_a_full_disk_from_the_reserve(tmp_path: Path) -> N
     record.finish("FAILED", error="x")
     assert not (tmp_path / ".reserve").exists()
     assert (fields(tmp_path)["status"], fields(tmp_path)["error"]) == ("FAILED", "x")
+
+
+def test_the_end_is_stored_though_the_object_store_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(records, "LAST_PAUSES_S", (0.01, 0.01, 0.01))
+    store = tmp_path / "store"
+    (store / "digits" / "run_001" / "logs").mkdir(parents=True)
+    run = run_folder(store.as_uri(), "digits", "run_001")
+    run.path.mkdir(parents=True)
+    record = records.Record(run, status="RUNNING")
+    log = LogFile(run, "logs/driver.log")
+    log.write("accuracy 0.99\n")
+    moved = store.rename(tmp_path / "unreachable")
+    store.write_text("no folder")
+    log._push()
+    with monkeypatch.context() as patch:
+        patch.setattr(records.time, "sleep", lambda _: (store.unlink(), moved.rename(store)))
+        record.finish("SUCCEEDED")
+    log.close()
+    assert fields(store / "digits" / "run_001")["status"] == "SUCCEEDED"
+    assert (store / "digits" / "run_001" / "logs" / "driver.log").read_text() == "accuracy 0.99\n"
 
 
 @pytest.mark.process
