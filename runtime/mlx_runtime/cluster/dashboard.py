@@ -26,9 +26,15 @@ from mlx_runtime.runs.logs import last_lines
 if TYPE_CHECKING:
     import requests
 
+Timeout = float | tuple[float, float]
+"""Seconds to connect and to answer; one number is both."""
+
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
-LIST_S = 2.0  # timeout of each cluster when runs are listed
+LIST_S = (
+    2.0,
+    10.0,
+)  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
 AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
 SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
@@ -107,7 +113,7 @@ class Dashboard:
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
         deadline = time.monotonic() + timeout_s
-        while not (state := self.state(job)).ended:
+        while not (state := self.state(job, deadline)).ended:
             if time.monotonic() > deadline:
                 self.stop(job)
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
@@ -121,9 +127,16 @@ class Dashboard:
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise NoAnswerError(f"the job {job} failed: {reason}", log)
 
-    def state(self, job: str) -> JobState:
-        """Return the state of a job; raises if the cluster does not know it."""
-        answer = self._request("GET", f"jobs/{job}")
+    def state(self, job: str, deadline: float = 0.0) -> JobState:
+        """Return the state of a job; raises if the cluster does not know it, or has not answered by the deadline."""
+        answer = None
+        while answer is None:
+            try:
+                answer = self._request("GET", f"jobs/{job}")
+            except ClusterError:  # it may be busy
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
         if answer.status_code != 200:
             raise ClusterError(f"{self.address.url} has no job {job}")
         facts = answer.json()
@@ -215,7 +228,7 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
     return {(address, job): known[address][job] for address, job in jobs if job in known[address]}
 
 
-def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = LIST_S) -> dict[str, str]:
+def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: Timeout = LIST_S) -> dict[str, str]:
     """Return the status of every job of a cluster, by id; nothing if it cannot be reached."""
     url_of_jobs = f"{url}/api/jobs/"
     with contextlib.suppress(Exception):
@@ -229,14 +242,14 @@ def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: flo
     return {}
 
 
-def _request(method: str, url: str, timeout_s: float, headers: Mapping[str, str], **body: Any) -> "requests.Response":
+def _request(method: str, url: str, timeout_s: Timeout, headers: Mapping[str, str], **body: Any) -> "requests.Response":
     import requests
 
     # With an `auth` of its own, requests does not look for a password in ~/.netrc.
     return requests.request(method, url, timeout=timeout_s, headers=dict(headers), auth=lambda request: request, **body)
 
 
-def _authorized_get(url: str, timeout_s: float) -> tuple["requests.Response", dict[str, str], str | None]:
+def _authorized_get(url: str, timeout_s: Timeout) -> tuple["requests.Response", dict[str, str], str | None]:
     """Request a URL, again with the user's token if it is unauthorized.
 
     Returns the answer, and the headers and the source of the token that were needed.

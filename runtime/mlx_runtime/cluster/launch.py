@@ -50,7 +50,7 @@ class SubmittedJob:
     def wait(self) -> str:
         """Wait until the job has begun or ended, at most `STARTUP_S`. Returns its status; raises if it failed."""
         deadline, begun = time.monotonic() + STARTUP_S, False
-        while not (state := self.dashboard.state(self.id)).ended and not (begun := self.has_begun()):
+        while not (state := self.dashboard.state(self.id, deadline)).ended and not (begun := self.has_begun()):
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.3)

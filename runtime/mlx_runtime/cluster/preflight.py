@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mlx_runtime.training.options import DataConfig, TrainConfig
     from mlx_runtime.training.request import RunConfig
 
-PROBE_S = 60.0  # how long the probe job may take
-NODE_S = 30.0  # how long a node may take to answer the probe
+PROBE_S = 120.0  # how long the probe job may take
+NODE_S = 60.0  # how long a node may take to answer the probe
 INSTALL_S = 600.0  # added to each of these if the cluster installs packages first, as with `--pip`
 
 

@@ -168,7 +168,11 @@ class Filling:
     def _is_abandoned(self, leftover: str) -> bool:
         """Return True unless a job may just have made a folder that has no record yet."""
         folder = Path(self._above.of(leftover))
-        return (folder / RECORD).exists() or time.time() - folder.stat().st_mtime > leases.STALE_S
+        if record := job_record(self._above, leftover):
+            return job_status(record) not in records.LIVING
+        with contextlib.suppress(FileNotFoundError):
+            return time.time() - folder.stat().st_mtime > leases.STALE_S
+        return False
 
 
 def refuse_present(location: str, *, overwrite: bool) -> None:

@@ -73,7 +73,8 @@ class Upload:
             for path, _ in self.files:
                 target = Path(temporary, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(self.folder / path, target)
+                with contextlib.suppress(FileNotFoundError):  # removed since the folder was listed
+                    shutil.copy(self.folder / path, target)
             ignored = shutil.ignore_patterns("__pycache__", "template", "*.pyc")
             shutil.copytree(RUNTIME, Path(temporary, RUNTIME.name), ignore=ignored, dirs_exist_ok=True)
             yield Path(temporary)

@@ -118,6 +118,26 @@ def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: p
     assert record["status"] == "SUCCEEDED"
 
 
+def test_one_that_begins_removes_nothing_of_another_that_has_just_begun(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, others = str(folder / "data" / "made"), []
+    look = filling.refuse_present
+
+    def another_begins(location: str, *, overwrite: bool) -> None:
+        look(location, overwrite=overwrite)
+        monkeypatch.setattr(filling, "refuse_present", look)
+        others.append(Filling(place, overwrite=False))
+
+    monkeypatch.setattr(filling, "refuse_present", another_begins)
+    with Filling(place, overwrite=False) as target, others[0] as other:
+        other.output.write("x", "a.txt")
+        other.commit()
+        with pytest.raises(UsageError, match="another job has filled"):
+            target.commit()
+    assert (folder / "data" / "made" / "a.txt").read_text() == "x"
+
+
 def test_what_a_killed_job_left_goes_with_the_next(folder: Path) -> None:
     place = str(folder / "data" / "made")
     dead = {"status": "RUNNING", "heartbeat": documents.now()} | leases.this_process() | {"pid": 1, "pid_started": "0"}

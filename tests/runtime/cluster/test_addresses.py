@@ -1,5 +1,6 @@
 """Addresses of clusters, in every form that users type, and the check that Ray responds there."""
 
+import json
 import re
 import socket
 import threading
@@ -14,6 +15,7 @@ import pytest
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.cluster.addresses import Address, remember
 from mlx_runtime.cluster.dashboard import Dashboard, job_statuses
+from mlx_runtime.cluster.launch import SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import listing, records
 from mlx_runtime.runs.folder import RunFolder
@@ -76,6 +78,36 @@ def test_another_server_is_told_apart(s3: str) -> None:
     assert port is not None
     with pytest.raises(ClusterError, match=r"is not a Ray dashboard"):
         Dashboard.connect(Address(f"http://127.0.0.1:{port[1]}", "here"))
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Answers every third request about a job."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += "job" in self.path
+        if "job" in self.path and self.asked % 3:
+            return
+        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_a_busy_cluster_is_asked_again() -> None:
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{server.server_port}", "here"))
+        with pytest.raises(ClusterError):
+            dashboard.state("digits-run_001")
+        Busy.asked = 0
+        assert SubmittedJob(dashboard, "digits-run_001", {}, lambda: False).wait() == "SUCCEEDED"
+        server.shutdown()
 
 
 class Asked(HTTPServer):

@@ -33,6 +33,16 @@ def test_ignore_files_are_followed(tmp_path: Path) -> None:
         assert not list(staged.rglob("*.pyc"))
 
 
+def test_a_file_that_was_removed_since_is_left_out(tmp_path: Path) -> None:
+    """As editors do with the files that they write next to the one that is open."""
+    for name in ("main.py", ".main.py.swp"):
+        (tmp_path / name).write_text(name)
+    upload = Upload.of(tmp_path)
+    (tmp_path / ".main.py.swp").unlink()
+    with upload.staged() as staged:
+        assert [path.name for path in staged.glob("*main*")] == ["main.py"]
+
+
 def put(folder: Path, *names: str) -> None:
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
