@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name, reading
+from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name, reading, withdraw_stop
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
     COUNT,
@@ -303,9 +303,13 @@ def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def take_over(folder: RunFolder) -> int:
     """Become the driver of a run whose driver has ended. Return the number of this attempt.
 
-    Raise UsageError if its driver is alive, or another one has just taken over.
+    A request to stop the earlier driver is withdrawn.
+
+    Raises:
+        UsageError: its driver is alive, or another one has just taken over.
     """
     refuse_living(folder)
+    withdraw_stop(folder)  # before the claim, because whoever sees that can ask this driver to stop
     number = folder.attempts() + 1
     if not folder.claim_attempt(number, lease()):
         raise UsageError(

@@ -10,7 +10,7 @@ from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup, records, snapshots
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder, withdraw_stop
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder
 from mlx_runtime.runs.listing import map_concurrently
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.settings import Settings
@@ -90,7 +90,6 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
             before["trials"],
         )
         attempt = records.take_over(folder)
-        withdraw_stop(folder)
         facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
         if Settings.read().job is None:
             facts["job"] = None

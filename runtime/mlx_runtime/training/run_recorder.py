@@ -14,7 +14,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space, withdraw_stop
+from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import Storage, joined, storage_root, to_json
@@ -124,7 +124,6 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
         if not plan.launched:
             previous = previous.get(records.REPLACED) or previous
             facts |= {"attempts": records.attempts(previous), "job": None}
-        withdraw_stop(folder)
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         has_record = config.claimed is not None and Storage(folder.location).size_bytes(folder.record.name) is not None

@@ -14,7 +14,7 @@ import pytest
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
-from mlx_runtime.runs.folder import RunFolder, asked_to_stop, claim_run, run_folder
+from mlx_runtime.runs.folder import RunFolder, ask_to_stop, asked_to_stop, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.runs.removal import plan_run
@@ -160,6 +160,19 @@ class TestOneDriver:
         record.update(status="FAILED")
         assert run.record.read_bytes() == before
         assert records.take_over(run) == 3
+
+    def test_only_a_request_to_stop_the_earlier_driver_is_withdrawn(
+        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        records.Record(run, status="STOPPED", attempt=1)
+        ask_to_stop(run)
+        records.take_over(run)
+        assert not asked_to_stop(run)
+        records.Record(run, status="STOPPED", attempt=2)
+        claim = RunFolder.claim_attempt
+        monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), ask_to_stop(run)][0])
+        records.take_over(run)
+        assert asked_to_stop(run)
 
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
