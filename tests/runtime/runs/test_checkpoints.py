@@ -443,9 +443,13 @@ def test_saving_in_the_background_keeps_the_values_of_its_moment(tmp_path: Path)
 def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the thread is being started, or is being waited for."""
 
+    def interrupted() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+        time.sleep(0.4)
+
     class SlowlyStarted(threading.Thread):
         def _bootstrap(self) -> None:
-            time.sleep(0.4)
+            interrupted()
             super()._bootstrap()  # type: ignore[misc]
 
     def interrupt(*_: object) -> NoReturn:
@@ -456,17 +460,16 @@ def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypat
         saver.wait()
 
     told: list[Checkpoint] = []
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, lambda: time.sleep(0.4))
+    allowed = interrupted if method == "wait" else lambda: None
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, allowed)
     if method == "save":
         monkeypatch.setattr(threading, "Thread", SlowlyStarted)
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
             save_and_wait(saver)
         saver.wait()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert [item.name for item in told] == ["epoch_0001"]
 

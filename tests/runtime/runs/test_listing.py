@@ -276,7 +276,7 @@ class TestLs:
         assert done.cells()["duration"] == "17 min 40 s"
         assert running.duration_s == pytest.approx(100, abs=5)
 
-    def test_only_slow_storages_are_read_many_at_once(self) -> None:
+    def test_only_slow_storages_are_read_many_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         together = threading.Barrier(8, timeout=20)
 
         def read(number: int) -> str:
@@ -289,6 +289,7 @@ class TestLs:
         first, *others = listing.map_concurrently(read, range(9))
         assert first == threading.current_thread().name
         assert first not in others
+        monkeypatch.setattr(listing, "SLOW_S", 5)
         assert listing.map_concurrently(read, [-1] * 9) == [first] * 9  # threads would only contend
 
     @pytest.mark.parametrize("arguments", [["ls"], ["best", "digits"], ["ls", "--html", "page.html"]])
