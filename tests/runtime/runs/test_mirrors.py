@@ -81,7 +81,7 @@ class Training:
         return made
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
@@ -770,8 +770,8 @@ def test_killed_and_continued_on_another_machine(
         done = mlx(alone, *command)
         assert done.returncode == 0, done.stderr
         mirrored = (*command, "cfg.mirror=hf://alice/faults", "cfg.resume=auto")
-        killed = start(one, *mirrored, "cfg.pause_s=0.05", **server.variables())
-        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 120)
+        killed = start(one, *mirrored, "cfg.checkpoint_every_steps=1", "cfg.pause_s=0.25", **server.variables())
+        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 240)
         killed.send_signal(signal.SIGKILL)
         killed.wait(60)
         done = mlx(two, *mirrored, **server.variables(), MLX_CACHE=str(tmp_path / "cache"))
