@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from faults import diary, differences, final_state, make, points, reports, run_o
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.runs.logs import read_log
 from mlx_runtime.training.engines import processes
+from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import CHUNK_BYTES, Output
 from mlx_runtime.training.engines.placement import engine_for
 from mlx_runtime.training.options import TrainConfig
@@ -36,6 +38,36 @@ StartGroup = Callable[..., "subprocess.Popen[str]"]
 
 OFTEN = "cfg.checkpoint_every_steps=3"
 STREAM = "datasets.train._target_=src.experiment.Table"
+
+THREAD = """
+import json, os, signal, threading, time
+from functools import partial
+from pathlib import Path
+from mlx_runtime.training.engines.fork_server import ForkServer
+
+
+def start(number):
+    with open(os.devnull, "w") as nowhere:
+        server.start(number, partial(int, 0), dict(os.environ), [nowhere, nowhere])
+
+
+def first():
+    global server
+    server = ForkServer(fresh=True)
+    start(0)
+    list(server.exits(60))
+
+
+if __name__ == "__main__":
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    while Path(f"/proc/self/task/{thread.native_id}").exists():
+        time.sleep(0.01)
+    start(1)
+    print(json.dumps([server._process.pid, list(server.exits(60))]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 @pytest.fixture
@@ -72,6 +104,18 @@ def start_group(environment: dict[str, str], tmp_path: Path) -> Iterator[StartGr
     for pid in marked(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(fresh=True)
+    yield server
+    server.close()
+
+
+def start(server: ForkServer, number: int, target: Callable[[], Any]) -> None:
+    with Path(os.devnull).open("w") as nowhere:
+        server.start(number, target, dict(os.environ), [nowhere, nowhere])
 
 
 def marked(mark: Path) -> list[int]:
@@ -401,6 +445,15 @@ class TestStart:
         assert processes.unsafe_to_fork() is None
 
     @pytest.mark.process
+    def test_a_server_outlives_the_thread_that_started_it(self, tmp_path: Path) -> None:
+        """Its death signal comes when that thread ends, too. It still ends with the driver."""
+        (tmp_path / "script.py").write_text(THREAD)
+        done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
+        server, exits = json.loads(done.stdout)
+        assert exits == [[1, 0]]
+        wait_for(lambda: not Path(f"/proc/{server}").exists(), 60)
+
     def test_what_fails_as_it_is_imported_is_told_once(self, mlx: Mlx, acts: Path) -> None:
         edit(
             acts / "src" / "experiment.py", "import mlx_runtime\n", "import mlx_runtime\nraise OSError('no license')\n"
@@ -470,6 +523,23 @@ class TestNothingIsLeft:
         why = "rank 1 was killed by SIGKILL; the machine may be out of memory"
         assert errors.splitlines()[0] == f"error: a worker was lost: {why}"
         assert marked(tmp_path) == []
+
+    @pytest.mark.local
+    def test_a_worker_is_killed_that_has_forked(self, server: ForkServer) -> None:
+        """The process that it forked has inherited its end of the pipe that tells of its end."""
+        fork = "import os, signal, time; os.fork() or time.sleep(600); os.kill(os.getpid(), signal.SIGKILL)"
+        start(server, 0, partial(exec, fork, {}))
+        assert list(server.exits(60)) == [(0, -signal.SIGKILL)]
+
+    @pytest.mark.local
+    def test_a_worker_does_not_handle_the_signals_of_its_server(self, server: ForkServer) -> None:
+        """Otherwise a server that it forks, closed before it has handlers of its own, would kill other workers."""
+        for number in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
+            start(server, 0, partial(time.sleep, 600))
+            start(server, 1, partial(signal.raise_signal, number))
+            assert list(server.exits(60)) == [(1, -number)]
+            server.kill(0)
+            assert list(server.exits(60)) == [(0, -signal.SIGKILL)]
 
     def test_a_worker_that_ends_without_a_word_is_lost(self, mlx: Mlx, acts: Path) -> None:
         """And are replaced, up to the limit; the other workers connect to the new one."""

@@ -41,6 +41,9 @@ Channel = Connection  # takes type parameters since Python 3.13
 PRELOADED = ("mlx_runtime.training.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
 """What workers import in addition to the driver."""
 
+CHECK_S = 0.5
+"""Interval at which the server looks for workers that have ended although processes that they have forked live."""
+
 EXIT_S = 10.0
 """How long the server may take to exit."""
 
@@ -150,7 +153,7 @@ class ForkServer:
         atexit.unregister(self.close)
         self._control.close()
         if sys.platform == "linux" and self._process.is_alive():  # otherwise its process id may be reused
-            os.kill(self._process.pid, signal.SIGRTMIN)  # ends it even during an import
+            os.kill(self._process.pid, signal.SIGRTMIN + 1)  # ends it even during an import
         self._process.join(EXIT_S)
         if self._process.exitcode is None:
             self._process.kill()
@@ -195,10 +198,13 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
     for number in (signal.SIGHUP, signal.SIGQUIT):  # they end the driver, too
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, end)
+    if sys.platform == "linux":
+        signal.signal(signal.SIGRTMIN + 1, end)  # sent by `close`; `die_with_parent` uses SIGRTMIN
     die_with_parent(end)
     try:
         while True:
-            ready = connection.wait([control, *(worker.sentinel for worker in workers.values())])
+            sentinels = [worker.sentinel for worker in workers.values()]
+            ready = connection.wait([control, *sentinels], CHECK_S if workers else None)
             if control in ready:
                 match control.recv():
                     case Start() as request:
@@ -211,13 +217,23 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                         for worker in map(workers.get, numbers):
                             if worker is not None:
                                 kill_group(worker)
-            for ended in [number for number, worker in workers.items() if worker.sentinel in ready]:
+            for ended in [number for number, worker in workers.items() if worker.sentinel in ready or _exited(worker)]:
                 worker = workers.pop(ended)
                 kill_group(worker)  # what it has started
                 worker.join()
                 control.send((ended, worker.exitcode))
     except (EOFError, OSError):
         end()
+
+
+def _exited(worker: Any) -> bool:
+    """Return True once a worker has ended. Its sentinel also waits for the processes that it has forked."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return False
+    try:  # WNOWAIT: its process id is not reused before its process group is killed
+        return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # multiprocessing has reaped it while starting another
+        return True
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -250,6 +266,9 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":  # the server's handlers, which kill its workers
+        for real_time in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
+            signal.signal(real_time, signal.SIG_DFL)
     leave_the_terminal()
     die_with_parent()
     null = os.open(os.devnull, os.O_RDONLY)

@@ -72,7 +72,8 @@ def die_with_parent(end: Callable[..., NoReturn] | None = None) -> None:
     if sys.platform == "linux":
         number = signal.SIGRTMIN if end else signal.SIGKILL
         if end:
-            signal.signal(number, end)
+            # The kernel also sends the signal when only the thread ends that has started this process.
+            signal.signal(number, lambda *_: end() if os.getppid() != parent.pid else None)
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent.pid:  # it ended before the call
             os.kill(os.getpid(), number)
