@@ -84,6 +84,8 @@ class Remote:
     def close(self) -> None:
         with self._sending:
             if self._connection is not None:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+                    peer.shutdown(socket.SHUT_WR)  # `_listen` keeps the connection open until the driver ends it
                 self._connection.close()
                 self._connection = None
 
@@ -108,7 +110,7 @@ class Receiver:
         self.key = secrets.token_bytes(16)
         self._listener = socket.create_server((host, 0), backlog=128)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._readers: list[threading.Thread] = []
         self._workers: list[Connection[Any, Any]] = []
         self._pending: dict[socket.socket, float] = {}
@@ -119,17 +121,27 @@ class Receiver:
     def events(self, timeout_s: float) -> Iterator[Event]:
         """Yield the events that have arrived, waiting up to `timeout_s` for the first."""
         with contextlib.suppress(queue.Empty):
-            yield self._events.get(timeout=timeout_s)
             while True:
-                yield self._events.get_nowait()
+                try:
+                    event = decode(self._messages.get(timeout=timeout_s))
+                except ValueError:  # not an event
+                    continue
+                yield event
+                timeout_s = 0.0
 
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events once the workers have closed their ends, or have sent none for `timeout_s`."""
+        """Yield the remaining events once the workers have closed their ends, or have sent none for `timeout_s`.
+
+        Workers that go on sending are left after five times as long.
+        """
+        until = time.monotonic() + timeout_s
+        limit = until + 4 * timeout_s
         for thread in list(self._readers):
-            received = -1
-            while thread.is_alive() and self._events.qsize() > received:
-                received = self._events.qsize()
-                thread.join(timeout_s)
+            while thread.is_alive() and (left_s := until - time.monotonic()) > 0:
+                received = self._messages.qsize()
+                thread.join(left_s)
+                if self._messages.qsize() > received:
+                    until = min(time.monotonic() + timeout_s, limit)
         yield from self.events(timeout_s=0.01)
 
     def broadcast(self, order: bytes) -> None:
@@ -186,7 +198,5 @@ class Receiver:
             self._workers.append(connection)
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    message = connection.recv_bytes()
-                    with contextlib.suppress(ValueError):
-                        self._events.put(decode(message))
+                    self._messages.put(connection.recv_bytes())  # not decoded, which may take longer than `drain` waits
             self._workers.remove(connection)

@@ -200,7 +200,8 @@ class Driver:
                 for event in receiver.drain():
                     self._emit(event)
             except MlxError:  # what workers reported before they failed belongs in the record
-                for event in receiver.events(timeout_s=0.1):
+                stack.close()  # local workers end with it, so that `drain` does not wait for them
+                for event in receiver.drain():
                     self._emit(event)
                 raise
 

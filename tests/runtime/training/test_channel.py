@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, encode
+from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
 from mlx_runtime.training import channel
 from mlx_runtime.training.channel import STOP, Receiver, Remote
 
@@ -139,3 +139,62 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
     assert [event.step for event in receiver.drain(PATIENCE_S) if isinstance(event, StepProgress)] == list(range(1000))
     assert time.monotonic() - started < PATIENCE_S  # it does not wait for the stranger
     stranger.close()
+
+
+def test_an_event_that_takes_long_to_decode_is_drained(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like the return value of a function that is large."""
+    drained = threading.Event()
+
+    def slow(message: bytes) -> Event:
+        if threading.current_thread() is not threading.main_thread():
+            drained.wait()  # longer than anyone waits for a worker
+        return decode(message)
+
+    monkeypatch.setattr(channel, "decode", slow)
+    with Client(receiver.address, authkey=receiver.key) as connection:
+        connection.send_bytes(encode(Notice("large")))
+    try:
+        assert list(receiver.drain(PATIENCE_S)) == [Notice("large")]
+    finally:
+        drained.set()
+
+
+def test_many_silent_workers_are_waited_for_once(receiver: Receiver) -> None:
+    workers = [Client(receiver.address, authkey=receiver.key) for _ in range(40)]
+    started = time.monotonic()
+    assert list(receiver.drain(PATIENCE_S / 20)) == []
+    assert time.monotonic() - started < PATIENCE_S  # not 40 times as long
+    for connection in workers:
+        connection.close()
+
+
+def test_a_worker_that_goes_on_sending_is_left(receiver: Receiver) -> None:
+    """As one of another machine does when the driver ends because its disk is full."""
+    left = threading.Event()
+
+    def send() -> None:
+        with Client(receiver.address, authkey=receiver.key) as connection:
+            for _ in range(1000):
+                if not left.wait(PATIENCE_S / 1000):
+                    connection.send_bytes(encode(Notice("still there")))
+
+    worker = threading.Thread(target=send)
+    worker.start()
+    assert heard(receiver) == Notice("still there")
+    assert Notice("still there") in list(receiver.drain(PATIENCE_S / 40))
+    assert worker.is_alive()
+    left.set()
+    worker.join()
+
+
+def test_a_worker_that_closes_its_end_is_not_waited_for(receiver: Receiver) -> None:
+    """Although one of its threads waits for orders."""
+    worker = Remote(receiver.address, receiver.key, rank=0)
+    assert heard(receiver) == WorkerConnected(0)
+    receiver.broadcast(STOP)
+    assert worker._stop.wait(PATIENCE_S)
+    time.sleep(0.1)  # until that thread waits again; otherwise this test shows nothing
+    worker.close()
+    (reader,) = receiver._readers
+    reader.join(PATIENCE_S)
+    assert not reader.is_alive()

@@ -1,14 +1,21 @@
 """A run driven from Python: no terminal, no main thread, typed events, and the record at the end."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Mlx
+
+from mlx_runtime.errors import WorkerLoopError
+from mlx_runtime.events import Event, Notice, WorkerConnected
+from mlx_runtime.training.channel import Receiver, Remote
+from mlx_runtime.training.driver import Driver
 
 pytestmark = pytest.mark.process
 
@@ -129,6 +136,29 @@ def test_an_error_of_user_code_is_raised_after_the_last_event(digits: Path, envi
     assert found["status"] == ["FAILED"]
     assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")
     assert found["record"]["status"] == "FAILED"
+
+
+@pytest.mark.pure
+def test_what_workers_sent_before_an_error_is_received() -> None:
+    """Until the last of them has ended."""
+
+    class Group:
+        def poll(self) -> bool:
+            self.worker = Remote(receiver.address, receiver.key, 0)
+            raise WorkerLoopError("on purpose")
+
+        def close(self) -> None:
+            self.worker.send(Notice("the last words"))
+            self.worker.close()
+
+    heard: list[Event] = []
+    cfg = SimpleNamespace(callbacks={}, hang_timeout_s=600)
+    plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), engine=SimpleNamespace(start=lambda *_: Group()))
+    with contextlib.closing(Receiver("127.0.0.1")) as receiver:
+        followed = Driver(plan, [heard.append])._follow(job=Any, receiver=receiver, recorder=Any)  # type: ignore[arg-type]
+        with pytest.raises(WorkerLoopError, match="on purpose"):
+            next(followed)
+    assert heard == [WorkerConnected(0), Notice("the last words")]
 
 
 def test_leaving_the_loop_over_the_events_stops_the_run(digits: Path, environment: dict[str, str]) -> None:
