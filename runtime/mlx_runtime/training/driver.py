@@ -99,7 +99,7 @@ class Driver:
         with contextlib.ExitStack() as guard:
             record = claim(self._plan, lambda: guard.enter_context(self._guard()))
             recorder = self.recorder = RunRecorder(record, self._plan)
-            interrupted = False
+            interrupted = False  # while its end is recorded: too late to stop the run, but its mirror is not waited for
             try:
                 with (
                     self.control.watching(record.folder, record["attempt"]),
@@ -115,14 +115,18 @@ class Driver:
                     raise MlxError(text) from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
                 status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
-                ended = recorder.end_early(status, error)
+                try:
+                    ended = recorder.end_early(status, error)
+                except KeyboardInterrupt:
+                    interrupted = True
+                    ended = recorder.end_early(status, error)
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
                     raise
             else:
                 try:
                     ended = recorder.succeed()
-                except KeyboardInterrupt:  # too late to stop the run: all that is left is the wait for its mirror
+                except KeyboardInterrupt:
                     interrupted = True
                     ended = recorder.succeed()
             finally:

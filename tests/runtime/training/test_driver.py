@@ -85,6 +85,30 @@ def driven(folder: Path, environment: dict[str, str], *arguments: str, verb: str
 ENGINES = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
 
 
+INTERRUPTED = """
+import os, signal
+from mlx_runtime.cli import main
+from mlx_runtime.training import driver
+from mlx_runtime.training.run_recorder import RunRecorder
+
+end_early = RunRecorder.end_early
+
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminated(self, *arguments):
+    RunRecorder.end_early = end_early
+    os.kill(os.getpid(), signal.SIGTERM)
+    return end_early(self, *arguments)
+
+
+driver.prepare_datasets, RunRecorder.end_early = interrupt, terminated
+main()
+"""
+
+
 @ENGINES
 def test_a_run_yields_its_events(digits: Path, environment: dict[str, str], workers: int) -> None:
     found = driven(digits, environment, "never", f"cfg.start_workers={workers}", "cfg.num_epochs=2")
@@ -159,6 +183,15 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
         with pytest.raises(WorkerLoopError, match="on purpose"):
             next(followed)
     assert heard == [WorkerConnected(0), Notice("the last words")]
+
+
+@pytest.mark.kills
+def test_a_second_interrupt_leaves_no_run_without_an_end(digits: Path, environment: dict[str, str]) -> None:
+    """It comes while the end is recorded, like SIGTERM after Ctrl-C."""
+    command = [sys.executable, "-c", INTERRUPTED, "train", "run", "cfg.start_workers=0"]
+    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=300)
+    assert json.loads((digits / "runs/digits/run_001/run.json").read_text())["status"] == "STOPPED"
+    assert done.returncode == 130, done.stderr
 
 
 def test_leaving_the_loop_over_the_events_stops_the_run(digits: Path, environment: dict[str, str]) -> None:
