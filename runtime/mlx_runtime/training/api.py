@@ -248,8 +248,12 @@ class RunIterator(Generic[Item]):
         if isinstance(event, RunStarted):
             self._info = event.run
         self._unread.extend(self.items(event))
-        for listener in self._listeners:
-            listener(event)
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                self._listeners.remove(listener)  # it would fail again during `stop`, which waits for the end
+                raise
 
 
 def _noted(error: BaseException) -> BaseException:

@@ -42,8 +42,15 @@ def interrupt(event):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def fail(event):
+    if failed or isinstance(event, StepProgress):
+        failed.append(event)
+        raise ValueError("a bug in a listener")
+
+
 if __name__ == "__main__":
     threading.Thread(target=time.sleep, args=[600], daemon=True).start()  # a notebook has some
+    failed = []
     found = {"refused": [refused(Own), refused(Experiment, "cfg.num_epoch=3")]}
 
     first = run(Experiment, ["cfg.num_epochs=2", "cfg.monitor=val/mse", "cfg.mode=min"])
@@ -62,6 +69,12 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         found["interrupted"] = running.status
     found["resumed"] = run(Experiment, ["--resume=run_003", "cfg.num_epochs=1", "cfg.pause_s=0"]).result().status
+
+    running = run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"], listeners=[fail])
+    try:
+        running.result()
+    except ValueError:
+        found["listened"] = [running.status, len(failed)]
 
     for each in (failing := run(Experiment, ["cfg.start_workers=0", "--fast-dev-run"])):
         pass
@@ -119,6 +132,14 @@ def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str,
     assert found["interrupted"] == "STOPPED"
     assert found["resumed"] == "SUCCEEDED"
     assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
+
+
+@pytest.mark.kills
+def test_a_listener_that_fails_at_every_event_stops_the_run_with_a_checkpoint(
+    found: dict[str, Any], folder: Path
+) -> None:
+    assert found["listened"] == ["STOPPED", 1]
+    assert status(folder, "run_004") == ("STOPPED", True)
 
 
 @pytest.mark.kills
