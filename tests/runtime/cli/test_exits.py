@@ -1,5 +1,6 @@
 """The end of a process: one line, the right exit code, and no changes to a process that continues."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from faults import wait_for
 
 from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.errors import RunStopped, UsageError
@@ -66,3 +68,36 @@ def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (RunStopped.exit_code, "shut down\n")
     assert done.stderr == "error: interrupted\n"
+
+
+@pytest.mark.process
+def test_a_board_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    """Neither TensorBoard, which `sleep` stands for, nor its copies of what an object store has."""
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    (tmp_path / "runs").mkdir()
+    points = tmp_path / "runs/events.out.tfevents.1"
+    points.write_bytes(b"one")
+    script = (
+        "from mlx_runtime.cli.verbs import xp\n"
+        "xp.MIRROR_S, xp._command = 0.1, lambda *_: ['sleep', '600']\n"
+        f"xp.board('file://{tmp_path}/runs', None, 0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": str(copies)})
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    servers: list[int] = []
+    try:
+        wait_for(lambda: children.read_text(), 60)
+        servers = [int(child) for child in children.read_text().split()]
+        points.write_bytes(b"one, two")
+        (copy,) = copies.rglob(points.name)
+        wait_for(lambda: copy.read_bytes() == b"one, two", 60)
+        process.terminate()
+        assert process.wait(60) == 143
+        assert list(copies.iterdir()) == []
+        assert [server for server in servers if Path(f"/proc/{server}").exists()] == []
+    finally:
+        process.kill()
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(server, signal.SIGKILL)

@@ -369,13 +369,14 @@ class TestLogs:
 
         def write(text: str) -> None:
             told.append(text)
-            if len(told) == 1:
+            if len(told) < 3:
                 with (run.path / "logs/driver.log").open("a") as log:
-                    log.write("two\n")
+                    log.write(["two\n", "three\n"][len(told) - 1])  # the last line after the end is recorded
+            if len(told) == 1:
                 records.Record(run, records.recorded(run)).finish(status)
 
         assert xp.logs("digits", "1", write) == code
-        assert told == ["one\n", "two\n"]
+        assert told == ["one\n", "two\n", "three\n"]
         assert xp.logs("digits", "1", told.append) == 0  # it has ended, so there is nothing to wait for
         assert xp.logs("digits", "1", told.append, follow=True) == code
 

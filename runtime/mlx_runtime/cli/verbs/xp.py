@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -88,23 +89,24 @@ def logs(
 def _stored_logs(
     folder: RunFolder, write: Callable[[str], object], *, follow: bool, rank: int | None, tail: int | None
 ) -> int:
-    seen = 0
+    seen, ended = 0, False
     while True:
-        status = records.status_of(records.recorded(folder))  # before the log, so that its end is not missed
+        status = records.status_of(records.recorded(folder))
         content = read_log(folder, rank)
         if content is None and not (follow and status in records.LIVING):
             known = logged_ranks(folder)
             if rank is not None and known:
                 raise UsageError(f"{folder.title} has no rank {rank}.{suggest(str(rank), known)}")
             raise UsageError(f"{folder.title} has no stored log; it is {status}")
-        if content is not None and len(content) > seen:
+        if grown := content is not None and len(content) > seen:
             text = content[seen:].decode(errors="replace")
             write(last_lines(text, tail) if tail is not None and not seen else text)
             seen = len(content)
         if not follow:
             return 0
-        if status not in records.LIVING:
+        if ended and not grown and status not in records.LIVING:
             return EXIT_CODES.get(status, 1)
+        ended = status not in records.LIVING  # its driver prints the last lines after it has recorded the end
         time.sleep(FOLLOW_S if folder.uri is None else 5 * FOLLOW_S)
 
 
@@ -173,6 +175,7 @@ def _nothing_in(path: str) -> UsageError:
 
 def _serve_mirror(uri: str, port: int) -> None:
     """Serve local copies of event files on an object store, and refresh them. Does not return."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that TensorBoard ends and the copies are deleted
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
         if not _mirror(uri, Path(temporary)):
             raise _nothing_in(uri)
