@@ -31,10 +31,7 @@ Timeout = float | tuple[float, float]
 
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
-LIST_S = (
-    2.0,
-    10.0,
-)  # timeouts to connect and to answer when runs are listed
+LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
 AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
 SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened

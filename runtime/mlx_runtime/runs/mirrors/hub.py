@@ -177,9 +177,9 @@ class Repository:
         return Path(found)
 
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
-        """Upload the content of files for a commit, which takes what is returned instead of them.
+        """Upload files ahead of a commit, and return what `commit` takes for them, by path.
 
-        Content that the Hub has already is not uploaded again. That of small text files is uploaded with the commit.
+        Content that the Hub has already is not uploaded again. Small text files are uploaded with the commit.
         """
         from huggingface_hub import CommitOperationAdd
 
