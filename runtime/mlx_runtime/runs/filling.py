@@ -166,7 +166,7 @@ class Filling:
         return record is not None and bool(record.get("filling") == self._facts["filling"])
 
     def _is_abandoned(self, leftover: str) -> bool:
-        """Return True unless a job may just have made a folder that has no record yet."""
+        """Return True unless a job fills the folder, or may just have made it and written no record yet."""
         folder = Path(self._above.of(leftover))
         if record := job_record(self._above, leftover):
             return job_status(record) not in records.LIVING

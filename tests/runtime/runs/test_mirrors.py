@@ -265,7 +265,6 @@ class TestEnd:
         with pytest.raises(UsageError, match="digits/run_001 has changed during the upload; repeat the command"):
             pushing.push(training.folder, URI)
         assert records.recorded(training.folder)["status"] == "SUCCEEDED"
-        monkeypatch.undo()
 
 
 def test_all_that_can_be_pushed_is_pushed(

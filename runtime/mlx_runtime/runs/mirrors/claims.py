@@ -74,10 +74,11 @@ class Claim:
 
     def next(self, **fields: Any) -> "Claim":
         """Return the claim for the next commit."""
-        return replace(self, **fields, commits=self.commits + 1, time=documents.now())
+        return replace(self, **fields, commits=self.commits + 1)
 
     def content(self) -> bytes:
-        return to_json(asdict(self)).encode()
+        """Return the file, for a commit at this moment."""
+        return to_json(asdict(replace(self, time=documents.now()))).encode()
 
     @property
     def title(self) -> str:
@@ -147,7 +148,7 @@ def release(repository: Repository) -> str:
         arrived = claim.driver == driver  # the commit, whose answer was lost
         if not arrived and not claim.held:
             return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
-        released = replace(claim, status="RELEASED", driver=driver, time=documents.now())
+        released = replace(claim, status="RELEASED", driver=driver)
         with contextlib.suppress(OutdatedError):
             if not arrived:
                 repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})

@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
-from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
@@ -167,7 +165,6 @@ class Writer:
                 added, removed = state.changes(self._repository.files(self._parent))
             with heartbeat(lambda: self._refresh(committed), REFRESH_S):
                 uploaded = self._repository.upload(added)
-            self._claim = replace(self._claim, time=now())
             try:
                 content = {**uploaded, FILE: self._claim.content()}
                 self._parent = self._repository.commit(title, self._parent, content, removed)
@@ -178,8 +175,8 @@ class Writer:
 
     def _refresh(self, committed: Claim) -> None:
         """Refresh the claim, which would expire during an upload that takes longer than `LEASE_S`."""
-        content = {FILE: replace(committed, time=now()).content()}
         with contextlib.suppress(MlxError):  # `write` meets what is wrong, too
+            content = {FILE: committed.content()}
             self._parent = self._repository.commit("Upload of a checkpoint", self._parent, content)
 
     def _arrived(self) -> bool:
