@@ -177,9 +177,10 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
 
     heard: list[Event] = []
     cfg = SimpleNamespace(callbacks={}, hang_timeout_s=600)
+    unused: Any = None
     plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), engine=SimpleNamespace(start=lambda *_: Group()))
     with contextlib.closing(Receiver("127.0.0.1")) as receiver:
-        followed = Driver(plan, [heard.append])._follow(job=Any, receiver=receiver, recorder=Any)  # type: ignore[arg-type]
+        followed = Driver(plan, [heard.append])._follow(unused, receiver, unused)
         with pytest.raises(WorkerLoopError, match="on purpose"):
             next(followed)
     assert heard == [WorkerConnected(0), Notice("the last words")]

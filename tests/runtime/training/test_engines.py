@@ -454,6 +454,7 @@ class TestStart:
         assert exits == [[1, 0]]
         wait_for(lambda: not Path(f"/proc/{server}").exists(), 60)
 
+    @pytest.mark.process
     def test_what_fails_as_it_is_imported_is_told_once(self, mlx: Mlx, acts: Path) -> None:
         edit(
             acts / "src" / "experiment.py", "import mlx_runtime\n", "import mlx_runtime\nraise OSError('no license')\n"
