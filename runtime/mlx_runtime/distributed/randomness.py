@@ -30,10 +30,18 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed everything inside the block, and restore all states after it."""
+    """Seed everything inside the block, and restore all states after it.
+
+    Generators of GPUs take part only if this process already uses CUDA. It must not be initialized here: a driver
+    could not fork workers any more, and in a process that a worker has forked to read samples it cannot be.
+    """
     before = random_state()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    seed_everything(seed)
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    if on_gpus is not None:
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:

@@ -1,20 +1,31 @@
-"""Everything that relies on the private API of torch 2.13. `test_torch_private.py` fails when torch changes it.
+"""Everything that relies on the private API of torch 2.13. `test_torch_private.py` fails when torch changes it."""
 
-Importing it takes seconds, so only runs with sharded models do.
-"""
-
+import os
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.fsdp import FSDPModule
 
 from mlx_runtime.distributed.wrapping import by_mesh
 
 BROADCAST_BYTES = 250 * 2**20
 """Bytes to broadcast at once, as in DDP."""
+
+
+def cuda_survives_fork() -> bool:
+    """Return True if processes that are forked from this one can use CUDA.
+
+    They cannot if CUDA itself has counted the GPUs here, as torch lets it do where NVML does not work.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
+        child = os.fork()
+    if child == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(child, 0)[1] == 0
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
@@ -28,6 +39,8 @@ def drop_unreduced_gradients(model: Any) -> None:
 
     `FSDPModule.reset_iter_state` promises to, but keeps them.
     """
+    from torch.distributed.fsdp import FSDPModule  # here, because it takes seconds
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import tripwire
 from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime.data.batches import check, move_tensors
@@ -166,6 +167,16 @@ def test_a_stream_is_shared_out_without_touching_the_random_numbers_of_training(
         assert [len(batches) for batches in ranks] == [len(loaders[0])] * 2
         assert sorted(row for batches in ranks for batch in batches for row in batch) == list(range(37))
     assert first != second
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("dataset", [Noisy(), Numbers()], ids=["rows", "stream"])
+def test_reading_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch, dataset: Dataset, processes: int) -> None:
+    """A process that a worker has forked cannot use CUDA."""
+    wanted = read(shard(dataset, processes=processes).iter_torch_batches())
+    tripwire.install(monkeypatch.setattr)
+    assert read(shard(dataset, processes=processes).iter_torch_batches()) == wanted
 
 
 def test_a_stream_that_ends_early_is_told() -> None:

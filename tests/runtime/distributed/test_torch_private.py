@@ -1,12 +1,15 @@
 """The private API of torch that torch_private.py uses. A version of torch that changes it fails here, not in a run."""
 
 import inspect
+import os
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+from mlx_runtime.distributed import torch_private
 
 pytestmark = pytest.mark.pure
 
@@ -31,3 +34,11 @@ def test_a_scaler_unscales_the_gradients_of_an_optimizer_by_this_name() -> None:
     assert names == ["self", "optimizer", "inv_scale", "found_inf", "allow_fp16"]
     assert "self._unscale_grads_(" in inspect.getsource(torch.amp.GradScaler.unscale_)
     assert "optimizer.param_groups" in inspect.getsource(torch.amp.GradScaler._unscale_grads_)
+
+
+@pytest.mark.process
+def test_a_process_reports_that_forks_of_it_cannot_use_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.cuda_survives_fork()
+    here = os.getpid()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
+    assert not torch_private.cuda_survives_fork()

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.process
 
 FOLD = ("cfg.folds=5", "cfg.fold=1", "cfg.start_workers=0", "cfg.num_epochs=1")
 
+TESTS = Path(__file__).parents[2]
+
 ROWS = 1257
 """Rows of `datasets.train` of the template."""
 
@@ -21,7 +23,11 @@ def record(folder: Path, run: str = "run_001") -> dict[str, Any]:
 
 @pytest.mark.local
 def test_a_fold_takes_the_place_of_val(mlx: Mlx, digits: Path) -> None:
-    done = mlx(digits, "train", "run", *FOLD, "cfg.start_workers=2", "--prepare-batches")
+    """The driver, which splits the rows, and the fork server do not touch CUDA: it does not survive a fork."""
+    install = f"import sys; sys.path.append({str(TESTS)!r}); import tripwire; tripwire.install()\n"
+    (digits / "src" / "__init__.py").write_text(install)
+    on_cpus = ("cfg.start_workers=2", "cfg.use_gpu=false")
+    done = mlx(digits, "train", "run", *FOLD, *on_cpus, "--prepare-batches")
     assert done.returncode == 0, done.stdout + done.stderr
     found = record(digits)
     rows = {name: item["rows"] for name, item in found["datasets"].items()}

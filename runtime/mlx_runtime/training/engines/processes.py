@@ -22,11 +22,17 @@ def unsafe_to_fork() -> str | None:
     """Return why workers cannot be forked from this process, or None if they can."""
     if sys.platform != "linux":
         return f"forking is not reliable on {sys.platform}"
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
         return "this process has already initialized CUDA"
     threads = sum(name not in FORK_SAFE_THREADS for name in _thread_names()) - 1
     if threads > 0:
         return f"this process already has {threads} other thread{'s' * (threads > 1)}"
+    if torch is not None and torch.backends.cuda.is_built():
+        from mlx_runtime.distributed.torch_private import cuda_survives_fork
+
+        if not cuda_survives_fork():
+            return "this process has already counted GPUs with CUDA"
     return None
 
 
