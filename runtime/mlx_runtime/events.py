@@ -106,7 +106,7 @@ class CheckpointSaved(WorkerEvent):
     finished: bool  # True at the end of an epoch, False within one
     step: int  # global step
     path: str  # path or URI of its folder
-    metrics: Mapping[str, float]  # as passed to `save_checkpoint`
+    metrics: Mapping[str, float]  # recorded since the checkpoint of an earlier step
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class RunEnded(Event):
 
     status: str  # `SUCCEEDED`, `FAILED`, `STOPPED` or `PRUNED`
     metrics: Mapping[str, float]  # latest value of every recorded number, like `{"test/accuracy": 0.98}`
-    best: Mapping[str, Any] | None = None  # epoch, path and value of the best checkpoint by `cfg.monitor`
+    best: Mapping[str, Any] | None = None  # epoch, path, value, and within an epoch step, of the best checkpoint
     error: BaseException | None = None  # what ended the run early
     evaluation: str | None = None  # path of the stored metrics if a checkpoint was evaluated
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ class Checkpoint:
     epoch: int  # counted from 0
     finished: bool  # else it was saved in the middle of the epoch
     global_step: int  # training steps before it
-    metrics: dict[str, float]  # by which the best checkpoint is chosen
+    metrics: dict[str, float]  # last values since the checkpoint of an earlier step; the best is chosen by them
     sha256: str = ""  # of its state, in hexadecimal
     size_bytes: int = 0  # of its state
     file: str = STATE  # name of the file with its state
@@ -61,6 +62,29 @@ class Checkpoint:
     def order(self) -> tuple[int, bool, int]:
         """Sort key that rises with training."""
         return self.epoch, self.finished, self.global_step
+
+
+def score(value: float | None, mode: str) -> float:
+    """Return how good a value is, higher is better; minus infinity for NaN and for no value."""
+    if value is None or math.isnan(value):
+        return -math.inf
+    return value if mode == "max" else -value
+
+
+def best_first(checkpoints: Iterable[Checkpoint], metric: str | None, mode: str) -> list[Checkpoint]:
+    """Return the checkpoints with a value of a metric, best first; of equal values, the later is better.
+
+    Those saved in the middle of an epoch are ranked like any other.
+    """
+    scored = [(score(item.metrics.get(metric or ""), mode), item.order, item) for item in checkpoints]
+    known = [found for found in scored if found[0] > -math.inf]
+    return [item for _, _, item in sorted(known, key=lambda found: found[:2], reverse=True)]
+
+
+def position(entry: Mapping[str, Any]) -> str:
+    """Return where a checkpoint of a record was saved: `epoch 2`, or `epoch 2, step 1,500` within it."""
+    step = f", step {entry['step']:,}" if entry.get("step") is not None else ""
+    return f"epoch {entry['epoch'] + 1}{step}"
 
 
 def list_checkpoints(root: str | Storage) -> list[Checkpoint]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints, position
 from mlx_runtime.runs.folder import RunFolder, reading
 from mlx_runtime.runs.listing import AskJobs, Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
@@ -27,22 +27,22 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
     if chosen_mode is None:
         raise UsageError(f"no run of {name} monitors {chosen}; pass --mode max or --mode min")
 
-    def candidates(row: Row) -> list[dict[str, Any]]:
-        values: list[tuple[float | None, int | None, str | None]] = [
-            (item.metrics[chosen], item.epoch + 1, joined(row.folder.checkpoints, item.name))
-            for item in list_checkpoints(row.folder.checkpoints)
-            if item.finished and chosen in item.metrics
-        ]
-        if not values:
-            values = [(row.metrics.get(chosen), row.epoch, (row.record.get("latest") or {}).get("path"))]
+    def best_of(row: Row) -> dict[str, Any] | None:
+        value: float | None
+        epoch: int | None
+        path: str | None
         facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
-        return [
-            facts | {"value": value, "epoch": epoch, "checkpoint": checkpoint}
-            for value, epoch, checkpoint in values
-            if value is not None and not math.isnan(value)
-        ]
+        if saved := best_first(list_checkpoints(row.folder.checkpoints), chosen, chosen_mode):
+            item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
+            path, step = joined(row.folder.checkpoints, item.name), None if item.finished else item.global_step
+        else:
+            value, epoch = row.metrics.get(chosen, math.nan), row.epoch
+            path, step = (row.record.get("latest") or {}).get("path"), None
+        if value is None or math.isnan(value):
+            return None
+        return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
 
-    found = [item for items in map_concurrently(candidates, rows) for item in items]
+    found = [item for item in map_concurrently(best_of, rows) if item is not None]
     if not found:
         raise UsageError(f"no run of {name} has recorded {chosen}.{suggest_metric(rows, chosen)}")
     sign = 1 if chosen_mode == "max" else -1
@@ -51,7 +51,7 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
 
 def best_lines(found: Mapping[str, Any]) -> list[str]:
     """Format the result of `best`, or that of a sweep, for the terminal."""
-    epoch = f" (epoch {found['epoch']})" if found["epoch"] is not None else ""
+    epoch = f" ({position({**found, 'epoch': found['epoch'] - 1})})" if found["epoch"] is not None else ""
     spread = f" ± {format_number(found['std'])}" if found.get("std") is not None else ""
     rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']})"}
     if "sweep" in found:

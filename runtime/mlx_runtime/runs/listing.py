@@ -112,6 +112,7 @@ class Row:
             "mode": self.record.get("mode"),
             "best": self.best,
             "best_epoch": best["epoch"] + 1 if best else None,
+            "best_step": best.get("step"),
             "best_checkpoint": best.get("path"),
             "metrics": dict(self.metrics),
             "workers": self.record.get("workers"),

@@ -11,7 +11,7 @@ from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
-from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first
 from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
@@ -180,9 +180,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpo
     found = saved.all()
     if which == "best":
         cfg = Run(folder).config["cfg"]
-        scored = [(checkpoints.score(item.metrics, cfg["monitor"], cfg["mode"]), item) for item in found]
-        known = [(value, item) for value, item in scored if item.finished and value > float("-inf")]
-        found = [item for _, item in sorted(known, key=lambda pair: (pair[0], pair[1].order))]
+        found = best_first(found, cfg["monitor"], cfg["mode"])[:1]
     elif which != "latest":
         names = [item.name for item in found]
         if which not in names:

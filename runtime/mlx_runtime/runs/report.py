@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import logs
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.checkpoint_index import list_checkpoints, position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import AskJobs, Row, summarize
 from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number
@@ -150,7 +150,7 @@ def known_facts(row: Row) -> dict[str, str]:
     workers, parameters = record.get("workers"), record.get("parameters")
     facts = {
         "epochs": row.cells()["epoch"],
-        "best": f"{row.monitor} {format_number(row.best)} (epoch {best['epoch'] + 1})" if row.best is not None else "",
+        "best": f"{row.monitor} {format_number(row.best)} ({position(best)})" if row.best is not None else "",
         "started": (row.start or "").replace("T", " ").replace("+00:00", " UTC"),
         "took": format_duration(row.duration_s),
         "attempts": record["attempt"] if record.get("attempt", 1) != 1 else None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.checkpoint_index import Checkpoint, list_checkpoints
+from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, parent_of
 from mlx_runtime.tracking.callbacks import Report, RunInfo
@@ -77,7 +77,7 @@ class WandB:
 
     def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Start sending a checkpoint, in a thread of its own: reports wait for the tracker."""
-        if not self.checkpoints or not checkpoint["finished"]:
+        if not self.checkpoints or not (checkpoint["finished"] or self._monitor[0] in checkpoint["metrics"]):
             return
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, "wandb")
@@ -114,23 +114,15 @@ class WandB:
                     artifact.add_file(str(source), file, skip_cache=True)
             except (OSError, ValueError) as error:
                 failure = error
-        kept = {item.name: item for item in list_checkpoints(storage) if item.finished}
+        kept = {item.name: item for item in list_checkpoints(storage)}
         if name not in kept:
             return
         if failure is not None:
             raise failure
         own = kept[name]
         artifact.metadata = {"epoch": own.epoch, "global_step": own.global_step, **own.metrics}
-        best = ["best"] if self._is_best(own, [item for item in kept.values() if item.order <= own.order]) else []
-        self._run.log_artifact(artifact, aliases=["latest", name, *best])
-
-    def _is_best(self, checkpoint: Checkpoint, so_far: list[Checkpoint]) -> bool:
-        """Return True if a checkpoint has the best value so far; of equal values, the later is best."""
-        from mlx_runtime.runs.checkpoints import score
-
-        monitor, mode = self._monitor
-        best = max(score(item.metrics, monitor, mode) for item in so_far)
-        return monitor in checkpoint.metrics and score(checkpoint.metrics, monitor, mode) == best
+        so_far = best_first([item for item in kept.values() if item.order <= own.order], *self._monitor)
+        self._run.log_artifact(artifact, aliases=["latest", name, *(["best"] if so_far[:1] == [own] else [])])
 
 
 def remembered(file: Path, make: Callable[[], str]) -> str:

@@ -59,7 +59,7 @@ class Outcome:
         status: `SUCCEEDED`, `STOPPED` or `PRUNED`.
         run: the stored run, as `open_run` returns it; None if nothing of it is kept, as after `--fast-dev-run`.
         metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
-        best: epoch, path and value of the best checkpoint by `cfg.monitor`, or None.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, with its `step` within an epoch; or None.
     """
 
     status: str

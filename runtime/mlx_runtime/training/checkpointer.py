@@ -41,6 +41,8 @@ class Checkpointer:
         self.positions: dict[str, Any] = {}  # of loaders that the loop has not asked for since the restore
         self.requested = False  # a checkpoint is saved as soon as the current update is complete
         self.step: int | None = None  # global step of the one saved or restored last
+        self._values: dict[str, float] = {}  # numbers that it is ranked by
+        self._valued_at: tuple[int, int] | None = None  # its epoch and global step
         self._to_resume: State | None = None
         self._from_shards = False  # the checkpoint to restore has shards
         self._restored_names: dict[str, set[str]] = {}
@@ -52,8 +54,14 @@ class Checkpointer:
 
     # -- save
 
-    def save(self, epoch: int, numbers: Mapping[str, float], *, finished: bool) -> None:
-        """Gather the state of all ranks, and store it in the background. The best one is chosen by `numbers`."""
+    def save(self, epoch: int, *, finished: bool) -> None:
+        """Gather the state of all ranks, and store it in the background.
+
+        It is ranked by the numbers recorded since the checkpoint of an earlier step; older ones are not its own.
+        """
+        before, self._valued_at = self._valued_at, (epoch, self._context.progress.global_step)
+        self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
+        self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
         parts = checkpoints.Parts() if self._has_shards() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
@@ -62,7 +70,7 @@ class Checkpointer:
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
-        checkpoint = Checkpoint(epoch, finished, self._context.progress.global_step, dict(numbers))
+        checkpoint = Checkpoint(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
         if parts is not None:
             groups = {name: parts.without(part, name) for name, part in self._group_states().items()}
@@ -194,6 +202,7 @@ class Checkpointer:
                 saved.reject(latest, str(error))
                 continue
             self._reporter.rewind(state)
+            self._values, self._valued_at = dict(latest.metrics), (latest.epoch, latest.global_step)
             notice(f"restored  {saved.path(latest)} (epoch {state['epoch'] + 1}, step {state['global_step']})")
             return state, prepared
         if not path:

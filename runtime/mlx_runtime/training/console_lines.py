@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from mlx_runtime import events
+from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
@@ -124,7 +125,7 @@ class ConsoleLines:
         rows = {name: f"{event.metrics[name]:.4f}" for name in sorted(names)}
         if event.best and config.kept:
             path = event.best["path"].removeprefix(f"{run.place}/")
-            rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} (epoch {event.best['epoch'] + 1}, {path})"
+            rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if event.evaluation is not None:
             rows["recorded"] = event.evaluation

@@ -67,6 +67,7 @@ class Reporter:
         self._context, self.events, self.tracking = context, events, tracking
         self.latest: dict[str, float] = {}  # last value of every recorded number
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
+        self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
         self._input_speed: dict[str, float] = {}
         self._epoch_started = time.monotonic()
@@ -87,7 +88,7 @@ class Reporter:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the numbers of a checkpoint."""
-        self.latest = dict(state["numbers"]["latest"])
+        self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
         self._of_epoch = dict(state["numbers"]["unreported"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
@@ -118,6 +119,7 @@ class Reporter:
     def collect(self, values: Mapping[str, float]) -> None:
         """Keep numbers for the epoch and for the choice of the best checkpoint."""
         self.latest |= values
+        self.unsaved |= values
         self._of_epoch |= values
 
     def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:

@@ -14,6 +14,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoint_index import score
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
@@ -99,14 +100,12 @@ class RunRecorder:
         value = event.metrics.get(cfg.monitor)
         entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": value}
         if not event.finished:
-            self.record.update(latest=entry | {"step": event.step})
-            return
-        best = self.best["value"] if self.best else None
-        # Of equal values the later is best, as in pruning. NaN never is.
-        better = best is None or (value is not None and (value >= best if cfg.mode == "max" else value <= best))
-        if value is not None and not math.isnan(value) and better:
+            entry["step"] = event.step
+        best = score(self.best["value"] if self.best else None, cfg.mode)
+        if -math.inf < score(value, cfg.mode) >= best:  # as in `best_first`
             self.best = entry
-        self.record.update(metrics=dict(event.metrics), latest=entry, best=self.best)
+        metrics = {**(self.record["metrics"] or {}), **event.metrics}
+        self.record.update(metrics=metrics, latest=entry, best=self.best)
 
 
 def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:

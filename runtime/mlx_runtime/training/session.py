@@ -279,7 +279,7 @@ class Session:
     def _store(self, epoch: int, *, finished: bool) -> None:
         self.reporter.begin()
         self.metrics.receive()
-        self.checkpoints.save(epoch, self.reporter.latest, finished=finished)
+        self.checkpoints.save(epoch, finished=finished)
 
     def _finish(self, item: Pass, *, finished: bool) -> NoReturn:
         """Leave the loop at `cfg.max_steps`, where a run with a higher limit would continue."""

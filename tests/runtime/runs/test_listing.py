@@ -485,6 +485,7 @@ class TestBest:
             "run": "run_001",
             "value": record["metrics"]["test/f1"],
             "epoch": 2,
+            "step": None,
             "checkpoint": record["latest"]["path"],
         }
 

@@ -1,6 +1,8 @@
 """Reading a run as in a notebook."""
 
+import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -8,17 +10,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mlx
+from conftest import Mlx, edit
 
 from mlx_runtime import MlxError, open_run
+from mlx_runtime.runs import comparison, listing, report
+from mlx_runtime.runs.mirrors import card
 
 pytestmark = pytest.mark.process
 
 
+EVALUATED = """            if self.global_step == 8:
+                self.evaluate(self.val, epoch)
+                self.save_checkpoint(epoch=epoch)
+                self.models.net.train()
+"""
+
+
 @pytest.fixture(scope="module")
 def run(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the template's experiment with two epochs; the first one is the best, by the minimum of `val/f1`."""
+    """A run of the template's experiment with two epochs. A checkpoint in the middle of the first one is the best."""
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("run") / "digits"))
+    code = folder / "src" / "experiment.py"
+    edit(code, "        total_steps =", "        self.val = val\n        total_steps =")
+    edit(code, "\n    @torch.no_grad()\n    def evaluate", f"{EVALUATED}\n    @torch.no_grad()\n    def evaluate")
     done = mlx(
         folder,
         "train",
@@ -27,8 +41,10 @@ def run(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         "cfg.num_epochs=2",
         "cfg.monitor=val/cross_entropy",
         "cfg.mode=max",
+        "cfg.keep_checkpoints=1",
     )
     assert done.returncode == 0, done.stderr
+    (folder / "printed").write_text(done.stdout)
     return folder / "runs" / "digits" / "run_001"
 
 
@@ -46,10 +62,34 @@ def test_its_record_config_and_numbers(run: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_its_states_and_models(run: Path) -> None:
     found = open_run(run)
-    assert (found.state()["epoch"], found.state("best")["epoch"]) == (1, 0)
+    assert (found.state()["epoch"], found.state("best")["global_step"]) == (1, 8)
     state = found.state("best")
     assert set(state["models"]) == {"net"}
     assert all(isinstance(item, torch.Tensor) and "module" not in name for name, item in state["models"]["net"].items())
+
+
+def test_all_views_agree_on_the_best_checkpoint(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parents[2])
+    path, monitor = str(run / "checkpoints" / "epoch_0001_step_00000008"), "val/cross_entropy"
+    value = next(row[monitor] for row in map(json.loads, (run / "metrics.jsonl").open()) if monitor in row)
+    record = open_run(run).record
+    assert record["best"] == {"epoch": 0, "step": 8, "path": path, "value": value}
+    (row,) = listing.list_rows("digits")
+    assert [row.fields()[name] for name in ("best", "best_epoch", "best_step", "best_checkpoint")] == [
+        value,
+        1,
+        8,
+        path,
+    ]
+    best = comparison.best("digits")
+    assert [best[name] for name in ("value", "epoch", "step", "checkpoint")] == [value, 1, 8, path]
+    assert f"{path} (epoch 1, step 8)" in comparison.best_lines(best)[-1]
+    shown = f"{value:.4f} (epoch 1, step 8, checkpoints/epoch_0001_step_00000008)\n"
+    assert f"best {monitor}  {shown}" in (run.parents[2] / "printed").read_text()
+    page = report.render_run(row.folder)
+    assert f"{monitor} {value:.4f} (epoch 1, step 8)" in page
+    assert re.search(r"epoch_0001_step_00000008</td>\s*<td[^>]*>best</td>", page)
+    assert f"Best `{monitor}`: {value:.4f}, in epoch 1, step 8." in card.text(record, row.folder.conf)
 
 
 def test_its_state_is_read_without_ray(run: Path) -> None:

@@ -147,8 +147,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_DATA_DIR")
 
 
-def save(root: str, tracking: ReportWriter, epoch: int, accuracy: float, *, finished: bool = True) -> None:
-    item = Checkpoint(epoch, finished, 10, {"acc": accuracy})
+def save(root: str, tracking: ReportWriter, epoch: int, accuracy: float | None, *, finished: bool = True) -> None:
+    item = Checkpoint(epoch, finished, 10, {} if accuracy is None else {"acc": accuracy})
     Checkpoints(root).save({"epoch": epoch}, item)
     tracking.trackers.handle(CheckpointSaved(epoch, finished, 10, joined(root, item.name), item.metrics))
 
@@ -162,7 +162,7 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
             tracking.report({"train/loss": 0.5 / attempt}, step=10 * attempt, epoch=attempt)
             for number, accuracy in enumerate(accuracies):
                 save(root, tracking, 2 * attempt + number, accuracy)
-            save(root, tracking, 9, 1.0, finished=False)
+            save(root, tracking, 3 + attempt, 0.95 if attempt == 2 else None, finished=False)
             tracking.end("SUCCEEDED", {"train/loss": 0.5})
     rows = [{item.nested_key[0]: json.loads(item.value_json) for item in row.item} for row in sent(tmp_path, "history")]
     assert [(row["global_step"], row["epoch"], row["train/loss"]) for row in rows] == [(10, 1, 0.5), (20, 2, 0.25)]
@@ -176,9 +176,12 @@ def test_weights_and_biases_offline(tmp_path: Path) -> None:
         {"latest", "epoch_0003", "best"},
         {"latest", "epoch_0004", "best"},
         {"latest", "epoch_0005"},
+        {"latest", "epoch_0006_step_00000010", "best"},
     ]
     assert json.loads(versions[1].metadata) == {"epoch": 3, "global_step": 10, "acc": 0.9}
-    for item, name in zip(versions, ("epoch_0003", "epoch_0004", "epoch_0005"), strict=True):
+    for item, name in zip(
+        versions, ("epoch_0003", "epoch_0004", "epoch_0005", "epoch_0006_step_00000010"), strict=True
+    ):
         copies = {Path(file.path): Path(file.local_path) for file in item.manifest.contents}
         stored = {Path(file.name): file.read_bytes() for file in Path(root, name).iterdir()}
         assert {file: copy.read_bytes() for file, copy in copies.items()} == stored

@@ -341,6 +341,41 @@ class TestEvaluationWithinAnEpoch:
         assert [step for step, _ in recorded["val_again/mean"]] == [3, 6, 6]
 
 
+class TestTheBestWithinAnEpoch:
+    """Checkpoints in the middle of an epoch compete with those at its end, each with the value of its own weights."""
+
+    VALUES = {4: 5.0, 6: 4.0, 8: 1.0, 12: 3.0, 16: 1.5, 18: 2.0}
+
+    class Scored(Experiment):
+        def evaluate(self, loader: Any, epoch: int) -> None:
+            super().evaluate(loader, epoch)
+            self.log({"val/x": TestTheBestWithinAnEpoch.VALUES[self.global_step]})
+            if self.every(4):
+                self.save_checkpoint(epoch=epoch)
+
+    def saved(self, folder: Path, **settings: Any) -> dict[str, float | None]:
+        """Run the loop. Return the value with which each checkpoint was saved, by name."""
+        settings = {"evaluate_every_steps": 4, "checkpoint_every_steps": 5, "monitor": "val/x", **settings}
+        _, events = run(self.Scored(**settings), folder)
+        return {Path(item.path).name: item.metrics.get("val/x") for item in of_type(events, CheckpointSaved)}
+
+    def test_a_value_belongs_to_the_first_checkpoint_after_it(self, tmp_path: Path) -> None:
+        found = self.saved(tmp_path)
+        steps = {4: 5.0, 5: None, 8: 1.0, 10: None, 15: None, 16: 1.5}
+        ends = {"epoch_0001": 4.0, "epoch_0002": 3.0, "epoch_0003": 2.0}
+        assert found == {f"epoch_{(step - 1) // 6 + 1:04d}_step_{step:08d}": steps[step] for step in steps} | ends
+
+    @pytest.mark.parametrize("mode", ["min", "max"])
+    @pytest.mark.parametrize("limit", [None, 8, 9, 10])
+    def test_the_best_is_kept_beside_the_latest(self, tmp_path: Path, mode: str, limit: int | None) -> None:
+        settings: dict[str, Any] = {"mode": mode, "keep_checkpoints": 1}
+        if limit is not None:
+            self.saved(tmp_path, max_steps=limit, **settings)  # then it is resumed
+        self.saved(tmp_path, **settings)
+        best = "epoch_0002_step_00000008" if mode == "min" else "epoch_0001_step_00000004"
+        assert sorted(path.name for path in tmp_path.rglob("epoch_*")) == [best, "epoch_0003"]
+
+
 class TestCallbacks:
     class Heard:
         def __init__(self) -> None:

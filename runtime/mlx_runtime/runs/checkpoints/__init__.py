@@ -38,7 +38,7 @@ from mlx_runtime.runs.checkpoints.groups import (
 )
 from mlx_runtime.runs.checkpoints.layouts import Layouts
 from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, has_shards, has_stored
-from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read, score
+from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read
 
 __all__ = [
     "PARTS",
@@ -58,6 +58,5 @@ __all__ = [
     "on_device",
     "plain_entries",
     "read",
-    "score",
     "state_of",
 ]

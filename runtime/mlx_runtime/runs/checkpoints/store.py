@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import math
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from mlx_runtime.runs.checkpoint_index import (
     INDEX,
     STATE,
     Checkpoint,
+    best_first,
     checkpoints_by_name,
     list_checkpoints,
     read_description,
@@ -193,10 +193,11 @@ class Checkpoints:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
-        """Keep the best by a metric (without one the newest) and the latest, and remove the rest."""
+        """Keep the best by a metric, then the newest of finished epochs, and the latest. Remove the rest."""
         saved = self.all()
         finished = [item for item in saved if item.finished]
-        ranked = sorted(finished, key=lambda item: (score(item.metrics, monitor, mode), item.order), reverse=True)
+        ranked = best_first(saved, monitor, mode)
+        ranked += [item for item in reversed(finished) if item not in ranked]
         last = finished[-1].order if finished else (-1, True, 0)
         unfinished = [item for item in saved if item.order > last][-UNFINISHED:]
         for item in saved:
@@ -271,12 +272,6 @@ class AsyncCheckpointer:
             self._error = error
         finally:
             done.set()
-
-
-def score(metrics: Mapping[str, float], monitor: str | None, mode: str) -> float:
-    """Return how good a checkpoint is, higher is better; minus infinity if it has no such metric."""
-    value = metrics.get(monitor or "", math.nan)
-    return -math.inf if math.isnan(value) else value if mode == "max" else -value
 
 
 def read(path: str, *, whole: bool = True) -> State:

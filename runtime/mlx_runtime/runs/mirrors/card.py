@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import printable
+from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.tables import format_number
 from mlx_runtime.storage.redaction import redacted
 
@@ -26,7 +27,7 @@ def text(record: Mapping[str, Any], conf: Path) -> str:
     best = record.get("best") or {}
     if best.get("value") is not None:
         name, value = _plain(record.get("monitor")), format_number(best["value"])
-        lines += [f"Best `{name}`: {value}, in epoch {best['epoch'] + 1}.", ""]
+        lines += [f"Best `{name}`: {value}, in {position(best)}.", ""]
     if metrics := record.get("metrics"):
         lines += ["| metric | last value |", "|---|---|"]
         lines += [f"| `{_plain(name)}` | {format_number(value)} |" for name, value in sorted(metrics.items())] + [""]
