@@ -12,7 +12,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.session import Session
-from mlx_runtime.training.strategies import DDP
+from mlx_runtime.training.strategies import DDP, Strategy
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 
@@ -25,10 +25,16 @@ class Events(list):
 
 
 def attach(
-    module: BaseModule, folder: Path, sink: Events | None = None, stop_requested: Callable[[], bool] = lambda: False
+    module: BaseModule,
+    folder: Path,
+    sink: Events | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    topology: Topology = ALONE,
+    strategy: Strategy | None = None,
 ) -> Session:
     """Give an experiment a session of its own, as a worker does before its loop runs."""
-    context = RunContext(RunFolder(folder), ALONE, module.cfg, Groups(module))
+    context = RunContext(RunFolder(folder), topology, module.cfg, Groups(module))
     events = sink if sink is not None else Events()
-    module._run = Session(context, DDP(module.cfg, ALONE), Direct(events.send, stop_requested))
+    strategy = strategy or DDP(module.cfg, topology)
+    module._run = Session(context, strategy, Direct(events.send, stop_requested))
     return module._run

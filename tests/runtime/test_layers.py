@@ -31,7 +31,7 @@ ROOMS = (
 )
 """From highest to lowest. A room imports only from those after it."""
 
-DOORS = {"__init__", "__main__", "datasets", "trackers"}
+DOORS = {"__init__", "__main__", "datasets", "losses", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 HOMES = {

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_runtime.errors import BindError
 
 PUBLIC = {
+    "mlx_runtime.training.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",

@@ -137,9 +137,13 @@ class ShardPlan:
         """Number of full shares per worker."""
         return self.assigned // (self.world_size * self._share)
 
+    def _last_shares(self) -> tuple[int, int]:
+        """Return the rows in the last share of every worker, and the number of workers that have one more."""
+        return divmod(self.assigned - self._rounds * self.world_size * self._share, self.world_size)
+
     def _tail(self, rank: int) -> Range:
         """Return the last share of a worker, counted from the first row after all full shares."""
-        share, surplus = divmod(self.assigned - self._rounds * self.world_size * self._share, self.world_size)
+        share, surplus = self._last_shares()
         start = rank * share + min(rank, surplus)
         return start, start + share + (rank < surplus)
 
@@ -191,6 +195,12 @@ class ShardPlan:
             sizes.append(min(self.batch_size, total - later) if later or self.batch_size > 1 else total)
             total -= sizes[-1]  # leaves at least one row for each later step
         return sizes
+
+    def step_sizes(self) -> list[int]:
+        """Return the number of rows that all workers read together in each step."""
+        _, surplus = self._last_shares()
+        pairs = zip(self.sizes(0), self.sizes(self.world_size - 1), strict=True)
+        return [surplus * more + (self.world_size - surplus) * fewer for more, fewer in pairs]
 
     def _shuffled_positions(self, seed: int) -> list[torch.Tensor]:
         """Return the positions of every worker, for workers that shuffle each of their shares."""
@@ -278,10 +288,23 @@ class WorkerPass:
         """Seed of this pass, the same on all workers."""
         return mix_seeds(self.seed, self.epoch)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Rows in each batch that is left."""
         return self.plan.sizes(self.rank)[self.skip :]
+
+    @cached_property
+    def _step_sizes(self) -> list[int]:
+        return self.plan.step_sizes()[self.skip :]
+
+    def loss_divisor(self, accumulate: int) -> float:
+        """Return what to divide the mean loss of the current batch by, so that all rows of an update weigh the same.
+
+        The update is made of `accumulate` steps, or what is left at the end of the pass. Its gradient is the sum over
+        these steps of the mean over the workers. Exactly the number of steps if all batches have the same size.
+        """
+        first = (self.given - 1) // accumulate * accumulate
+        return sum(self._step_sizes[first : first + accumulate]) / (self.sizes[self.given - 1] * self.plan.world_size)
 
     def rows(self) -> torch.Tensor:
         """Return the row numbers that are left, in order; int64."""

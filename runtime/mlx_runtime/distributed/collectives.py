@@ -29,6 +29,15 @@ def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
     return [True if yes else False if no else None for yes, no in votes.tolist()]
 
 
+def mean_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the mean of a tensor over all workers. The collective runs on its device, which it does not wait for."""
+    if not torch.distributed.is_initialized():
+        return value
+    total = value.clone()
+    torch.distributed.all_reduce(total)
+    return total / torch.distributed.get_world_size()
+
+
 def broadcast(value: Any) -> Any:
     """Return the value of rank 0; those of other ranks are ignored."""
     if not torch.distributed.is_initialized():

@@ -1,7 +1,7 @@
-"""Updates as the config requires: half precision and compiled models; gradients of several steps, scaled and clipped,
-and inspected before each update."""
+"""Updates as the config requires: half precision and compiled models; gradients in which all rows weigh the same, over
+several workers and steps, scaled and clipped, and inspected before each update."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.distributed.wrapping import is_sharded, unwrap
+from mlx_runtime.data.sampling import WorkerPass
+from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
 from mlx_runtime.errors import MlxError, suggest
+from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.forward import compile_forward, in_half_precision
 from mlx_runtime.training.gradients import GradientMonitor
+from mlx_runtime.training.losses import Mean
 from mlx_runtime.training.reporting import Reporter
 from mlx_runtime.training.strategies import Strategy
+from mlx_runtime.training.weighting import Weight, WeightedLosses, checked_weight, without_gradient
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Optimization:
         cfg = context.cfg
         self._context, self._reporter, self._strategy = context, reporter, strategy
         self.accumulation = Accumulation()
+        self._divisor = 1.0  # of the loss of this step; see `WorkerPass.loss_divisor`
+        self._weighted = WeightedLosses()
         report = self._report_norms if context.topology.writes or strategy.shards else None
         self.monitor = GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, reporter.events.notice)
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
@@ -51,7 +57,7 @@ class Optimization:
 
     # -- called by user code
 
-    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def backward(self, loss: torch.Tensor, *, weight: Weight | None = None, **options: Any) -> None:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         if not self._knows_steps and self._context.cfg.accumulate_grad_batches > 1:
             raise MlxError(
@@ -63,17 +69,56 @@ class Optimization:
             param.grad is None for item in self._context.groups.optimizers.values() for param in _params(item)
         ):
             self._update_scale()
-        if self.accumulation.steps > 1:
-            loss = loss / self.accumulation.steps
+        loss, undo = self._weigh(loss, weight)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
+        undo()
+
+    def _weigh(self, loss: torch.Tensor, weight: Weight | None) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return a loss as a part of the update, and a function to call after its backward pass."""
+        alone = self.accumulation.steps == 1
+        weight = self._counted() if weight is None else weight
+        self._forget_calls()
+        tensor, is_zero = (None, False) if weight is None else checked_weight(weight, self._context.topology.device)
+        if not alone:
+            self._weighted.add(tensor)
+        if tensor is not None:
+            undo = without_gradient(loss) if is_zero else _nothing
+            return loss * self._weighted.factor(tensor, alone=alone).to(loss.dtype), undo
+        return loss if self._divisor == 1 else loss / self._divisor, _nothing
+
+    def _counted(self) -> Weight | None:
+        """Return what the loss called for this backward pass counts; None for rows, or if several were called."""
+        calls = {name: loss.calls for name, loss in self._losses().items() if loss.calls}
+        counted = [name for name in calls if self._losses()[name].counted is not None]
+        if counted and sum(calls.values()) == 1:
+            return self._losses()[counted[0]].counted
+        if counted:
+            self._reporter.events.notice(
+                f"self.backward weighs rows equally, not what losses.{counted[0]} counts, because several losses were "
+                f"called before it: {', '.join(calls)}; pass weight=, or call self.backward after each"
+            )
+        return None
+
+    def _losses(self) -> dict[str, Mean]:
+        return members(self._context.groups["losses"], Mean)
+
+    def _forget_calls(self) -> None:
+        for loss in self._losses().values():
+            loss.calls, loss.counted = 0, None
 
     def step(self, name: str | None = None) -> bool:
         """Clip the gradients of an optimizer, step and zero them, if the update is complete. Return True if it is."""
         optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
+        title = next(key for key, item in self._context.groups.optimizers.items() if item is optimizer)
+        self._weighted.assign(title)
         if not self.accumulation.last:
             return False
+        divisor = self._weighted.divisor(title)
+        for param in _params(optimizer):
+            if divisor is not None and param.grad is not None:
+                local_part(param.grad).div_(divisor)
         cfg = self._context.cfg
         if cfg.gradient_clip is not None:
             self._scaler.unscale_(optimizer)
@@ -112,15 +157,19 @@ class Optimization:
             for optimizer in self._context.groups.optimizers.values():
                 optimizer.zero_grad()
             self._strategy.drop_gradients(self._models())
-        self.accumulation.first = self.accumulation.last = True
+        self.accumulation, self._divisor, self._weighted = Accumulation(), 1.0, WeightedLosses()
 
-    def begin_step(self, number: int, total: int, per_update: int) -> None:
+    def begin_step(self, part: WorkerPass, per_update: int) -> None:
         """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
         self._knows_steps = True
         self._update_scale()
+        self._forget_calls()
+        self._divisor = part.loss_divisor(per_update)
         if per_update > 1:
-            self.accumulation.begin_step(number, total, per_update)
+            self.accumulation.begin_step(part.given, part.plan.steps - part.skip, per_update)
             self._strategy.sync_gradients(self._models(), self.accumulation.last)
+            if self.accumulation.first:
+                self._weighted = WeightedLosses()
 
     def _models(self) -> list[Any]:
         groups = self._context.groups
@@ -180,6 +229,10 @@ class Optimization:
     def _report_norms(self, values: dict[str, float]) -> None:
         progress = self._context.progress
         self._reporter.record(values, progress.global_step, progress.epoch)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -143,7 +143,7 @@ class Session:
         if item.training:
             if part.given == 1 and not self.passes.is_within_training(item):
                 self._begin_epoch(loader.epoch - 1)
-            self.optimization.begin_step(part.given, item.steps - part.skip, item.accumulate)
+            self.optimization.begin_step(part, item.accumulate)
             self.progress.global_step += self.optimization.accumulation.first
             every = self.context.cfg.checkpoint_every_steps
             if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import groups
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,12 +28,10 @@ pytestmark = pytest.mark.local
 
 WORLD = 2
 
-Work = Callable[[int], Any]
-
-WORKS: dict[str, Work] = {}
+WORKS: dict[str, groups.Work] = {}
 
 
-def work(function: Work) -> Work:
+def work(function: groups.Work) -> groups.Work:
     """Run a function on both workers, in a process group of its own."""
     WORKS[function.__name__] = function
     return function
@@ -42,23 +41,7 @@ def work(function: Work) -> Work:
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name."""
     folder = tmp_path_factory.mktemp("workers")
-    torch.multiprocessing.set_forkserver_preload(
-        ["ray.train.torch", "mlx_runtime.training.strategies.sharded"]
-    )  # once for both
-    torch.multiprocessing.start_processes(_worked, (folder,), nprocs=WORLD, start_method="forkserver")
-    ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in WORKS}
-
-
-def _worked(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    found = {}
-    for name, function in WORKS.items():
-        store = dist.FileStore(str(folder / name), WORLD)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-        found[name] = function(rank)
-        dist.destroy_process_group()
-    torch.save(found, folder / f"{rank}.pt")
+    return groups.on_workers(WORKS, folder, WORLD, ["ray.train.torch", "mlx_runtime.training.strategies.sharded"])
 
 
 # -- models

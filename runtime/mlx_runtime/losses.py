@@ -1,0 +1,5 @@
+"""Losses for the group `Losses`: plain functions, whose epoch values are means over all rows of all workers."""
+
+from mlx_runtime.training.losses import Mean
+
+__all__ = ["Mean"]

@@ -1,0 +1,105 @@
+"""Plain functions as losses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from mlx_runtime.errors import MlxError
+
+
+class Mean(Metric):
+    """A loss function, whose value over an epoch is the mean over all rows of all workers.
+
+        losses: cross_entropy = Mean(F.cross_entropy, label_smoothing=0.1)
+
+    Calling it returns the loss of the batch, for `self.backward`, and adds the batch to the mean; `update` only adds
+    it. Rows are counted by the first argument of the function. With `ignore_index` these are the targets that count,
+    in the mean and for `self.backward`; a batch without any has the loss 0.
+
+    Args:
+        function: function that returns the mean loss of a batch (), like those of `torch.nn.functional`.
+        ignore_index: label of targets, the second argument of the function, that it leaves out; passed to it.
+        options: more keyword arguments of the function.
+
+    Attributes:
+        calls: Calls with gradients since the last `self.backward`.
+        counted: Elements that the last of these is a mean over; None if they are rows.
+
+    Raises:
+        MlxError: the function cannot be called, or `reduction` is not `mean`.
+    """
+
+    is_differentiable = True
+    higher_is_better = False
+    full_state_update = False
+
+    total: torch.Tensor
+    elements: torch.Tensor
+
+    def __init__(self, function: Callable[..., torch.Tensor], ignore_index: int | None = None, **options: Any) -> None:
+        super().__init__()
+        if not callable(function):
+            raise MlxError(f"losses.Mean takes a function, like F.cross_entropy, not {function!r}")
+        if options.get("reduction", "mean") != "mean":
+            raise MlxError(f"losses.Mean takes means; leave out reduction={options['reduction']!r}")
+        self.function, self.ignore_index = function, ignore_index
+        self.options = options if ignore_index is None else {"ignore_index": ignore_index, **options}
+        self._value: tuple[torch.Tensor, Any] | None = None
+        self.calls = 0
+        self.counted: float | torch.Tensor | None = None
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("elements", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def forward(self, *args: Any, count: float | torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+        """Return the loss of a batch, and add it to the mean.
+
+        Args:
+            args: arguments of the function.
+            count: what the loss is a mean over, if neither rows nor targets: the sum of the weights of its rows, say.
+            options: more keyword arguments of the function.
+
+        Returns:
+            The value of the function, () float32.
+        """
+        value, elements = self._mean(args, count, options)
+        self._value = value.detach(), elements
+        try:
+            self.update(*args, **options)
+        finally:
+            self._value = None
+        if value.requires_grad:
+            self.calls += 1
+            self.counted = elements if count is not None or self.ignore_index is not None else self.counted
+        return value
+
+    def update(self, *args: Any, count: float | torch.Tensor | None = None, **options: Any) -> None:
+        """Add a batch to the mean; see `forward`."""
+        value, elements = self._value or self._mean(args, count, options)
+        self.total = self.total + value.double() * elements
+        self.elements = self.elements + elements
+
+    def compute(self) -> torch.Tensor:
+        """Return the mean, () float32."""
+        return (self.total / self.elements).float()
+
+    def _mean(
+        self, args: tuple[Any, ...], count: float | torch.Tensor | None, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the loss of a batch, and what it is a mean over."""
+        value = self.function(*args, **self.options, **options)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            found = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise MlxError(
+                f"losses.Mean takes a function that returns the mean of a batch; this one returned {found:.80}"
+            )
+        value = value.reshape(())
+        if count is None and self.ignore_index is None:
+            inputs = args[0] if args else next(iter(options.values()))
+            return value, len(inputs)
+        if count is None:
+            target = args[1] if len(args) > 1 else options["target"]
+            count = (target != self.ignore_index).sum()
+        elements = torch.as_tensor(count, device=value.device).detach().reshape(())
+        return value.masked_fill(elements == 0, 0.0), elements

@@ -1,0 +1,96 @@
+"""`losses.Mean`: a plain function as a loss."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mlx_runtime import BaseModule, MlxError, TrainConfig
+from mlx_runtime.config.building import build
+from mlx_runtime.config.nodes import Description
+from mlx_runtime.losses import Mean
+from mlx_runtime.runs.metric_states import compute_from, merge_states, state_of
+
+pytestmark = pytest.mark.pure
+
+
+def weighted_error(outputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (weights * (outputs - targets).square()).sum() / weights.sum()
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 5, requires_grad=True), torch.randint(5, (rows,))
+
+
+def test_the_loss_of_a_batch_and_the_mean_over_rows_of_workers() -> None:
+    losses = [Mean(F.cross_entropy, label_smoothing=0.1) for _ in range(2)]
+    batches = [batch(rows) for rows in (4, 1, 3)]
+    for loss, (outputs, targets) in zip((losses[0], losses[0], losses[1]), batches, strict=True):
+        value = loss(outputs, targets)
+        assert torch.equal(value, F.cross_entropy(outputs, targets, label_smoothing=0.1))
+        assert value.requires_grad
+    states = [state_of(loss) for loss in losses]
+    outputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    whole = F.cross_entropy(outputs, targets, label_smoothing=0.1)
+    torch.testing.assert_close(compute_from(losses[0], merge_states(losses[0], states)), whole.detach())
+    losses[0].reset()
+    losses[0].update(*batches[0])
+    assert losses[0].compute() == F.cross_entropy(*batches[0], label_smoothing=0.1)
+
+
+def test_targets_that_are_ignored_count_nothing() -> None:
+    loss = Mean(F.cross_entropy, ignore_index=-1)
+    outputs, targets = batch(6)
+    targets[:4] = -1
+    loss(outputs, targets)
+    assert (loss.calls, loss.counted) == (1, 2)
+    nothing, none = batch(3)
+    value = loss(nothing, torch.full_like(none, -1))
+    value.backward()
+    assert value == 0
+    assert not nothing.grad.any()
+    torch.testing.assert_close(loss.compute(), F.cross_entropy(outputs, targets, ignore_index=-1).detach())
+
+
+def test_a_count_of_the_callers_own() -> None:
+    loss = Mean(weighted_error)
+    batches = [(torch.randn(rows), torch.randn(rows), torch.rand(rows)) for rows in (4, 2)]
+    for parts in batches:
+        loss.update(*parts, count=parts[2].sum())
+    whole = weighted_error(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    torch.testing.assert_close(loss.compute(), whole)
+
+
+@dataclass
+class Losses:
+    tokens: Mean = Mean(F.cross_entropy, ignore_index=-1)
+    error: Mean = Mean(weighted_error)
+
+
+class Experiment(BaseModule):
+    cfg: TrainConfig
+    losses: Losses
+
+
+def test_it_binds() -> None:
+    tree = Description(Experiment).tree
+    function = {"_target_": "hydra_zen.funcs.get_obj", "path": "torch.nn.functional.cross_entropy"}
+    assert tree["losses"]["tokens"] == {
+        "_target_": "mlx_runtime.losses.Mean",
+        "function": function,
+        "ignore_index": -1,
+    }
+    assert tree["losses"]["error"]["function"]["path"] == f"{__name__}.weighted_error"
+    built = build(tree["losses"], "losses").tokens
+    outputs, targets = batch(3)
+    assert torch.equal(built(outputs, targets), F.cross_entropy(outputs, targets))
+
+
+def test_what_is_no_mean() -> None:
+    with pytest.raises(MlxError, match=r"^losses.Mean takes a function, like F.cross_entropy, not 'cross_entropy'$"):
+        Mean("cross_entropy")
+    with pytest.raises(MlxError, match=r"^losses.Mean takes means; leave out reduction='sum'$"):
+        Mean(F.cross_entropy, reduction="sum")
+    with pytest.raises(MlxError, match=r"returns the mean of a batch; this one returned a tensor \(3, 5\)$"):
+        Mean(torch.sub)(torch.ones(3, 5), torch.ones(3, 5))
