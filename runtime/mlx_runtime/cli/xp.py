@@ -216,7 +216,11 @@ def release(repository: str) -> None:
 @click.option("--rank", type=click.IntRange(min=0), help="Only the output of this worker.")
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Start with the last N lines.")
 def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int | None) -> None:
-    """Print the output of a RUN (run_003, 3 or latest) of NAME, wherever it trains or trained."""
+    """Print the output of a RUN (run_003, 3 or latest) of NAME, wherever it trains or trained.
+
+    Without --no-follow, the exit code is that of the run: 0 if it has SUCCEEDED or was PRUNED, 143 if it was STOPPED, 1
+    if it has FAILED or is STALE.
+    """
     try:
         code = xp.logs(name, run, functools.partial(click.echo, nl=False), follow=follow, rank=rank, tail=tail)
     except KeyboardInterrupt:

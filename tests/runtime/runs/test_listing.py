@@ -352,17 +352,27 @@ def test_living_runs_are_joined_with_their_jobs(made: Made, cluster: str) -> Non
 
 
 class TestLogs:
+    LAST = "import sys, time; sys.stdin.readline(); time.sleep(0.3); open(sys.argv[1], 'a').write('four\\n')"
+    """Program of a driver that prints one more line, some time after it has recorded the end."""
+
     @pytest.fixture
-    def run(self, made: Made) -> RunFolder:
+    def driver(self, tmp_path: Path) -> Iterator[subprocess.Popen]:
+        command = [sys.executable, "-c", self.LAST, str(tmp_path / "runs/digits/run_001/logs/driver.log")]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as driver:
+            yield driver
+
+    @pytest.fixture
+    def run(self, made: Made, driver: subprocess.Popen) -> RunFolder:
         """A running run that has printed one line."""
-        folder = made(status="RUNNING", **leases.this_process())
+        process = {"pid": driver.pid, "pid_started": leases._started(driver.pid)}
+        folder = made(status="RUNNING", **leases.this_process() | process)
         (folder.path / "logs").mkdir()
         (folder.path / "logs/driver.log").write_text("one\n")
         return folder
 
     @pytest.mark.parametrize(("status", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("STOPPED", 143)])
     def test_a_living_run_is_followed_to_its_end(
-        self, run: RunFolder, monkeypatch: pytest.MonkeyPatch, status: str, code: int
+        self, run: RunFolder, driver: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, status: str, code: int
     ) -> None:
         monkeypatch.setattr(xp, "FOLLOW_S", 0.01)
         told: list[str] = []
@@ -374,11 +384,25 @@ class TestLogs:
                     log.write(["two\n", "three\n"][len(told) - 1])  # the last line after the end is recorded
             if len(told) == 1:
                 records.Record(run, records.recorded(run)).finish(status)
+            if len(told) == 3:
+                driver.kill() if status != "SUCCEEDED" else driver.stdin and os.write(driver.stdin.fileno(), b"\n")
 
         assert xp.logs("digits", "1", write) == code
-        assert told == ["one\n", "two\n", "three\n"]
-        assert xp.logs("digits", "1", told.append) == 0  # it has ended, so there is nothing to wait for
-        assert xp.logs("digits", "1", told.append, follow=True) == code
+        assert told == ["one\n", "two\n", "three\n", *(["four\n"] if status == "SUCCEEDED" else [])]
+        for follow in (None, True):  # it has ended, so there is nothing to wait for
+            assert xp.logs("digits", "1", told.append, follow=follow) == code
+        assert xp.logs("digits", "1", told.append, follow=False) == 0
+
+    @pytest.mark.parametrize(("status", "code"), [("PRUNED", 0), ("STALE", 1), ("FAILED", 1)])
+    def test_the_code_of_a_run_that_has_ended(self, made: Made, status: str, code: int) -> None:
+        """`mlx train launch && mlx xp logs` fails in CI if the run has failed."""
+        folder = made(status=status, heartbeat=ago(3600)) if status != "STALE" else made(status="RUNNING")
+        (folder.path / "logs").mkdir()
+        (folder.path / "logs/driver.log").write_text("one\n")
+        if status == "STALE":
+            record = json.loads(folder.record.read_text())
+            folder.record.write_text(json.dumps(record | {"heartbeat": ago(3600)}))
+        assert CliRunner().invoke(mlx_command, ["xp", "logs", "digits"]).exit_code == code
 
     def test_no_follow_returns_at_once(self, run: RunFolder) -> None:
         done = CliRunner().invoke(mlx_command, ["xp", "logs", "digits", "--no-follow"])

@@ -18,12 +18,13 @@ from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.lookup import resolve_run, storage_root
 from mlx_runtime.storage.files import Storage, is_uri, joined
+from mlx_runtime.storage.leases import is_alive
 
 if TYPE_CHECKING:
     from mlx_runtime.cluster.dashboard import Dashboard
 
 FOLLOW_S = 1.0  # interval at which the stored log of a live run is read; five times as long on an object store
-EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of runs whose process can no longer be asked; otherwise 1
+EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of runs that have ended; otherwise 1: FAILED, STALE
 MIRROR_S = 10.0  # interval at which local copies of an object store are refreshed
 STOP_S = 60  # how long `stop` waits for the run to finish a step and save a checkpoint
 
@@ -68,13 +69,16 @@ def logs(
 ) -> int:
     """Pass on the output of a run, from its cluster while that is up, else from its folder, and return an exit code.
 
-    With `follow`, wait until the run ends, and return its code; None waits only if the run is alive. `rank` is a
-    worker's rank; None is for the driver, which prints that of all. `tail` is the number of lines to start with.
+    With `follow`, wait until the run ends, and return its code; None waits only if the run is alive. Otherwise the code
+    is 0. `rank` is a worker's rank; None is for the driver, which prints that of all. `tail` is the number of lines to
+    start with.
     """
     folder = resolve_run(name, run)
     record = records.recorded(folder)
+    status = records.status_of(record, _job_status(record))
+    code = 0 if follow is False else EXIT_CODES.get(status, 1)
     if follow is None:
-        follow = records.status_of(record, _job_status(record)) in records.LIVING
+        follow = status in records.LIVING
     dashboard = _dashboard(record) if rank is None else None
     with contextlib.suppress(ClusterError):  # it may go down; the output is stored
         if dashboard is not None and follow:
@@ -82,8 +86,9 @@ def logs(
         if dashboard is not None:
             text = dashboard.log(record["job"]["id"])
             write(text if tail is None else last_lines(text, tail))
-            return 0
-    return _stored_logs(folder, write, follow=follow, rank=rank, tail=tail)
+            return code
+    followed = _stored_logs(folder, write, follow=follow, rank=rank, tail=tail)
+    return followed if follow else code
 
 
 def _stored_logs(
@@ -91,7 +96,8 @@ def _stored_logs(
 ) -> int:
     seen, ended = 0, False
     while True:
-        status = records.status_of(records.recorded(folder))
+        record = records.recorded(folder)
+        status = records.status_of(record)
         content = read_log(folder, rank)
         if content is None and not (follow and status in records.LIVING):
             known = logged_ranks(folder)
@@ -106,7 +112,8 @@ def _stored_logs(
             return 0
         if ended and not grown and status not in records.LIVING:
             return EXIT_CODES.get(status, 1)
-        ended = status not in records.LIVING  # its driver prints the last lines after it has recorded the end
+        # Its driver prints the last lines after it has recorded the end, and after a mirror's last upload.
+        ended = status not in records.LIVING and not ("boot" in record and is_alive(record))
         time.sleep(FOLLOW_S if folder.uri is None else 5 * FOLLOW_S)
 
 
