@@ -40,6 +40,7 @@ HOMES = {
     "botocore": {"storage.leases"},
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.projects"},
+    "detect_secrets": {"storage.detection"},
     "huggingface_hub": {"config.pins", "runs.mirrors.hub"},
     "hydra": {"config.composition"},
     "jinja2": {"runs.report"},

@@ -15,8 +15,8 @@ from mlx_runtime.runs.listing import map_concurrently
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.files import Storage, storage_root
-from mlx_runtime.storage.redaction import HIDDEN
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, differences, merged, plan
 from mlx_runtime.sweeps.states import read_trial
 from mlx_runtime.sweeps.sweep import Listener, Sweep

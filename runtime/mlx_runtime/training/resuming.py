@@ -25,7 +25,8 @@ from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import State, state_of
-from mlx_runtime.storage.redaction import HIDDEN, is_secret, redacted
+from mlx_runtime.storage.detection import HIDDEN, is_secret
+from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {

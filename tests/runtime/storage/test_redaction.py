@@ -13,7 +13,8 @@ from mlx_runtime.config import interpolation
 from mlx_runtime.runs import comparison, provenance, records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import redaction
-from mlx_runtime.storage.redaction import filled, hidden_texts, is_secret, redacted, redacted_override, redacted_tree
+from mlx_runtime.storage.detection import is_secret
+from mlx_runtime.storage.redaction import filled, hidden_texts, redacted, redacted_override, redacted_tree
 
 pytestmark = pytest.mark.pure
 
@@ -167,7 +168,7 @@ def test_the_diff_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     found = provenance.provenance([f"cfg.password={SECRET}", "cfg.seed=3"])
     assert SECRET not in json.dumps(found)
-    assert "+lr = 3\n+client.login(password=…)\n" in found["git"]["diff"]
+    assert '+lr = 3\n+client.login(password="…")\n' in found["git"]["diff"]
     assert not any(name.rpartition("/")[2] in found["git"]["diff"] for name in names)
     assert found["overrides"] == ["cfg.password=…", "cfg.seed=3"]
 

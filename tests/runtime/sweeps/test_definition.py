@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_runtime.storage.redaction import HIDDEN
+from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.sweeps.definition import Definition, differences, merged
 
 pytestmark = pytest.mark.pure
