@@ -212,21 +212,25 @@ class DatasetShards:
 
 
 class LoaderObserver(Protocol):
-    """Follows how a loop reads a loader."""
+    """Follows how a loop reads a loader. What it returns for a pass is handed back to it."""
 
     def iterated(self, loader: "Loader") -> None:
         """`iter(loader)` was called."""
 
-    def pass_begins(self, loader: "Loader", part: WorkerPass) -> None:
+    def advances(self, loader: "Loader") -> bool:
+        """Return True if the pass that is about to begin advances its loader, False if it only reads the rows."""
+        ...
+
+    def pass_begins(self, loader: "Loader", part: WorkerPass) -> Any:
         """The first batch of a pass is about to be read."""
 
-    def batch_given(self, loader: "Loader", part: WorkerPass, batch: Batch) -> None:
+    def batch_given(self, item: Any, batch: Batch) -> None:
         """The loop is about to get a batch."""
 
-    def step_finished(self, loader: "Loader", batch: Batch) -> None:
+    def step_finished(self, item: Any, batch: Batch) -> None:
         """The loop has finished with a batch and asks for the next."""
 
-    def pass_left(self, loader: "Loader") -> None:
+    def pass_left(self, item: Any) -> None:
         """The loop has left the pass before its end. Called while the iterator is closed: do nothing that can fail."""
 
 
@@ -238,8 +242,7 @@ class Loader:
         asked: Batch size and `drop_last`, None for the dataset's own.
         epoch: Number of the next pass, which determines the order; a restart sets it.
         observer: Object that follows each pass.
-        current: The pass that is being read, or was read last; None before the first.
-        waited_s: Seconds that this pass has waited for data.
+        current: The pass that last advanced this loader, whose position a checkpoint holds; None before the first.
     """
 
     def __init__(self, shard: DatasetShard, batch_size: int | None = None, drop_last: bool | None = None) -> None:
@@ -248,7 +251,6 @@ class Loader:
         self.epoch = 0
         self.observer: LoaderObserver | None = None
         self.current: WorkerPass | None = None
-        self.waited_s = self._started = 0.0
         self._resumed: dict[str, Any] | None = None
 
     @cached_property
@@ -305,11 +307,6 @@ class Loader:
         plan = self._whole_pass
         return plan.rows if plan.limit is None else min(plan.rows, plan.limit)
 
-    @property
-    def seconds(self) -> float:
-        """Duration of this pass so far."""
-        return time.perf_counter() - self._started
-
     def __len__(self) -> int:
         """Return the number of steps in a whole pass, the same on every worker."""
         return self._whole_pass.steps
@@ -327,12 +324,9 @@ class Loader:
         return self._read()
 
     def _read(self) -> Iterator[Batch]:
-        part = self.current = self._begin()
-        self.epoch += 1
-        self.waited_s, self._started = 0.0, time.perf_counter()
         observer = self.observer
-        if observer is not None:
-            observer.pass_begins(self, part)
+        part = self._begin() if observer is None or observer.advances(self) else self._part(self._whole_pass)
+        item = observer.pass_begins(self, part) if observer is not None else None
         on_cuda = self.shard.topology.device.type == "cuda"
         asked = time.perf_counter()
         try:
@@ -341,22 +335,22 @@ class Loader:
                     device = self.shard.topology.device
                     batch = move_tensors(batch, partial(torch.Tensor.to, device=device, non_blocking=True))
                 part.given += 1
-                self.waited_s += time.perf_counter() - asked
+                part.waited_s += time.perf_counter() - asked
                 if observer is not None:
-                    observer.batch_given(self, part, batch)
+                    observer.batch_given(item, batch)
                 yield batch
                 if observer is not None:
-                    observer.step_finished(self, batch)
+                    observer.step_finished(item, batch)
                 asked = time.perf_counter()
         except GeneratorExit:  # the loop was left with `break`
-            if self.current is part:  # else the loader was iterated again before this iterator was closed
-                part.left = True
-                if observer is not None:
-                    observer.pass_left(self)
+            part.left = True
+            if observer is not None:
+                observer.pass_left(item)
 
     def _begin(self) -> WorkerPass:
-        """Return the next pass, or what is left of an interrupted one."""
+        """Advance to the next pass, or to what is left of an interrupted one."""
         shard, plan, skip = self.shard, self._whole_pass, 0
+        adopted = self.continues_adopted
         state, self._resumed = self._resumed, None
         if state is not None and state["steps"]:
             if state["rows"] != plan.rows:
@@ -377,10 +371,30 @@ class Loader:
                 shuffles_shares = self.reader.window_rows > 1 and shard.shuffle
                 seed = mix_seeds(shard.options.seed, self.epoch) if shuffles_shares else None
                 plan = replace(plan, read=before.read_after(state["steps"], seed))
+        self.current = self._part(plan, skip)
+        self.current.adopted = adopted
+        self.epoch += 1
+        return self.current
+
+    def _part(self, plan: ShardPlan, skip: int = 0) -> WorkerPass:
+        """Return what this worker reads of a pass, in the order of the next epoch."""
+        shard = self.shard
         epoch = 0 if shard.options.repeats else self.epoch
         subset = None if shard.subset is None else shard.subset.rows
         rank, seed = shard.topology.data_parallel_rank, shard.options.seed
-        return WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset, lengths=shard.lengths)
+        part = WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset, lengths=shard.lengths)
+        part.gradients = torch.is_grad_enabled()
+        return part
+
+    def adopt(self, part: WorkerPass) -> None:
+        """Advance to a pass that is already being read: the observer has only now seen what it is."""
+        self.current, part.adopted = part, True
+        self.epoch += 1
+
+    @property
+    def continues_adopted(self) -> bool:
+        """True if the next pass continues an interrupted one that was adopted, and begins like that one."""
+        return self._resumed is not None and self._resumed.get("adopted") == torch.is_grad_enabled()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader, even in the middle of a pass, as plain values."""
@@ -388,7 +402,8 @@ class Loader:
             return self._resumed | {"epoch": self.epoch}
         if self.current is None or not self.current.steps_left:
             return {"epoch": self.epoch, "steps": 0}
-        return self.current.plan.state_dict() | {"epoch": self.epoch - 1, "steps": self.current.taken}
+        state = self.current.plan.state_dict() | {"epoch": self.epoch - 1, "steps": self.current.taken}
+        return state | {"adopted": self.current.gradients} if self.current.adopted else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position: from its step if it is in the middle of a pass, else with its epoch.

@@ -93,11 +93,7 @@ class MapReader:
     def __init__(self, dataset: Any, name: str, processes: ReadingProcesses) -> None:
         self._dataset, self._name, self._processes = dataset, name, processes
         self._batches = BatchReader(dataset, name)
-        self._sampler = _Sampler()
-        self._loader: DataLoader[Any] | None = None
-        if processes.count:
-            options = {"sampler": self._sampler, "num_workers": processes.count, "persistent_workers": True}
-            self._loader = processes.loader(_MapBatches(self._batches), **options)
+        self._idle: tuple[_Sampler, DataLoader[Any]] | None = None  # whose processes wait for the next pass
 
     @property
     def advice(self) -> str | None:
@@ -110,10 +106,22 @@ class MapReader:
         return rows_of(self._dataset, self._name)
 
     def batches(self, part: WorkerPass) -> Iterator[Batch]:
-        if self._loader is None:  # without a DataLoader, whose overhead is a fifth for small batches
+        if not self._processes.count:  # without a DataLoader, whose overhead is a fifth for small batches
             return (self._processes.pinned(self._batches.read(rows)) for rows in part.batch_rows())
-        self._sampler.part = part
-        return _received(self._loader)
+        return self._read_by_processes(part)
+
+    def _read_by_processes(self, part: WorkerPass) -> Iterator[Batch]:
+        own, self._idle = self._idle, None  # a pass within a step of this one needs its own
+        if own is None:
+            sampler, count = _Sampler(), self._processes.count
+            options = {"sampler": sampler, "num_workers": count, "persistent_workers": True}
+            own = sampler, self._processes.loader(_MapBatches(self._batches), **options)
+        sampler, loader = own
+        sampler.part = part
+        try:
+            yield from _received(loader)
+        finally:
+            self._idle = own
 
 
 class _Sampler:

@@ -18,6 +18,7 @@ The groups are part of the order, so everything else stays the same.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -265,13 +266,22 @@ class WorkerPass:
     shuffle: bool
     given: int = 0  # batches that the loop has been given, without those before the interruption
     left: bool = False  # the loop has left the pass before its end
+    gradients: bool = True  # enabled when it began
+    adopted: bool = False  # see `Loader.adopt`
     subset: torch.Tensor | None = None  # row numbers that the pass is over, int64; None means all rows
     lengths: torch.Tensor | None = None  # of the rows that the pass is over, int64; needed if the plan has groups
+    waited_s: float = 0.0  # for data
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def taken(self) -> int:
         """Steps of the plan that this worker has taken, even before an interruption."""
         return self.skip + self.given
+
+    @property
+    def seconds(self) -> float:
+        """Duration so far."""
+        return time.perf_counter() - self.began
 
     @property
     def steps_left(self) -> int:

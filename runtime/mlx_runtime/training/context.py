@@ -7,6 +7,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from mlx_runtime.data.loaders import Loader
@@ -36,6 +37,16 @@ class Groups:
     @property
     def optimizers(self) -> dict[str, Optimizer]:
         return members(self["optimizers"], Optimizer)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(members(self["models"], nn.Module).values())
+
+    @property
+    def in_train_mode(self) -> bool:
+        """False if there are models, and all are in eval mode."""
+        models = self.modules
+        return not models or any(item.training for item in models)
 
     def _own(self) -> dict[str, Any]:
         grouped = {id(item) for group in GROUPS for item in self.members(group).values()}

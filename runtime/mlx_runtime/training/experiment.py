@@ -116,6 +116,7 @@ class BaseModule:
             MlxError: gradients should be accumulated, but the loop does not read a loader of `generate_loaders`; or
                 the weight is not a number, or less than 0.
         """
+        self._session.update_begins()
         self._session.optimization.backward(loss, weight=weight, **options)
 
     def optimizer_step(self, name: str | None = None) -> bool:
@@ -161,14 +162,15 @@ class BaseModule:
         """Record the losses only; see `save_metrics_and_losses`."""
         self._session.save(("losses",), batch_idx, epoch, stage)
 
-    def stage(self, name: str) -> AbstractContextManager[None]:
+    def stage(self, name: str, *, training: bool = False) -> AbstractContextManager[None]:
         """Name what is recorded in a `with` block, whatever the block reads. Every worker must enter it.
 
         Args:
-            name: first part of the names. In stages whose first word is `val`, `test`, `eval`, `dev` or `predict`, no
-                step counts as a training step.
+            name: first part of the names, like `probe` in `probe/accuracy`.
+            training: count its steps as training steps. Without it, nothing in the block is training: steps are not
+                counted, and a training dataset that it reads continues afterwards with the same order and position.
         """
-        return self._session.stage(name)
+        return self._session.stage(name, training=training)
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Record your own numbers. Only the values of rank 0 are used; workers are not synchronized.

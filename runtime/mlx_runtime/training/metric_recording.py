@@ -151,7 +151,7 @@ class MetricRecorder:
             groups = frozenset(record.groups) if late else groups
         taken = snapshots(late, whole_pass=last) | record.snapshots
         rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
-        waited = 100 * item.loader.waited_s / item.loader.seconds if item.loader is not None and item.training else 0.0
+        waited = 100 * item.part.waited_s / item.part.seconds if item.part is not None and item.training else 0.0
         progress = self._context.progress
         self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates)
         self._sync.send(SyncMessage((item.name, item.step), groups, waited, taken))
@@ -186,7 +186,7 @@ class MetricRecorder:
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited = max(message.number for message in messages)
             if item.finished or not item.active:
-                self._reporter.input_speed(item.loader, rates["samples_per_s"], waited)
+                self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | rates, exchange.step, exchange.epoch)
 
     def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
@@ -212,7 +212,7 @@ class MetricRecorder:
             if hasattr(item, "param_groups")
         }
         if item.loader is not None:
-            rates["samples_per_s"] = item.loader.current.rows_read / item.loader.seconds
+            rates["samples_per_s"] = item.part.rows_read / item.part.seconds
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":

@@ -77,7 +77,7 @@ class Optimization:
         """Return a loss as a part of the update, and a function to call after its backward pass."""
         alone = self.accumulation.steps == 1
         weight = self._counted() if weight is None else weight
-        self._forget_calls()
+        self.forget_calls()
         tensor, is_zero = (None, False) if weight is None else checked_weight(weight, self._context.topology.device)
         if not alone:
             self._weighted.add(tensor)
@@ -102,7 +102,8 @@ class Optimization:
     def _losses(self) -> dict[str, Mean]:
         return members(self._context.groups["losses"], Mean)
 
-    def _forget_calls(self) -> None:
+    def forget_calls(self) -> None:
+        """Forget which losses were called, as a step begins."""
         for loss in self._losses().values():
             loss.calls, loss.counted = 0, None
 
@@ -163,7 +164,6 @@ class Optimization:
         """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
         self._knows_steps = True
         self._update_scale()
-        self._forget_calls()
         self._divisor = part.loss_divisor(per_update)
         if per_update > 1:
             self.accumulation.begin_step(part.given, part.plan.steps - part.skip, per_update)
@@ -189,6 +189,11 @@ class Optimization:
         """Return True if the step that has just finished completed an update, so that a checkpoint holds all of it."""
         updated, self._updated = self._updated, False if self._updated else self._updated
         return self.accumulation.last and updated is not False
+
+    @property
+    def expected(self) -> bool:
+        """True if the loop has optimizers, so that training means updates."""
+        return bool(self._context.groups.optimizers) or self._updated is not None
 
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, with gradients that are not scaled or incomplete, and inspect them."""

@@ -1,13 +1,17 @@
-"""The pass that the training loop is in.
+"""The pass that the training loop is in, and whether it trains.
 
-A pass begins when a loader is iterated. It ends after its last batch, when the loop leaves it, or when its loader is
-iterated again. The rule:
+A pass begins with the first batch of a loader. It ends after its last batch, when the loop leaves it, or when another
+pass of its kind over the same dataset begins. The rules:
 
-    The training loader that yields a batch first leads until its pass ends: its steps are counted and its name is
-    recorded; any other loader is only read alongside it, except an evaluation loader iterated within a step, which
-    is a separate pass until the next step.
+    A pass over a training dataset trains: its steps are counted. It does not in a `with self.stage(name)`; nor with
+    gradients disabled or all models in eval mode, until an optimizer updates the models.
 
-Evaluation loaders follow the same rule among themselves, and yield to a training loader that they are read alongside.
+    Where one step reads several training loaders, the one that is read first leads and gives the pass its name; when it
+    runs out and the loop reads on, the next one takes over.
+
+    An evaluation loader that is iterated within a step is a pass of its own until the next step; otherwise it is read
+    alongside. A pass that does not train is treated like one.
+
 A training pass whose iterator is kept but no longer read also ends when the loop resets the metrics or saves a
 checkpoint, and then turns to another training loader.
 """
@@ -26,7 +30,11 @@ class Pass:
 
     name: str  # first part of the names of its records, like `val` in `val/accuracy`
     training: bool  # its steps count as global steps
+    dataset: str | None = None  # name of what is read; None for data that the runtime does not know
     loader: Any = None  # yields the batches; None for data that the runtime does not know
+    part: Any = None  # the rows that this worker reads, and how far it is
+    in_doubt: bool = False  # it trains if an optimizer updates the models
+    updated: bool = False  # an optimizer has updated the models in it
     steps: int = 0  # total number of batches; 0 if unknown
     accumulate: int = 1  # steps per update
     step: int = 0  # number of the last batch, from 1; after a restart it continues where the interrupted pass left off
@@ -52,17 +60,18 @@ class Block:
     name: str | None = None  # name of all passes in the block; None outside any block
     training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
+    in_doubt: list[Pass] = field(default_factory=list)
     latest: Pass | None = None  # led last
     unknown: Pass | None = None  # the pass over data that the runtime does not know
 
 
 class PassTracker:
-    """Applies the rule of this module to loaders, which it knows by the names of their datasets."""
+    """Applies the rules of this module to passes over datasets, which it knows by their names."""
 
     def __init__(self) -> None:
         self._blocks = [Block()]
-        self._passes: dict[str, Pass] = {}
-        self._within_step: dict[str, bool] = {}
+        self._outside: dict[str, Pass | None] = {}  # the pass that led when a loader was iterated, by dataset
+        self._latest: dict[tuple[str, bool], Pass] = {}  # by dataset, and whether they train
 
     @property
     def leading(self) -> Pass | None:
@@ -94,23 +103,47 @@ class PassTracker:
         """The pass that leads, or else the one that led last."""
         return self.leading or self._blocks[-1].latest or self._blocks[-1].unknown
 
-    def of(self, dataset: str) -> Pass:
-        """The latest pass over a loader."""
-        return self._passes[dataset]
+    @property
+    def stage(self) -> str | None:
+        """Name of the innermost `with self.stage(name)` in which nothing trains; None outside any."""
+        return None if self._blocks[-1].training else self._blocks[-1].name
+
+    @property
+    def awaits_update(self) -> bool:
+        """True if there has been no update in a pass of this block."""
+        block = self._blocks[-1]
+        return bool(block.in_doubt) or not all(item.updated for item in block.stack)
 
     def iterated(self, dataset: str) -> None:
-        """`iter(loader)` was called: the previous pass over it ends."""
-        if dataset in self._passes:
-            self.end(self._passes[dataset])
-        self._within_step[dataset] = self.leading is not None
+        """`iter(loader)` was called."""
+        self._outside[dataset] = self.leading
+
+    def restarts_beside(self, dataset: str) -> bool:
+        """Return True if a loader that was read to its end alongside the leading training pass begins again."""
+        leading, before = self.leading, self._latest.get((dataset, True))
+        beside = leading is not None and leading.training and dataset in leading.beside
+        return beside and before is not None and not before.active
 
     def begin(self, dataset: str, *, training: bool, steps: int, **known: Any) -> Pass:
         """Begin a pass: the first batch of a loader is about to be read. `known` are other attributes of the pass."""
         block = self._blocks[-1]
-        made = Pass(block.name or dataset, training and block.training, steps=steps, **{"loader": dataset, **known})
-        self._passes[dataset] = made
-        within_step = self._within_step.pop(dataset, False)
-        stack = block.stack
+        made = Pass(block.name or dataset, training and block.training, dataset, steps=steps, **known)
+        outside = self._outside.pop(dataset, None)
+        for kind in {False, made.training}:  # a training pass goes on after an evaluation within it
+            before = self._latest.get((dataset, kind))
+            if before is not None:
+                self.end(before)
+                outside = None if outside is before else outside
+        self._latest[dataset, made.training] = made
+        if made.in_doubt:
+            block.in_doubt.append(made)
+        self._place(made, within_step=outside is not None)
+        return made
+
+    def _place(self, made: Pass, *, within_step: bool) -> None:
+        """Let a pass lead, or be read alongside the one that does."""
+        stack, dataset = self._blocks[-1].stack, made.dataset
+        assert dataset is not None
         trainer = next((item for item in stack if item.training), None)
         if made.training and trainer is not None:
             if trainer.closed and dataset not in trainer.beside:
@@ -123,18 +156,36 @@ class PassTracker:
             stack[-1] = made
         if made not in stack and stack:
             stack[-1].beside.add(dataset)
-        return made
 
-    def batch(self, dataset: str, number: int) -> bool:
+    def batch(self, found: Pass, number: int) -> bool:
         """Count a batch by its number in its pass, from 1. Return True if the pass leads."""
-        found = self._passes[dataset]
         found.step, found.closed = number, False
+        block = self._blocks[-1]
+        before = None if block.stack else block.latest
+        if before is not None and not before.closed and found.training and found.dataset in before.beside:
+            block.stack.append(found)  # the one that led has run out
         for block in self._blocks:
             if found in block.stack:
                 del block.stack[block.stack.index(found) + 1 :]
                 block.latest = found
                 return True
         return False
+
+    def update(self) -> list[Pass]:
+        """An optimizer updates the models. Return the passes that were in doubt, and train as is clear now."""
+        block = self._blocks[-1]
+        settled, block.in_doubt = block.in_doubt, []
+        for item in settled:
+            item.in_doubt, item.training = False, True
+            assert item.dataset is not None
+            self._latest[item.dataset, True] = item
+            if item in block.stack[1:]:  # it was begun within a step of a training pass, and is read alongside
+                block.stack.remove(item)
+            if item not in block.stack:
+                self._place(item, within_step=False)
+        for item in block.stack:
+            item.updated = True
+        return settled
 
     def leads(self, item: Pass) -> bool:
         """Return True if a pass leads, or will lead again when the pass that began within its step ends."""
@@ -149,8 +200,9 @@ class PassTracker:
         """End a pass that was read completely, that the loop has left, or whose loader is iterated again."""
         item.active = False
         for block in self._blocks:
-            if item in block.stack:
-                block.stack.remove(item)
+            for passes in (block.stack, block.in_doubt):
+                if item in passes:
+                    passes.remove(item)
 
     def close(self) -> None:
         """The loop has reset the metrics or saved a checkpoint."""
@@ -158,7 +210,7 @@ class PassTracker:
         for item in block.stack:
             item.closed = True
         if block.latest is not None and not block.latest.active:
-            block.latest.recorded = True
+            block.latest.recorded = block.latest.closed = True
 
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
         """Return the pass that the metrics saved now belong to.

@@ -55,7 +55,7 @@ class EventSender:
         if item.step != steps and item is shown and now - at < SECONDS_PER_EVENT:
             return
         self._last_step = item, now
-        rate = (item.loader.current.given - 1) / max(now - item.started, 1e-9)
+        rate = (item.part.given - 1) / max(now - item.started, 1e-9)
         epoch = self._context.progress.epoch
         self.send(StepProgress(item.name, epoch, item.step, steps, rate, dict(values)))
 
@@ -148,10 +148,11 @@ class Reporter:
                 f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"
             )
 
-    def input_speed(self, loader: Loader, samples_per_s: float, data_wait_pct: float) -> None:
+    def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:
         """Keep how fast a training pass read its rows, for the epoch."""
+        loader: Loader = item.loader
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
-        if data_wait_pct > SLOW_INPUT_PCT and loader.seconds > 1 and loader.reader.advice:
+        if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
     def end_epoch(self, draw: Callable[[], Any]) -> None:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.loaders import Loader, trains
@@ -57,6 +58,7 @@ class Session:
         )
         self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)
         self._calls_every = False  # user code has called `self.every`
+        self._without_update: Pass | None = None  # the last pass, if it should have trained
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
@@ -80,6 +82,7 @@ class Session:
         """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
         self.reporter.begin()
         if not self.stopping.stopped:  # else a pass may be under way, which a restart resumes
+            self._warn_of_missing_update()
             self.metrics.flush()
             self._end_epoch()
         self.checkpoints.wait()
@@ -111,45 +114,109 @@ class Session:
     def iterated(self, loader: Loader) -> None:
         self.passes.iterated(loader.shard.name)
 
-    def pass_begins(self, loader: Loader, part: WorkerPass) -> None:
+    def advances(self, loader: Loader) -> bool:
+        """Return True unless the next pass reads a training dataset and does not train, as far as is known."""
+        if not loader.shard.training:
+            return True
+        if self.passes.stage is not None or self.context.evaluates:
+            return False
+        if loader.continues_adopted or self.passes.restarts_beside(loader.shard.name):
+            return True
+        return not self.optimization.expected or (torch.is_grad_enabled() and self.context.groups.in_train_mode)
+
+    def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
         """Record what the previous pass left, and restore what an interrupted one needs."""
-        shard, between_epochs = loader.shard, self.passes.training is None
-        known = {"accumulate": loader.accumulate, "loader": loader, "step": part.skip}
-        item = self.passes.begin(shard.name, training=shard.training, steps=part.plan.steps, **known)
+        self._warn_of_missing_update()
+        shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
+        in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
+        known = {"accumulate": loader.accumulate, "loader": loader, "part": part, "step": part.skip}
+        training = shard.training and advances
+        item = self.passes.begin(shard.name, training=training, in_doubt=in_doubt, steps=part.plan.steps, **known)
         self.metrics.begin(item)
         if self.passes.leads(item):
             self.metrics.flush()
             if not self.passes.is_within_training(item):
                 self.optimization.begin_pass()
-        self.checkpoints.resume(shard.name)
+        if advances:
+            self.checkpoints.resume(shard.name)
         self.reporter.begin()
         self.reporter.events.pass_begun(loader)
         if not self.passes.leads(item):
-            return
-        if not item.training:
+            return item
+        if item.training:
+            self._begin_training(item, loader.epoch - 1, between_epochs=between_epochs)
+        elif not in_doubt:
             self._call("on_evaluate_start", item.name)
-        elif self.context.steps_left == 0:
-            self._finish(item, finished=between_epochs)
-        elif not self.passes.is_within_training(item):
-            epoch = self.progress.epoch if self.progress.interrupted else loader.epoch - 1
-            self.context.plan_epochs(epoch, item.updates_left, -(-len(loader) // item.accumulate))
+        return item
 
-    def batch_given(self, loader: Loader, part: WorkerPass, batch: Batch) -> None:
+    def _begin_training(self, item: Pass, epoch: int, *, between_epochs: bool) -> None:
+        """Begin a training pass that leads, unless the run is at `cfg.max_steps`."""
+        if self.context.steps_left == 0:
+            self._finish(item, finished=between_epochs)
+        if not self.passes.is_within_training(item):
+            epoch = self.progress.epoch if self.progress.interrupted else epoch
+            self.context.plan_epochs(epoch, item.updates_left, -(-len(item.loader) // item.accumulate))
+
+    def batch_given(self, item: Pass, batch: Batch) -> None:
         """Count a step."""
         self.beat()
-        item = self.passes.of(loader.shard.name)
-        if not self.passes.batch(loader.shard.name, part.taken):
+        if not self.passes.batch(item, item.part.taken):
             return  # read alongside the pass that leads
+        if item.training or item.in_doubt:
+            self.optimization.forget_calls()
         if item.training:
-            if part.given == 1 and not self.passes.is_within_training(item):
-                self._begin_epoch(loader.epoch - 1)
-            self.optimization.begin_step(part, item.accumulate)
-            self.progress.global_step += self.optimization.accumulation.first
-            every = self.context.cfg.checkpoint_every_steps
-            if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
-                self.checkpoints.requested = True
+            self._begin_step(item)
         self.reporter.events.step(item, self.metrics.values(item))
         self._call("on_batch_start", item.name, batch)
+
+    def _begin_step(self, item: Pass) -> None:
+        part: WorkerPass = item.part
+        if part.given == 1 and not self.passes.is_within_training(item):
+            self._begin_epoch(item.loader.epoch - 1)
+        self.optimization.begin_step(part, item.accumulate)
+        self.progress.global_step += self.optimization.accumulation.first
+        every = self.context.cfg.checkpoint_every_steps
+        if every is not None and self.optimization.accumulation.last and self.progress.global_step % every == 0:
+            self.checkpoints.requested = True
+
+    def update_begins(self, optimizer: Optimizer | None = None) -> None:
+        """Note that an optimizer is about to step, or that the loop calls `self.backward`: this is training."""
+        if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
+            return
+        self._without_update = None
+        stage, leading = self.passes.stage, self.passes.leading
+        reads_training_set = leading is not None and leading.loader.shard.training
+        if stage is not None and reads_training_set and self.progress.global_step == 0:
+            self.reporter.events.notice(
+                f"stage {stage!r} does not train, so its steps are not counted; if it does, write "
+                f"self.stage({stage!r}, training=True)"
+            )
+        for item in self.passes.update():
+            leads = self.passes.leads(item)
+            if leads:
+                self._begin_training(item, item.loader.epoch, between_epochs=True)
+            item.loader.adopt(item.part)
+            if leads:
+                skipped = item.part.given - 1  # steps without an update, like those of a loop that accumulates itself
+                self._begin_step(item)
+                self.progress.global_step += skipped
+
+    def _updates_models(self, optimizer: Optimizer | None) -> bool:
+        """Return True unless an optimizer updates something else than the experiment's models, like a probe."""
+        models = self.context.groups.modules
+        if optimizer is None or not models:
+            return True
+        own = {id(item) for model in models for item in model.parameters()}
+        return any(id(item) in own for group in optimizer.param_groups for item in group["params"])
+
+    def _warn_of_missing_update(self) -> None:
+        item, self._without_update = self._without_update, None
+        if item is not None:
+            steps = f"{item.part.given} step{'s' * (item.part.given > 1)}"
+            self.reporter.events.notice(
+                f"{steps} of a pass over {item.dataset} counted as training, but no optimizer updated a model; if it "
+                f'was not training, read it under torch.no_grad() or in a block `with self.stage("probe"):`'
+            )
 
     def _begin_epoch(self, epoch: int) -> None:
         if not self.progress.interrupted:
@@ -157,10 +224,9 @@ class Session:
             self.progress.epoch = epoch
         self.progress.interrupted = False
 
-    def step_finished(self, loader: Loader, batch: Batch) -> None:
+    def step_finished(self, item: Pass, batch: Batch) -> None:
         """Record, save, stop: the last two only between two updates, when all workers are at the same step."""
         self.beat()
-        item = self.passes.of(loader.shard.name)
         if not self.passes.leads(item):
             return
         self._call("on_batch_end", item.name, batch)
@@ -182,12 +248,16 @@ class Session:
         if self.stopping.agreed:
             self._stop()
 
-    def pass_left(self, loader: Loader) -> None:
-        self._end_pass(self.passes.of(loader.shard.name))
+    def pass_left(self, item: Pass) -> None:
+        if item.active:
+            self._end_pass(item)
 
     def _end_pass(self, item: Pass) -> None:
-        if not item.training and self.passes.leads(item):
-            self._call("on_evaluate_end", item.name)
+        if self.passes.leads(item):
+            if item.training and not item.updated and item.part.given and self.optimization.expected:
+                self._without_update = item  # unless one follows: a loop may update the models after a whole pass
+            if not item.training and not item.in_doubt:
+                self._call("on_evaluate_end", item.name)
         self.passes.end(item)
 
     def updated(self) -> None:
@@ -235,10 +305,10 @@ class Session:
             self._stop()
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Give the same name to all passes in a block."""
+    def stage(self, name: str, *, training: bool) -> Iterator[None]:
+        """Give the same name to all passes in a block, which train only if `training` is True."""
         self.metrics.flush()
-        with self.passes.block(name, training=trains(name)):
+        with self.passes.block(name, training=training):
             yield
             self.metrics.flush()
 

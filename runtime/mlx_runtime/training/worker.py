@@ -163,8 +163,12 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
         sink.position, session.beat = watchdog.position, watchdog.beat
-    before_update = session.optimization.before_update
-    stack.callback(register_optimizer_step_pre_hook(lambda optimizer, *_: before_update(optimizer)).remove)
+
+    def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        session.update_begins(optimizer)
+        session.optimization.before_update(optimizer)
+
+    stack.callback(register_optimizer_step_pre_hook(before_update).remove)
     stack.callback(register_optimizer_step_post_hook(lambda *_: session.updated()).remove)
     stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
 

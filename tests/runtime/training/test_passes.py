@@ -1,19 +1,24 @@
 """Which pass leads, and what is recorded of passes that end early, without a word of user code."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sessions import ALONE, attach
+from sessions import ALONE, Events, attach
+from torch import nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards
+from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
+from mlx_runtime.events import Notice
 from mlx_runtime.training.passes import PassTracker
+from mlx_runtime.training.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
 
@@ -47,10 +52,10 @@ class TrackedLoader:
 
     def read(self) -> Iterator[int]:
         tracker, name = self.loop.tracker, self.name
-        item = tracker.begin(name, training=name != "val", steps=ROWS[name])
+        item = tracker.begin(name, training=name != "val", steps=ROWS[name], loader=self)
         try:
             for number in range(1, ROWS[name] + 1):
-                self.loop.steps += tracker.batch(name, number) and item.training
+                self.loop.steps += tracker.batch(item, number) and item.training
                 yield number
                 if tracker.leads(item) and item.finished:
                     tracker.end(item)
@@ -189,6 +194,11 @@ class TestSideBySide:
             seen.append(either.log())
         assert seen == TRAIN
 
+    def test_the_first_runs_out_and_the_loop_reads_on(self, either) -> None:
+        """`cycle` remembers the batches of a loader, and reads it only once."""
+        seen = [either.log() for _ in zip(itertools.cycle(either.train), either.extra)]
+        assert seen == [*TRAIN, ("extra", 4), ("extra", 5)]
+
     def test_an_iterator_that_is_kept_over_epochs(self, either) -> None:
         beside, seen = iter(either.extra), []
         for _ in range(2):
@@ -262,7 +272,7 @@ class TestNested:
         monkeypatch.setattr(loop.session, "_begin_epoch", epochs.append)
         for _ in itertools.islice(loop.train, 2):
             seen.append(loop.log())
-            with loop.module.stage("inner"):
+            with loop.module.stage("inner", training=True):
                 seen += [loop.log() for _ in itertools.islice(loop.extra, 2)]
         assert seen == [("train", 1), ("inner", 2), ("inner", 3), ("train", 4), ("inner", 5), ("inner", 6)]
         assert epochs == [0]
@@ -415,3 +425,256 @@ class TestRecords:
             loop.module.save_metrics_and_losses(number, 0)
         loop.session.end()
         assert [item for item in recorded if item[0]] == [({"train/mean": mean}, step) for mean, step in MEANS]
+
+
+class Training:
+    """Epochs of three steps of a small model, with something else between or within them."""
+
+    def __init__(self, folder: Path, *, optimizers: bool = True, processes: int = 0, **settings: object) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+        sgd = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.module = BaseModule(
+            cfg=TrainConfig(log_every_steps=1, **settings),
+            models=SimpleNamespace(net=self.net),
+            optimizers=SimpleNamespace(sgd=sgd) if optimizers else None,
+            metrics=SimpleNamespace(mean=MeanMetric()),
+        )
+        self.events = Events()
+        self.session = attach(self.module, folder, sink=self.events)
+        self.session.begin()
+        group = SimpleNamespace(train=Rows(12), extra=Rows(20), val=Rows(2))
+        options = LoaderOptions(seed=1, processes=processes)
+        for name, dataset in vars(group).items():
+            dataset.batch_size = 4
+            shard = DatasetShard(name, group, ALONE, options, follow=self.session.watch)
+            setattr(self, name, self.module.generate_loaders(shard))
+        self.train: Loader
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def watched(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return an optimizer with the hooks that a worker registers for all of them."""
+        optimizer.register_step_pre_hook(lambda item, *_: self.session.update_begins(item))
+        optimizer.register_step_post_hook(lambda *_: self.session.updated())
+        return optimizer
+
+    def step(self, batch: dict[str, torch.Tensor], sgd: torch.optim.Optimizer) -> None:
+        self.net(batch["x"].float()[:, None]).square().mean().backward()
+        sgd.step()
+        self.module.metrics.mean.update(batch["x"])
+        self.module.save_metrics(0, 0)
+        self.seen.append((self.module.global_step, batch["x"].tolist()))
+
+    def epoch(self, *, within: Callable[[], None] | None = None, mode: bool = True, stop_at: int = 0) -> None:
+        sgd = self.watched(torch.optim.SGD(self.net.parameters(), lr=0.01))
+        self.net.train(mode)
+        self.module.reset_all_metrics_and_losses()
+        for number, batch in enumerate(self.train, 1):
+            self.step(batch, sgd)
+            if within is not None and number == 2:
+                within()
+                self.net.train(mode)
+            if number == stop_at:
+                self.module.save_checkpoint(epoch=0)
+                self.session.checkpoints.wait()
+                break
+
+    @property
+    def notices(self) -> list[str]:
+        return [event.text for event in self.events if isinstance(event, Notice)]
+
+
+def stage(loop: Training) -> None:
+    """With gradients, in train mode and with an optimizer of the models."""
+    sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.0))
+    with loop.module.stage("probe"):
+        for batch in loop.train:
+            loop.net(batch["x"].float()[:, None]).sum().backward()
+            sgd.step()
+    sgd.zero_grad()
+
+
+@torch.no_grad()
+def neighbours(loop: Training) -> None:
+    loop.net.eval()
+    loop.module.reset_all_metrics_and_losses()
+    for batch in loop.train:
+        loop.net(batch["x"].float()[:, None])
+        loop.module.metrics.mean.update(batch["x"])
+        loop.module.save_metrics(0, 0, stage="knn")
+
+
+def inference(loop: Training) -> None:
+    with torch.inference_mode():
+        assert sum(len(batch["x"]) for batch in loop.train) == 12
+
+
+def evaluation_with_gradients(loop: Training) -> None:
+    loop.net.eval()
+    for batch in loop.train:
+        loop.net(batch["x"].float()[:, None])
+
+
+def probe(loop: Training) -> None:
+    """Twice over the data, with an optimizer of its own."""
+    loop.net.eval()
+    head = nn.Linear(2, 1)
+    sgd = loop.watched(torch.optim.SGD(head.parameters(), lr=0.1))
+    for _ in range(2):
+        for batch in loop.train:
+            with torch.no_grad():
+                features = loop.net(batch["x"].float()[:, None])
+            head(features).square().mean().backward()
+            sgd.step()
+
+
+def batch_norm(loop: Training) -> None:
+    """`update_bn` is in train mode, and in `torch.no_grad`."""
+    before = {name: value.clone() for name, value in loop.net.state_dict().items()}
+    update_bn((batch["x"].float()[:, None] for batch in loop.train), loop.net)
+    loop.net.load_state_dict(before)
+
+
+def look(loop: Training) -> None:
+    """At one batch, like what builds a lazy module."""
+    with torch.no_grad():
+        loop.net.eval()(next(iter(loop.train))["x"].float()[:, None])
+
+
+NOT_TRAINING = [stage, neighbours, inference, evaluation_with_gradients, probe, batch_norm, look]
+
+
+class TestNotTraining:
+    """Training data that is read for something else: training goes on as if it had not been read."""
+
+    @pytest.mark.parametrize("read", NOT_TRAINING)
+    @pytest.mark.parametrize("place", ["before", "between", "within"])
+    def test_steps_epochs_and_order_stay(self, tmp_path: Path, read: Callable[[Training], None], place: str) -> None:
+        alone, loop = Training(tmp_path / "alone"), Training(tmp_path / "loop")
+        if place == "before":
+            read(loop)
+        for other in (alone, loop):
+            for epoch in range(2):
+                nested = place == "within" and other is loop
+                other.epoch(within=(lambda: read(loop)) if nested else None)
+                if place == "between" and other is loop:
+                    read(loop)
+                other.module.save_checkpoint(epoch=epoch)
+        assert loop.seen == alone.seen
+        assert [step for step, _ in loop.seen] == [1, 2, 3, 4, 5, 6]
+        assert loop.train.state_dict() == alone.train.state_dict() == {"epoch": 2, "steps": 0}
+        assert loop.session.reporter.latest["train/mean"] == alone.session.reporter.latest["train/mean"]
+        assert loop.session.progress == alone.session.progress
+        assert [text for text in loop.notices if not text.startswith("stage 'probe'")] == alone.notices == []
+
+    @pytest.mark.parametrize("read", NOT_TRAINING)
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_an_interrupted_epoch_resumes_after_it(
+        self, tmp_path: Path, read: Callable[[Training], None], mode: bool
+    ) -> None:
+        """Also if the models train in eval mode, as with frozen statistics."""
+        whole, first = Training(tmp_path / "whole"), Training(tmp_path / "parts")
+        for _ in range(2):
+            whole.epoch(mode=mode)
+        first.epoch(mode=mode)
+        first.epoch(mode=mode, stop_at=2)
+        again = Training(tmp_path / "parts")
+        if mode or read not in (evaluation_with_gradients, probe):  # which begin like training in eval mode
+            read(again)
+        again.epoch(mode=mode)
+        assert first.seen + again.seen == whole.seen
+        assert [step for step, _ in whole.seen] == [1, 2, 3, 4, 5, 6]
+        assert again.train.epoch == whole.train.epoch == 2
+
+    def test_reading_processes_serve_a_pass_within_a_pass(self, tmp_path: Path) -> None:
+        alone, loop = Training(tmp_path / "alone"), Training(tmp_path / "loop", processes=1)
+        alone.epoch()
+        loop.epoch(within=lambda: neighbours(loop))
+        assert loop.seen == alone.seen
+
+    def test_two_sets_that_train_in_eval_mode(self, tmp_path: Path) -> None:
+        """The second is known to be read alongside as soon as the optimizer steps, and advances, too."""
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        loop.net.eval()
+        beside = []
+        for _ in range(2):
+            for batch, other in zip(loop.extra, forever(loop.train)):  # noqa: B905
+                loop.step(batch, sgd)
+                beside.append(other["x"].tolist())
+        assert [step for step, _ in loop.seen] == list(range(1, 11))
+        assert (loop.extra.epoch, loop.train.epoch) == (2, 4)
+        assert len({str(rows) for rows in beside}) > 3
+
+    def test_a_set_beside_that_is_read_without_gradients(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        beside = None
+        for batch in loop.extra:
+            with torch.no_grad():
+                try:
+                    other = next(beside or iter(()))
+                except StopIteration:
+                    beside = iter(loop.train)
+                    other = next(beside)
+            loop.step(other, sgd)
+            loop.step(batch, sgd)
+            assert loop.session.passes.leading.name == "extra"
+        assert [step for step, _ in loop.seen[1::2]] == [1, 2, 3, 4, 5]
+        assert loop.train.epoch == 2
+
+    def test_a_pass_without_an_update_is_counted_and_reported(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        loop.epoch()
+        for _ in loop.train:
+            pass
+        loop.epoch()
+        assert [step for step, _ in loop.seen] == [1, 2, 3, 7, 8, 9]
+        assert loop.notices == [
+            "3 steps of a pass over train counted as training, but no optimizer updated a model; if it was not "
+            'training, read it under torch.no_grad() or in a block `with self.stage("probe"):`'
+        ]
+
+    def test_one_update_for_a_whole_pass(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path)
+        sgd = loop.watched(torch.optim.SGD(loop.net.parameters(), lr=0.01))
+        for _ in range(2):
+            for batch in loop.train:
+                loop.net(batch["x"].float()[:, None]).square().mean().backward()
+            sgd.step()
+        loop.session.end()
+        assert loop.module.global_step == 6
+        assert loop.notices == []
+
+    def test_without_optimizers_every_pass_trains(self, tmp_path: Path) -> None:
+        """Like k-means, without gradients."""
+        loop = Training(tmp_path, optimizers=False)
+        loop.net.eval()
+        with torch.no_grad():
+            for _ in itertools.chain(loop.train, loop.train):
+                pass
+        loop.session.end()
+        assert (loop.module.global_step, loop.train.epoch) == (6, 2)
+        assert loop.notices == []
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_a_stage_says_whether_it_trains(self, tmp_path: Path, training: bool) -> None:
+        loop = Training(tmp_path)
+        for _ in range(2):
+            with loop.module.stage("pretrain", training=training):
+                loop.epoch()
+        assert (loop.module.global_step, loop.train.epoch) == ((6, 2) if training else (0, 0))
+        text = (
+            "stage 'pretrain' does not train, so its steps are not counted; if it does, write "
+            "self.stage('pretrain', training=True)"
+        )
+        assert loop.notices == ([] if training else [text])
+
+    def test_the_limit_of_steps_ends_a_run_that_trains_in_eval_mode(self, tmp_path: Path) -> None:
+        loop = Training(tmp_path, max_steps=3)
+        loop.epoch(mode=False)
+        evaluation_with_gradients(loop)
+        with pytest.raises(LoopStopped):
+            loop.epoch(mode=False)
+        assert loop.module.global_step == 3
+        assert loop.train.state_dict() == {"epoch": 1, "steps": 0}
