@@ -13,9 +13,9 @@ from mlx_runtime.config.composition import Config
 from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, StorageError, short_message, user_errors
 from mlx_runtime.runs import filling, provenance
 from mlx_runtime.runs.filling import Filling, Output
-from mlx_runtime.runs.folder import names_folder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents
+from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import joined, size_text, storage_root
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.engines.placement import Cluster
@@ -153,10 +153,10 @@ def refuse_present(config: Config) -> None:
 def output_path(cfg: DataConfig) -> str:
     """Return the folder or URI that a data job fills, which must be below the storage."""
     path = Path(cfg.path if cfg.path is not None else f"data/{cfg.name}")
-    if path.is_absolute() or not path.parts or not all(map(names_folder, path.parts)):
+    if path.is_absolute() or not path.parts or not all(map(is_name, path.parts)):
         raise ConfigError(
             f"cfg.path is {str(path)!r}; it must be a folder below the storage, like data/{cfg.name}, without parts "
-            "that start with a dot, and without ?, # and unprintable characters"
+            "that start with a dot or dash, and without \\, ?, # and unprintable characters"
         )
     return joined(storage_root(cfg.storage_path), *path.parts)
 

@@ -154,7 +154,7 @@ def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: fl
         if store.storage.local:
             return _mapped(Path(store.storage.of(manifest.name)), manifest)
         return _copied(store, manifest, cache, max_bytes)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # of numpy and torch, if a file is something else
         raise StorageError(
             f"the prepared dataset {manifest.name} in {store.root} cannot be read: {error}. "
             "Is it visible from every node? --no-prepared reads samples instead"
@@ -181,8 +181,10 @@ def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> 
 def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     columns = {}
     for name, (file, dtype, _) in manifest.columns.items():
+        if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{name} is of the unknown type {dtype!r:.40}")
         mapped = np.load(folder / file, mmap_mode="r")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the array is not writable
-            columns[name] = torch.from_numpy(mapped).view(getattr(torch, dtype))
+            columns[name] = torch.from_numpy(mapped).view(kind)
     return columns

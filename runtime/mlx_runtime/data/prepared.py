@@ -18,12 +18,32 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.storage import leases
+from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
 from mlx_runtime.storage.files import Storage, joined, storage_errors, storage_root
 
 MANIFEST = "manifest.json"
 
 READ_MARK = "used-"
 """Start of the names of files that mark a prepared dataset as being read."""
+
+
+_COLUMN = Kind(
+    "a file, a type and a shape",
+    lambda value: (
+        isinstance(value, list)
+        and len(value) == 3
+        and all(kind.fits(item) for kind, item in zip((NAME, TEXT, list_of(COUNT)), value, strict=True))
+    ),
+)
+_SHAPE = {
+    "name": NAME,
+    "rows": COUNT,
+    "size_bytes": COUNT,
+    "columns": mapping_of(_COLUMN),
+    "dataset": TEXT,
+    "arguments": Kind("a mapping", lambda value: isinstance(value, dict)),
+    "created": TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -42,8 +62,9 @@ class Manifest:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
     @classmethod
-    def parsed(cls, text: str) -> "Manifest":
-        fields = json.loads(text)
+    def parsed(cls, content: bytes) -> "Manifest":
+        """Return the description that a file holds; raise ValueError if it is none."""
+        fields = {name: from_json(content, _SHAPE, needs=tuple(_SHAPE))[name] for name in _SHAPE}
         columns = {name: (file, dtype, tuple(shape)) for name, (file, dtype, shape) in fields.pop("columns").items()}
         return cls(columns=columns, **fields)
 
@@ -159,7 +180,9 @@ class Store:
         Raises StorageError if the storage did not answer, or another version wrote the manifest.
         """
         try:
-            manifest = Manifest.parsed(self.storage.read(name, MANIFEST).decode())
+            manifest = Manifest.parsed(self.storage.read(name, MANIFEST))
+            if manifest.name != name:
+                raise ValueError(f"{MANIFEST} describes {manifest.name}")
             sizes = {info.base_name: info.size or 0 for info in self.storage.listed(name)}
             whole = sum(sizes.get(file, 0) for file, _, _ in manifest.columns.values()) == manifest.size_bytes
         except FileNotFoundError:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_runtime.storage.documents import COUNT, FILE_NAME, FLAG, NUMBER, TEXT, from_json, mapping_of
+from mlx_runtime.storage.documents import COUNT, FLAG, NAME, NUMBER, TEXT, from_json, mapping_of
 from mlx_runtime.storage.files import Storage, storage_errors
 
 STATE = "state.pt"
@@ -20,8 +20,8 @@ _SHAPE = {
     "metrics": mapping_of(NUMBER.or_null()),
     "sha256": TEXT,
     "size_bytes": COUNT,
-    "file": FILE_NAME,
-    "index": FILE_NAME,
+    "file": NAME,
+    "index": NAME,
     "index_sha256": TEXT,
     "shards_bytes": COUNT,
 }

@@ -33,7 +33,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.documents import from_json
+from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
 from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
 
@@ -207,11 +207,6 @@ def run_folder(root: str, experiment: str, run: str) -> RunFolder:
     return RunFolder(copies / experiment / run, joined(root, experiment, run))
 
 
-def names_folder(name: str) -> bool:
-    """Return True if a folder in the storage may have this name, which users type and read in lists."""
-    return bool(name) and name.isprintable() and name == name.strip() and name[0] != "." and not {*"/?#"} & {*name}
-
-
 def claim_run(
     root: str,
     experiment: str,
@@ -229,10 +224,11 @@ def claim_run(
         again: claim the folder with this name even if it exists, because its claim was interrupted.
         announce: called with the name of each folder just before the attempt to create it.
     """
-    if not names_folder(experiment):
+    if not is_name(experiment):
         raise UsageError(
-            f"cfg.name is {experiment!r}, which is not a valid folder name; leave out / ? #, line breaks and other "
-            "characters that do not print, a leading dot, and spaces around it"
+            f"cfg.name is {experiment!r:.100}, which is not a valid folder name; leave out / \\ ? #, line breaks and "
+            "other characters that do not print, a leading dot or dash, and spaces around it, and use at most "
+            f"{NAME_BYTES} bytes"
         )
     storage = Storage(root)
     try:
@@ -337,6 +333,9 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
     with ThreadPoolExecutor(16) as pool:
         contents = pool.map(lambda run: storage.names(experiment, run), runs)
         return [run for run, names in zip(runs, contents, strict=True) if names]
+
+
+RUN_NAME = Kind("the name of a run, like run_003", lambda value: isinstance(value, str) and _number(value) > 0)
 
 
 def _number(name: str, prefix: str = RUN) -> int:

@@ -266,9 +266,9 @@ def _mirrored_row(uri: str) -> Row:
     """Return the run in a repository."""
     mirrored = MirroredRun.find(uri)
     try:
-        record = records.parsed(mirrored.record())
-    except ValueError as error:
-        return Row(mirrored.listed, UNREADABLE, {}, f"cannot read run.json of {uri}: {error}")
+        record = mirrored.record()
+    except StorageError as error:
+        return Row(mirrored.listed, UNREADABLE, {}, str(error))
     living = record["status"] in records.LIVING
     return Row(mirrored.listed, record["status"] if not living or mirrored.claim.held else "STALE", record)
 

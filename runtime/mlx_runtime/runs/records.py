@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.folder import RESERVE, RunFolder, attempt_name, reading, withdraw_stop
+from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, reading, withdraw_stop
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
+    NAME,
     NUMBER,
     TEXT,
     TIME,
@@ -57,8 +58,8 @@ _CHECKPOINT = mapping_with(
     {"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()}, needs=("epoch",)
 )
 SHAPE: dict[str, Kind] = _DRIVER | {
-    "experiment": TEXT,
-    "run": TEXT,
+    "experiment": NAME,
+    "run": NAME,
     "status": Kind("a status", lambda value: isinstance(value, str) and value.isalpha()),
     "heartbeat": TIME,
     "attempt": COUNT,
@@ -81,7 +82,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     ),
     "trials": list_of(
         mapping_with(
-            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(TEXT.or_null())},
+            {"trial": COUNT, "values": mapping_of(TEXT), "runs": list_of(RUN_NAME.or_null())},
             needs=("trial", "values", "runs"),
         )
     ),
@@ -90,7 +91,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "packages": mapping_of(TEXT.or_null()).or_null(),
     "files": COUNT,
     "sweep": mapping_with(
-        {"name": TEXT, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
+        {"name": NAME, "trial": COUNT, "fold": COUNT.or_null(), "values": mapping_of(TEXT)}, needs=("name", "trial")
     ).or_null(),
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),

@@ -22,6 +22,7 @@ from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.uploads import RUNTIME, Upload
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
@@ -63,8 +64,12 @@ def unpacked(folder: RunFolder) -> Path:
         temporary = tempfile.TemporaryDirectory(prefix="mlx-code-")
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                if odd := [name for name in archive.namelist() if not stays_below(name.removesuffix("/"))]:
+                    raise ValueError(f"it names {odd[0]!r:.100}, which is not a path below the project")
+                if sum(member.file_size for member in archive.infolist()) > ALL_BYTES:
+                    raise ValueError(f"its files have more than {ALL_BYTES:,} bytes")
                 archive.extractall(temporary.name)
-        except (zipfile.BadZipFile, OSError) as error:
+        except Exception as error:  # zipfile raises many types of exceptions
             raise StorageError(f"{folder.location}/{CODE} is damaged: {short_message(error)}") from error
         _unpacked[digest] = temporary  # removed when this process exits
     return Path(_unpacked[digest].name)

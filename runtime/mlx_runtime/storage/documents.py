@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,9 @@ NODES = 200_000
 LARGEST = 2**63
 """Limit of integers; larger ones cannot be printed or stored everywhere."""
 
+NAME_BYTES = 200
+"""Maximum length of a name. File systems allow 255 bytes; temporary files add a prefix and a suffix."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -28,6 +30,24 @@ class Kind:
         return Kind(f"{self.title} or null", lambda value: value is None or self.fits(value))
 
 
+def is_name(value: Any) -> bool:
+    """Return True if a file or folder may have this name, which leads nowhere else; users type and read it."""
+    if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
+        return False
+    return value[0] not in ".-" and not {*"/\\?#"} & {*value} and len(value.encode()) <= NAME_BYTES
+
+
+def stays_below(value: Any) -> bool:
+    """Return True if this is a relative path, separated by `/`, that can only lead to somewhere below its root.
+
+    Unlike names, its parts may be hidden files.
+    """
+    return isinstance(value, str) and all(
+        part not in ("", ".", "..") and part.isprintable() and "\\" not in part and len(part.encode()) <= 255
+        for part in value.split("/")
+    )
+
+
 def _is_time(value: Any) -> bool:
     try:
         return isinstance(value, str) and datetime.datetime.fromisoformat(value).tzinfo is not None
@@ -37,7 +57,7 @@ def _is_time(value: Any) -> bool:
 
 TEXT = Kind("text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-FILE_NAME = Kind("the name of a file", lambda value: isinstance(value, str) and bool(re.fullmatch(r"[\w.-]+", value)))
+NAME = Kind("the name of a file or folder", is_name)
 COUNT = Kind("a whole number", lambda value: type(value) is int and abs(value) < LARGEST)
 NUMBER = Kind("a number", lambda value: COUNT.fits(value) or isinstance(value, float))
 TIME = Kind("a time with its offset from UTC", _is_time)
@@ -51,9 +71,16 @@ def list_of(kind: Kind) -> Kind:
     return Kind(f"a list of {kind.title}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
-def mapping_of(kind: Kind) -> Kind:
-    title = f"a mapping of names to {kind.title}"
-    return Kind(title, lambda value: isinstance(value, dict) and all(map(kind.fits, value.values())))
+def mapping_of(kind: Kind, names: Kind | None = None) -> Kind:
+    """Return the type of a mapping, in which any text is a name unless they have a type, too."""
+    title = f"a mapping of {names.title if names else 'names'} to {kind.title}"
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict) or not all(map(kind.fits, value.values())):
+            return False
+        return names is None or all(map(names.fits, value))
+
+    return Kind(title, fits)
 
 
 def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:

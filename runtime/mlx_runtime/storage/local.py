@@ -1,12 +1,16 @@
 """Files on this machine: replaced atomically, removed without following links."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 
 def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
@@ -56,19 +60,66 @@ def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(root: str, *parts: str) -> Iterator[int]:
-    """Open a folder below a root while the block runs. Yield its descriptor.
+def opened(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
+    """Open a folder below a root, or below an open folder, while the block runs. Yield its descriptor.
 
-    The root may be a link; if a part below it is one, which may have just been created, OSError is raised.
+    The root may be a link; if a part below it is one, which may have just been created, OSError is raised. With
+    `create`, missing folders below the root are created.
     """
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.dup(root) if isinstance(root, int) else os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for part in parts:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
             above, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(above)
         yield folder
     finally:
         os.close(folder)
+
+
+def size_below(folder: int, path: str) -> int | None:
+    """Return the size of a file below an open folder, or None if there is no regular file, or a link leads to it."""
+    *above, name = path.split("/")
+    try:
+        with opened(folder, *above) as parent:
+            facts = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except OSError:
+        return None
+    return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+
+def place(file: Path, folder: int, path: str) -> None:
+    """Move a file to a path below an open folder, where it replaces another file or a link.
+
+    Each step goes through the descriptor of a folder, so that no link redirects it; OSError is raised instead.
+    """
+    *above, name = path.split("/")
+    with opened(folder, *above, create=True) as parent:
+        try:
+            os.rename(file, name, dst_dir_fd=parent)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            with file.open("rb") as content:
+                create_below(parent, name, content)
+            file.unlink()
+
+
+def create_below(folder: int, name: str, content: IO[bytes]) -> None:
+    """Replace a file in an open folder, or a link of its name, by new content, all or nothing."""
+    temporary = f".{uuid.uuid4().hex}"
+    try:
+        with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder)) as copy:
+            shutil.copyfileobj(content, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
 
 
 def remove_tree(name: str, above: int) -> OSError | None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from mlx_runtime.cluster.launch import Launch, SubmittedJob
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import SWEEP, names_folder
+from mlx_runtime.runs.folder import SWEEP
+from mlx_runtime.storage.documents import is_name
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.sweeps.starting import find_sweep, resumed_plan
 from mlx_runtime.training.request import RunConfig
@@ -29,7 +30,7 @@ class SweepLaunch:
 
         The job splits the rows into folds: the datasets may be on the cluster only.
         """
-        if self.name and not names_folder(self.name):
+        if self.name and not is_name(self.name):
             raise UsageError(f"--name {self.name!r} is not a valid folder name")
         if self.resume is None:
             self.plan = plan(experiment(), self.asked, large=self.large, look=look, split=False)

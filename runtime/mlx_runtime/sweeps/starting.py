@@ -10,12 +10,13 @@ from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.folds import rows_digest
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup, records, snapshots
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps, names_folder
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps
 from mlx_runtime.runs.listing import map_concurrently
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.detection import HIDDEN
+from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, differences, merged, plan
 from mlx_runtime.sweeps.states import read_trial
@@ -95,7 +96,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
             facts["job"] = None
         before = {name: value for name, value in before.items() if name not in ("end", "error")}
     else:
-        if name and not names_folder(name):
+        if name and not is_name(name):
             raise UsageError(f"--name {name!r} is not a valid folder name")
         folder = claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name.removeprefix(SWEEP))
         before, trials, attempt = {"trials": []}, [], 1

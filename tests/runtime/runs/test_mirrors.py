@@ -1,5 +1,6 @@
 """Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hostile
 import pytest
 import torch
 from conftest import Mlx, Start
@@ -443,14 +445,15 @@ class TestContinuing:
         training = self.mirrored(tmp_path / "a", 1)
         self.continued(tmp_path, 1)
         before = {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")}
-        rename = Path.rename
+        rename, moved = os.rename, list[Any]()
 
-        def interrupted(self: Path, target: Path) -> Path:
-            if self.name == "metrics.jsonl" and restoring.DOWNLOADING in self.parts:
+        def interrupted(source: Any, target: Any, **folders: int) -> None:
+            moved.append(source)
+            if source == "metrics.jsonl" and moved.count(source) == 2:  # the old one has been moved aside
                 raise KeyboardInterrupt
-            return rename(self, target)
+            rename(source, target, **folders)
 
-        monkeypatch.setattr(Path, "rename", interrupted)
+        monkeypatch.setattr(os, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             restoring.latest(URI, str(tmp_path / "a"), "digits")
         assert {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")} == before
@@ -511,6 +514,130 @@ class TestReading:
         assert open_run(f"{URI}@{first}").state("best")["epoch"] == 0
         (row,) = list_rows(URI)
         assert (row.status, row.fields()["place"], row.best) == ("SUCCEEDED", URI, 0.5)
+
+
+RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}
+
+
+class TestHostileRepositories:
+    """Whatever a repository holds, nothing is written outside of the cache and the storage."""
+
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside" / "precious").write_text("precious")
+        return tmp_path / "outside"
+
+    def offered(self, server: Hub, files: dict[str, bytes] | None = None, **claim: Any) -> None:
+        """Put a run into the repository, with other fields of its claim, or other files."""
+        held = json.loads(claims.Claim.of("1", "digits", "run_001", 1).content()) | {"status": "SUCCEEDED"} | claim
+        found = {"mirror.json": json.dumps(held).encode(), "run.json": json.dumps(RECORD).encode()}
+        server.create("alice/digits", found | {"conf.yaml": CONF.encode(), "metrics.jsonl": b""} | (files or {}))
+
+    def refused(self, tmp_path: Path, experiment: str = "digits") -> None:
+        for opened in (
+            lambda: open_run(URI),
+            lambda: restoring.latest(URI, str(tmp_path / "runs"), experiment),
+            lambda: Mirror(URI).check(None),
+        ):
+            with pytest.raises(MlxError) as caught:
+                opened()
+            assert "\n" not in str(caught.value)
+        assert not (tmp_path / "cache" / "hub").exists()
+        assert not (tmp_path / "runs").exists()
+
+    @pytest.mark.parametrize("field", ["experiment", "run"])
+    def test_names_in_the_claim(self, server: Hub, tmp_path: Path, outside: Path, field: str) -> None:
+        before = hostile.tree(outside)
+        for name in hostile.names(outside):
+            self.offered(server, **{field: name})
+            self.refused(tmp_path, name if field == "experiment" and isinstance(name, str) else "digits")
+            assert hostile.tree(outside) == before, name
+        assert {path.name for path in tmp_path.iterdir()} == {"outside", "cache"} & {*os.listdir(tmp_path)}
+        self.offered(server)
+        assert open_run(URI).record["run"] == "run_001"
+
+    def test_other_fields_of_the_claim(self, server: Hub, tmp_path: Path, outside: Path) -> None:
+        process = {"pid": 1, "host": "h", "boot": None, "pid_started": None}
+        odd: list[dict[str, Any]] = [{"attempt": number} for number in (0, -1, 10**9, 2**70, True, 1.5, "../x")]
+        odd += [{"process": process | {"pid": pid}} for pid in ("../../outside", "\0", None, 2**70)]
+        odd += [{"time": "2026-01-01"}, {"status": 5}, {"id": None}, {"process": []}]
+        for fields in odd:
+            self.offered(server, **fields)
+            self.refused(tmp_path)
+
+    @pytest.mark.parametrize("above", ["", "checkpoints/", "checkpoints/epoch_0001/"])
+    def test_paths_of_files(self, server: Hub, tmp_path: Path, outside: Path, above: str) -> None:
+        before = hostile.tree(outside)
+        elsewhere = [name for name in hostile.TEXTS if not hostile.is_path(name)]
+        for path in (*elsewhere, *(f"{name}/checkpoint.json" for name in elsewhere if len(name) < 99), f"{outside}/x"):
+            self.offered(server, {above + path: b"theirs"})
+            with pytest.raises(MlxError, match="lists a file .* which mlx never uploads; nothing was downloaded"):
+                open_run(URI)
+            with pytest.raises(MlxError, match="lists a file"):
+                restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert not (tmp_path / "runs").exists()
+            assert hostile.tree(outside) == before
+
+    def test_hidden_files_and_files_in_the_way(self, server: Hub, tmp_path: Path) -> None:
+        """Names with which this machine keeps its own records are not downloaded."""
+        self.offered(server, {".attempt-900": b"", ".stop": b"", ".cache/huggingface/x": b"", "logs/rank_0.log": b""})
+        run, _ = restoring.latest(URI, str(tmp_path / "runs"), "digits")
+        assert run is not None
+        assert run.attempts() == 1
+        assert sorted(os.listdir(run.path)) == [".attempt-001", "checkpoints", "conf.yaml", "metrics.jsonl", "run.json"]
+        found = open_run(URI)._folder.path
+        assert sorted(os.listdir(found)) == ["conf.yaml", "logs", "metrics.jsonl", "run.json"]
+        for files in ({"checkpoints": b"a file"}, {"run.json/x": b""}, {"run.json": b"[]"}, {"run.json": b"\xff"}):
+            self.offered(server, files, id="2")
+            with pytest.raises(MlxError) as caught:
+                restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert "\n" not in str(caught.value)
+            assert os.listdir(tmp_path / "runs" / "digits") == ["run_001"]
+
+    @pytest.mark.parametrize("link", ["hub/alice--digits", "hub/alice--digits/{commit}/digits/run_001"])
+    def test_links_in_the_cache(self, server: Hub, tmp_path: Path, outside: Path, link: str) -> None:
+        self.offered(server)
+        commit = server.repositories["models/alice/digits"].commits[-1].sha[:12]
+        self.linked(tmp_path / "cache" / link.format(commit=commit), outside)
+        with pytest.raises(MlxError, match="below which links are not followed: .*Not a directory"):
+            open_run(URI)
+        assert os.listdir(outside) == ["precious"]
+
+    @pytest.mark.parametrize("link", ["digits", "digits/run_001", "digits/run_001/.downloading"])
+    def test_links_in_the_storage(self, server: Hub, tmp_path: Path, outside: Path, link: str) -> None:
+        self.offered(server)
+        self.linked(tmp_path / "runs" / link, outside)
+        with contextlib.suppress(MlxError):  # another number is free
+            run, _ = restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert run is not None
+            assert run.name == "run_002"
+        assert os.listdir(outside) == ["precious"]
+
+    def test_links_that_appear_during_a_download(
+        self, server: Hub, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.offered(server, {f"checkpoints/epoch_000{number}/checkpoint.json": b"{}" for number in (1, 2)})
+        download = hub.Repository.download
+
+        def replacing(self: hub.Repository, path: str, commit: str, folder: Path) -> Path:
+            for made in tmp_path.rglob("checkpoints"):
+                if not made.is_relative_to(folder) and not made.is_symlink():
+                    shutil.rmtree(made)
+                    made.symlink_to(outside)
+            return download(self, path, commit, folder)
+
+        monkeypatch.setattr(hub.Repository, "download", replacing)
+        with pytest.raises(MlxError, match="links are not followed"):
+            open_run(URI)
+        with pytest.raises(MlxError, match="links are not followed"):
+            restoring.latest(URI, str(tmp_path / "runs"), "digits")
+        assert os.listdir(outside) == ["precious"]
+        assert os.listdir(tmp_path / "runs" / "digits") == []
+
+    def linked(self, link: Path, target: Path) -> None:
+        link.parent.mkdir(parents=True)
+        link.symlink_to(target)
 
 
 REFUSED = {

@@ -4,11 +4,13 @@ import contextlib
 import io
 import json
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hostile
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,10 +18,14 @@ from torch import nn
 
 from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
 from mlx_runtime.cli import mlx as command
+from mlx_runtime.data.prepared import Manifest
 from mlx_runtime.errors import ConfigError, MlxError, StorageError
-from mlx_runtime.runs import checkpoints, records
-from mlx_runtime.runs.checkpoint_index import ABOUT, STATE
+from mlx_runtime.runs import checkpoints, records, snapshots
+from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, read_description
+from mlx_runtime.runs.checkpoints.shards import Shards
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import DEPTH
+from mlx_runtime.storage.files import Storage
 
 pytestmark = pytest.mark.process
 
@@ -273,6 +279,79 @@ def test_configs_of_experiments(storage: Path, tmp_path: Path, monkeypatch: pyte
         untouched(tmp_path, *one, ("xp", "best", "digits"), ("data", "rm", "digits"))
 
     each(storage, BROKEN_YAML, act)
+
+
+def test_names_in_documents(tmp_path: Path) -> None:
+    """Every field that becomes part of a path is refused where it is read, unless it is a name."""
+    manifest = {"name": "a", "rows": 1, "size_bytes": 4, "dataset": "D", "arguments": {}, "created": ""}
+    tensor = {"dtype": "F32", "shape": [1], "chunks": [{"offsets": [0], "sizes": [1], "file": "s", "start": 0}]}
+    whole = {"size_bytes": 4, "sha256": [""]}
+    trial, of_sweep = {"trial": 1, "values": {}}, {"trial": 1}
+
+    def shards(name: Any, file: Any) -> None:
+        chunk = tensor["chunks"][0] | {"file": name}
+        index = {"tensors": {"t": tensor | {"chunks": [chunk]}}, "files": {file: whole}}
+        Shards(Storage(str(tmp_path)), "a", json.dumps(index).encode())
+
+    def checkpoint(field: str, name: Any) -> None:
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / ABOUT).write_text(json.dumps(CHECKPOINT | {field: name}))
+        if read_description(Storage(str(tmp_path)), "a") is None:
+            raise ValueError
+
+    def record(**fields: Any) -> None:
+        records.parsed(json.dumps(RECORD | fields).encode())
+
+    readers: dict[str, Callable[[Any], object]] = {
+        "experiment": lambda name: record(experiment=name),
+        "run": lambda name: record(run=name),
+        "sweep": lambda name: record(sweep=of_sweep | {"name": name}),
+        "runs": lambda name: record(trials=[trial | {"runs": [name]}]),
+        "file": lambda name: checkpoint("file", name),
+        "index": lambda name: checkpoint("index", name),
+        "part": lambda name: shards(name, "s"),
+        "parts": lambda name: shards("s", name),
+        "dataset": lambda name: Manifest.parsed(json.dumps(manifest | {"name": name, "columns": {}}).encode()),
+        "column": lambda name: Manifest.parsed(
+            json.dumps(manifest | {"columns": {"x": [name, "float32", []]}}).encode()
+        ),
+    }
+    for title, read in readers.items():
+        read({"runs": "run_001", "part": "s", "parts": "s"}.get(title, "name-1.x"))
+        for name in hostile.names(tmp_path / "outside"):
+            if (name is None and title == "runs") or (title == "parts" and not isinstance(name, str)):
+                continue  # a run that has not started; JSON has no other keys
+            with pytest.raises(ValueError) as caught:  # noqa: PT011
+                read(name)
+            assert "\n" not in str(caught.value), (title, name)
+
+
+def test_names_in_stored_code(storage: Path, tmp_path: Path) -> None:
+    folder = storage / "digits/run_001"
+    before = hostile.tree(tmp_path)
+
+    def archive(**members: bytes) -> None:
+        with zipfile.ZipFile(folder / snapshots.CODE, "w", zipfile.ZIP_DEFLATED) as code:
+            for name, content in members.items():
+                code.writestr(zipfile.ZipInfo(name), content)
+
+    for name in hostile.TEXTS:
+        if not name or hostile.is_path(name) or not name.isprintable():  # zipfile cannot write those
+            continue
+        archive(**{"src/__init__.py": b"", name: b"theirs"})
+        with pytest.raises(StorageError, match=r"code\.zip is damaged: it names .*, which is not a path below"):
+            snapshots.unpacked(RunFolder(folder))
+    archive(**{"src/big.py": bytes(snapshots.ALL_BYTES + 1)})
+    with pytest.raises(StorageError, match="damaged: its files have more than"):
+        snapshots.unpacked(RunFolder(folder))
+    for content in (b"", b"PK", b"PK\5\6" + bytes(18)[:7], (folder / snapshots.CODE).read_bytes()[:-30]):
+        (folder / snapshots.CODE).write_bytes(content)
+        with pytest.raises(StorageError):
+            snapshots.unpacked(RunFolder(folder))
+    (folder / snapshots.CODE).unlink()
+    assert {path: facts[2] for path, facts in hostile.tree(tmp_path).items()} == {
+        path: facts[2] for path, facts in before.items()
+    }
 
 
 @dataclass

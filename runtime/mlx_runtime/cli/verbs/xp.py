@@ -17,6 +17,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.lookup import resolve_run, storage_root
+from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.files import Storage, is_uri, joined
 from mlx_runtime.storage.leases import is_alive
 
@@ -202,9 +203,10 @@ def _serve_mirror(uri: str, port: int) -> None:
 def _mirror(uri: str, folder: Path) -> int:
     """Copy event files that are new or have grown. Returns how many there are in total."""
     storage = Storage(uri)
-    found = [info for info in storage.below() if ".tfevents." in info.base_name]
-    for info in found:
-        parts = info.path.removeprefix(f"{storage.path}/").split("/")
+    paths = ((info, info.path.removeprefix(f"{storage.path}/")) for info in storage.below())
+    found = [(info, path) for info, path in paths if ".tfevents." in info.base_name and stays_below(path)]
+    for info, path in found:
+        parts = path.split("/")
         file = folder.joinpath(*parts)
         if not file.exists() or file.stat().st_size != info.size:
             storage.download(file, *parts)

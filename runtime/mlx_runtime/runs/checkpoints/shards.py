@@ -21,7 +21,7 @@ from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs.checkpoints import tensor_files
 from mlx_runtime.runs.checkpoints.groups import tensors
-from mlx_runtime.storage.documents import COUNT, FILE_NAME, TEXT, from_json, list_of, mapping_of, mapping_with
+from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, joined
 from mlx_runtime.storage.hashing import BlockReader
 
@@ -34,14 +34,14 @@ _PLACEHOLDER = "mlx_runtime.sharded"
 """Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 _CHUNK = mapping_with(
-    {"offsets": list_of(COUNT), "sizes": list_of(COUNT), "file": FILE_NAME, "start": COUNT},
+    {"offsets": list_of(COUNT), "sizes": list_of(COUNT), "file": NAME, "start": COUNT},
     needs=("offsets", "sizes", "file", "start"),
 )
 _TENSOR = mapping_with(
     {"dtype": TEXT, "shape": list_of(COUNT), "chunks": list_of(_CHUNK)}, needs=("dtype", "shape", "chunks")
 )
 _FILE = mapping_with({"size_bytes": COUNT, "sha256": list_of(TEXT)}, needs=("size_bytes", "sha256"))
-_SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE)}
+_SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE, NAME)}
 
 
 class DamagedError(ConfigError):

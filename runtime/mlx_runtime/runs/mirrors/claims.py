@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs.folder import RUN_NAME
 from mlx_runtime.runs.mirrors.hub import Head, OutdatedError, Repository
 from mlx_runtime.runs.records import LIVING
 from mlx_runtime.storage import documents
-from mlx_runtime.storage.documents import COUNT, TEXT, TIME, from_json, mapping_of
+from mlx_runtime.storage.documents import COUNT, NAME, TEXT, TIME, from_json, mapping_with
 from mlx_runtime.storage.files import to_json
 from mlx_runtime.storage.leases import is_alive, this_process
 
@@ -33,12 +34,16 @@ TRIES = 20
 IGNORED = (".gitattributes", "README.md")
 """Files of a repository that was just created on the web."""
 
-_FACT = documents.Kind("text, a number or null", lambda value: value is None or isinstance(value, str | int))
 _SHAPE = {
-    **dict.fromkeys(("id", "experiment", "run", "status", "driver"), TEXT),
-    **dict.fromkeys(("attempt", "step", "commits"), COUNT),
+    **dict.fromkeys(("id", "status", "driver"), TEXT),
+    "experiment": NAME,
+    "run": RUN_NAME,
+    "attempt": documents.Kind("the number of an attempt", lambda value: COUNT.fits(value) and 0 < value < 10**9),
+    **dict.fromkeys(("step", "commits"), COUNT),
     "time": TIME,
-    "process": mapping_of(_FACT),
+    "process": mapping_with(
+        {"pid": COUNT, **dict.fromkeys(("host", "boot", "pid_started"), TEXT.or_null())}, needs=("pid",)
+    ),
 }
 
 

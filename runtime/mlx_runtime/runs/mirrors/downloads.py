@@ -1,16 +1,22 @@
 """Read a mirrored run back: its small files in a cache on this machine, and checkpoints when they are needed."""
 
-from collections.abc import Callable, Collection
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.claims import FILE, Claim, claim_of
 from mlx_runtime.runs.mirrors.hub import Address, File, Head, Repository
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import storage_errors
+from mlx_runtime.storage.local import opened, place, size_below
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
@@ -60,35 +66,59 @@ class MirroredRun:
     @property
     def listed(self) -> RunFolder:
         """Return the folder of the run for listings, which is not on this machine."""
-        return RunFolder(self._cache, self.uri)
+        return RunFolder(Path(*self._cache), self.uri)
 
-    def record(self) -> bytes:
-        """Return the content of its run.json."""
-        return self.repository.read(RECORD, self.head.commit) or b"{}"
+    def record(self) -> dict[str, Any]:
+        """Return the fields of its run.json; raise StorageError if it is not a record."""
+        try:
+            return records.parsed(self.repository.read(RECORD, self.head.commit) or b"{}")
+        except ValueError as error:
+            raise StorageError(f"cannot read {RECORD} of {self.uri}: {error}") from error
 
     def cached(self) -> RunFolder:
         """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
-        small = [path for path in self.files if not path.startswith(f"{CHECKPOINTS}/") or _describes(path)]
-        self.download(small, self._cache)
-        return RunFolder(self._cache)
+        self.download([path for path in self.of_run() if not path.startswith(f"{CHECKPOINTS}/") or _describes(path)])
+        return RunFolder(Path(*self._cache))
 
     def fetch_checkpoint(self, name: str) -> None:
         """Add everything of a checkpoint to the copy on this machine."""
-        self.download([path for path in self.files if path.startswith(f"{CHECKPOINTS}/{name}/")], self._cache)
+        self.download([path for path in self.of_run() if path.startswith(f"{CHECKPOINTS}/{name}/")])
 
     def download(
-        self, paths: Collection[str], folder: Path, notify: Callable[[int], object] = lambda count: None
+        self,
+        paths: Collection[str],
+        folder: Sequence[str] | None = None,
+        notify: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Copy files to a folder unless they are there. `notify` receives the number of bytes of each."""
-        for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):  # which makes a checkpoint complete
-            target = folder / path
-            if not target.exists() or target.stat().st_size != self.files[path].size_bytes:
-                self.repository.download(path, self.head.commit, folder)
-            notify(self.files[path].size_bytes)
+        """Copy files to a folder unless they are there. `notify` receives the number of bytes of each.
+
+        Args:
+            folder: A root, and the names of folders below it, which are created; by default, those of the cache.
+
+        Raises:
+            StorageError: the folder cannot be written, or a link leads out of it.
+        """
+        root, *parts = folder or self._cache
+        cache = Settings.read().cache
+        with self.placing(root), contextlib.ExitStack() as stack:
+            for needed in (cache, Path(root)):
+                needed.mkdir(parents=True, exist_ok=True)
+            target = stack.enter_context(opened(root, *parts, create=True))
+            fresh = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=cache)))
+            for path in sorted(
+                paths, key=lambda path: (path.endswith(ABOUT), path)
+            ):  # which makes a checkpoint complete
+                if size_below(target, path) != self.files[path].size_bytes:
+                    place(self.repository.download(path, self.head.commit, fresh), target, path)
+                notify(self.files[path].size_bytes)
+
+    def placing(self, root: str) -> contextlib.AbstractContextManager[None]:
+        """Raise an OSError of the block, which writes to a folder below a root, as a StorageError."""
+        return storage_errors(f"cannot write {self.uri} to {root}, below which links are not followed")
 
     def of_run(self) -> list[str]:
         """Return the paths of all files that belong to the run folder."""
-        return [path for path in self.files if path not in NOT_OF_RUN]
+        return [path for path in self.files if path not in NOT_OF_RUN and not f"/{path}".count("/.")]
 
     @cached_property
     def files(self) -> dict[str, File]:
@@ -96,9 +126,11 @@ class MirroredRun:
         return self.repository.files(self.head.commit)
 
     @property
-    def _cache(self) -> Path:
+    def _cache(self) -> tuple[str, ...]:
+        """Return the folder of the copy on this machine, for `download`."""
         name = self.repository.address.name.replace("/", "--")
-        return Settings.read().cache / "hub" / name / self.head.commit[:12] / self.claim.experiment / self.claim.run
+        root = str(Settings.read().cache / "hub")
+        return root, name, self.head.commit[:12], self.claim.experiment, self.claim.run
 
 
 def _describes(path: str) -> bool:

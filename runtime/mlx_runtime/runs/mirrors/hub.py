@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.storage.documents import stays_below
 
 SCHEME = "hf://"
 
@@ -129,6 +130,8 @@ class Repository:
             if isinstance(error.__cause__, from_error) and self.address.revision is None:
                 return None
             raise
+        if not re.fullmatch(r"[0-9a-f]{12,64}", str(info.sha)):
+            raise StorageError(f"{self._api.endpoint} calls the commit of {self.address} {info.sha!r:.100}, not a hash")
         return Head(info.sha, bool(info.private))
 
     def require(self) -> Head:
@@ -144,13 +147,17 @@ class Repository:
         return self.require()
 
     def files(self, commit: str) -> dict[str, File]:
-        """Return all files of a commit by path."""
+        """Return all files of a commit by path, each of which stays below the repository."""
         tree = self._call(lambda: list(self._api.list_repo_tree(self.address.name, recursive=True, revision=commit)))
-        return {
+        files = {
             item.path: File(item.size, item.lfs.sha256 if item.lfs else item.blob_id)
             for item in tree
             if hasattr(item, "blob_id")
         }
+        if odd := [path for path in files if not stays_below(path)]:
+            text = f"{self.address} lists a file {odd[0]!r:.100}, which mlx never uploads"
+            raise StorageError(f"{text}; nothing was downloaded")
+        return files
 
     def read(self, path: str, commit: str) -> bytes | None:
         """Return the content of a small file of a commit, or None if there is none."""
@@ -163,7 +170,10 @@ class Repository:
                 raise
 
     def download(self, path: str, commit: str, folder: Path) -> Path:
-        """Copy a file of a commit to a folder, below which it has the same path. An interrupted download is resumed."""
+        """Copy a file of a commit to a new folder of this process, below which it has the same path.
+
+        A download that fails is resumed when it is repeated.
+        """
         from huggingface_hub import hf_hub_download
 
         found = self._call(

@@ -5,7 +5,8 @@ The newest attempt wins, then the step. What this machine had of an older state 
 
 import contextlib
 import datetime
-import shutil
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mlx_runtime.runs.mirrors.contents import latest_step
 from mlx_runtime.runs.mirrors.downloads import CHECKPOINTS, MirroredRun
 from mlx_runtime.runs.mirrors.hub import Address, Repository
 from mlx_runtime.storage.files import is_uri, joined, size_text, to_json
+from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below
 
 DOWNLOADING = ".downloading"
 """Folder in a run folder for files of which not all have arrived."""
@@ -48,7 +50,7 @@ def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list
     if local is None:
         if not mirrored.begun:
             return None, []
-        return _downloaded(mirrored, _new_folder(root, experiment, claim.run), "")
+        return _downloaded(mirrored, _new_folder(mirrored, root, experiment), "")
     here, there = (local.attempts(), latest_step(local)), (claim.attempt, claim.step)
     if here == there:
         return local, []
@@ -67,71 +69,75 @@ def _known(root: str, experiment: str, run_id: str) -> RunFolder | None:
     return None
 
 
-def _new_folder(root: str, experiment: str, name: str) -> RunFolder:
+def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
     """Create a folder with the name that the run has in the mirror, or else with the next number."""
-    folder = run_folder(root, experiment, name)
-    folder.path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.path.mkdir()
-    except FileExistsError:
-        return claim_run(root, experiment, RUN)
-    return folder
+    with mirrored.placing(root):
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with opened(root, experiment, create=True) as folder:
+            try:
+                os.mkdir(mirrored.claim.run, dir_fd=folder)
+            except FileExistsError:
+                return claim_run(root, experiment, RUN)
+    return run_folder(root, experiment, mirrored.claim.run)
 
 
 def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
-    """Download a run into its folder, whole or not at all."""
-    half, claim = run.path / DOWNLOADING, mirrored.claim
-    is_new = not run.record.exists()
-    shutil.rmtree(half, ignore_errors=True)
-    sizes: list[int] = []
-    paths = mirrored.of_run()
-    try:
-        mirrored.download(paths, half, sizes.append)
-        record = records.parsed((half / run.record.name).read_bytes())
-        (half / run.record.name).write_text(to_json(_moved(record, run, mirrored)), encoding="utf-8")
-        aside = _replace(half, run)
-        (run.path / attempt_name(claim.attempt)).write_bytes(b"")
-    except BaseException:
-        if is_new:
-            shutil.rmtree(run.path, ignore_errors=True)
-        raise
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
+    """Download a run into its folder, whole or not at all. Links in the storage are not followed."""
+    claim, sizes = mirrored.claim, list[int]()
+    parts = run.experiment, run.name
+    with mirrored.placing(run.root), opened(run.root, *parts) as folder:
+        is_new = size_below(folder, run.record.name) is None
+        remove_tree(DOWNLOADING, folder)
+        try:
+            mirrored.download(mirrored.of_run(), (run.root, *parts, DOWNLOADING), sizes.append)
+            with opened(folder, DOWNLOADING) as half:
+                record = _moved(mirrored.record(), run, mirrored)
+                create_below(half, run.record.name, io.BytesIO(to_json(record).encode()))
+                aside = _replace(half, folder, run)
+            create_below(folder, attempt_name(claim.attempt), io.BytesIO())
+        except BaseException:
+            if is_new:
+                with opened(run.root, run.experiment) as above:
+                    remove_tree(run.name, above)
+            raise
+        finally:
+            remove_tree(DOWNLOADING, folder)
     state = f"attempt {claim.attempt}, step {claim.step}, {size_text(sum(sizes))}"
     lines = [announced] if announced else []
     lines += [f"mirror    downloaded {run.title} from {mirrored.uri} ({state})"]
     if aside is not None:
-        lines += [f"          what was here before is in {aside}"]
+        lines += [f"          what was here before is in {run.path / aside}"]
     return run, lines
 
 
-def _replace(half: Path, run: RunFolder) -> Path | None:
-    """Move downloaded files into a run folder, and older ones aside, all or none. Return where those are now."""
-    shutil.rmtree(half / ".cache", ignore_errors=True)  # of huggingface_hub
-    (half / CHECKPOINTS).mkdir(exist_ok=True)
+def _replace(half: int, folder: int, run: RunFolder) -> str | None:
+    """Move downloaded files into a run folder, and older ones aside, all or none. Return the name of their folder."""
+    with opened(half, CHECKPOINTS, create=True):
+        pass
     when = datetime.datetime.now(datetime.timezone.utc)
-    aside = run.path / f"replaced_{when:%Y-%m-%dT%H%M%S}"
-    aside.mkdir()
-    new = sorted(_replaceable(half), key=lambda file: file.name == run.record.name)  # the record comes last
-    moves = [(file, aside) for file in _replaceable(run.path)] + [(file, run.path) for file in new]
-    begun: list[tuple[Path, Path]] = []
-    try:
-        for before, folder in moves:
-            begun.append((before, folder / before.name))
-            before.rename(folder / before.name)
-    except BaseException:
-        for before, after in reversed(begun):
-            with contextlib.suppress(FileNotFoundError):  # the last one may not have been moved
-                after.rename(before)
-        raise
-    finally:
-        with contextlib.suppress(OSError):  # it holds what was here before
-            aside.rmdir()
-    return aside if aside.exists() else None
+    name = f"replaced_{when:%Y-%m-%dT%H%M%S}"
+    os.mkdir(name, dir_fd=folder)
+    with opened(folder, name) as aside:
+        new = sorted(_replaceable(half), key=lambda file: file == run.record.name)  # the record comes last
+        moves = [(file, folder, aside) for file in _replaceable(folder)] + [(file, half, folder) for file in new]
+        begun: list[tuple[str, int, int]] = []
+        try:
+            for file, before, after in moves:
+                begun.append((file, before, after))
+                os.rename(file, file, src_dir_fd=before, dst_dir_fd=after)
+        except BaseException:
+            for file, before, after in reversed(begun):
+                with contextlib.suppress(FileNotFoundError):  # the last one may not have been moved
+                    os.rename(file, file, src_dir_fd=after, dst_dir_fd=before)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # it holds what was here before
+                os.rmdir(name, dir_fd=folder)
+        return name if os.listdir(aside) else None
 
 
-def _replaceable(folder: Path) -> list[Path]:
-    return [file for file in folder.iterdir() if not file.name.startswith((".", "replaced_", "logs"))]
+def _replaceable(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if not name.startswith((".", "replaced_", "logs"))]
 
 
 def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
