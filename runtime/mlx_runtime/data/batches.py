@@ -2,6 +2,7 @@
 
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from operator import length_hint
 from typing import Any
 
@@ -117,6 +118,37 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 def move_tensors(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return a batch with `move` applied to its tensors; everything else stays as it is."""
     return {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+
+
+class DeviceCopies:
+    """Copies batches to a GPU, on a stream of its own: a copy does not wait for the steps before, which may still run.
+
+    What the current stream is given after a call waits for the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Return a batch with all tensors on the device."""
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            moved = {
+                name: item.pin_memory().to(self._device, non_blocking=True)  # from other memory, copying would block
+                for name, item in batch.items()
+                if isinstance(item, torch.Tensor) and item.device.type == "cpu"
+            }
+        if moved:
+            current.wait_stream(self._stream)
+        for tensor in moved.values():
+            tensor.record_stream(current)  # its memory is not reused before the steps that read it
+        return move_tensors(batch | moved, lambda item: item.to(self._device))
+
+
+@cache
+def device_copies(device: torch.device) -> DeviceCopies:
+    """Return what copies batches to a GPU; there is one for all datasets."""
+    return DeviceCopies(device)
 
 
 def note(error: BaseException, text: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.data.batches import Batch, as_numpy, dtype_name
+from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
 from mlx_runtime.data.prepared import MANIFEST, Manifest, PreparedSet, Store
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
@@ -142,7 +142,8 @@ class PreparedReader:
             return column.index_select(0, rows)
         pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
         torch.index_select(column, 0, rows, out=pinned)
-        return pinned.to(self._device, non_blocking=True)
+        moved: torch.Tensor = device_copies(self._device)({"": pinned})[""]
+        return moved
 
 
 def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: float) -> dict[str, torch.Tensor]:

@@ -13,13 +13,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.data.batches import Batch, move_tensors, row_lengths
+from mlx_runtime.data.batches import Batch, device_copies, row_lengths
 from mlx_runtime.data.columns import PreparedReader
 from mlx_runtime.data.huggingface import adopted, batch_size_cure, constructing
 from mlx_runtime.data.prepared import PreparedSet
@@ -327,13 +327,13 @@ class Loader:
         observer = self.observer
         part = self._begin() if observer is None or observer.advances(self) else self._part(self._whole_pass)
         item = observer.pass_begins(self, part) if observer is not None else None
-        on_cuda = self.shard.topology.device.type == "cuda"
+        device = self.shard.topology.device
+        copies = device_copies(device) if device.type == "cuda" else None
         asked = time.perf_counter()
         try:
             for batch in self.reader.batches(part):
-                if on_cuda:
-                    device = self.shard.topology.device
-                    batch = move_tensors(batch, partial(torch.Tensor.to, device=device, non_blocking=True))
+                if copies is not None:
+                    batch = copies(batch)
                 part.given += 1
                 part.waited_s += time.perf_counter() - asked
                 if observer is not None:

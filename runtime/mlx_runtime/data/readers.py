@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from mlx_runtime.data.batches import Batch, BatchReader, move_tensors, note, rows_of
+from mlx_runtime.data.batches import Batch, BatchReader, note, rows_of
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
 from mlx_runtime.distributed.randomness import random_state, seed_everything, seeded, set_random_state
 from mlx_runtime.errors import DatasetError, short_message
@@ -48,10 +48,6 @@ class ReadingProcesses:
             generator=torch.Generator(),  # otherwise each pass would advance the random state of training
             **options,
         )
-
-    def pinned(self, batch: Batch) -> Batch:
-        """Return a batch read in the worker, in pinned memory if that is set."""
-        return move_tensors(batch, torch.Tensor.pin_memory) if self.pin_memory else batch
 
 
 def _unchanged(batch: Any) -> Any:
@@ -107,7 +103,7 @@ class MapReader:
 
     def batches(self, part: WorkerPass) -> Iterator[Batch]:
         if not self._processes.count:  # without a DataLoader, whose overhead is a fifth for small batches
-            return (self._processes.pinned(self._batches.read(rows)) for rows in part.batch_rows())
+            return map(self._batches.read, part.batch_rows())
         return self._read_by_processes(part)
 
     def _read_by_processes(self, part: WorkerPass) -> Iterator[Batch]:
@@ -171,7 +167,7 @@ class IterableReader:
         batches = _IterableBatches(self._dataset, self._name, part)
         if self._processes.count:
             return _received(self._processes.loader(batches, num_workers=1))
-        return map(self._processes.pinned, batches.read())
+        return batches.read()
 
 
 class _IterableBatches(IterableDataset[Any]):

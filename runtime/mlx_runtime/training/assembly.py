@@ -42,6 +42,8 @@ def build_experiment(
     if cfg.use_gpu and topology.device.type == "cpu":
         hint = "mlx doctor shows what torch finds; cfg.use_gpu=null uses what there is"
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
+    if topology.device.type == "cuda":
+        stack.enter_context(matmul_precision(cfg.matmul_precision))
     if cfg.deterministic:
         stack.enter_context(deterministic())
     groups: dict[str, Any] = {"cfg": cfg}
@@ -76,6 +78,21 @@ def _targets(node: Any) -> Iterator[str]:
         if "_target_" in node:
             yield node["_target_"]
         yield from _targets(list(node.values()))
+
+
+@contextlib.contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """Set the precision of float32 matrix products inside the block.
+
+    Not with the newer `torch.backends.cuda.matmul.fp32_precision`: in torch 2.13, reading `allow_tf32` then raises an
+    error, and torch.compile reads it.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextlib.contextmanager

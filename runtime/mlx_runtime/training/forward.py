@@ -6,7 +6,7 @@ Modules are changed in place, so that the names of their states stay the same.
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.errors import ConfigError, short_message, suggest
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `cfg.precision` besides 32."""
@@ -61,19 +61,31 @@ def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
             item.momentum, item.num_batches_tracked = momentum, count
 
 
-def compile_forward(module: nn.Module, backend: bool | str) -> None:
-    """Compile a module with a backend of `torch.compile`, or the default one if it is True.
+COMPILE_OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
+"""Arguments of `torch.compile` that `cfg.compile` may have."""
+
+
+def compile_forward(module: nn.Module, how: bool | str | Mapping[str, Any]) -> None:
+    """Compile a module: with the defaults of `torch.compile`, with one of its backends, or with some of its arguments.
 
     Raises:
-        ConfigError: there is no such backend.
+        ConfigError: there is no such backend, mode or argument.
     """
-    if not isinstance(backend, str):
-        module.compile()
-        return
-    known = torch.compiler.list_backends(exclude_tags=())
+    arguments = {"backend": how} if isinstance(how, str) else dict(how) if isinstance(how, Mapping) else {}
+    for name in arguments:
+        if name not in COMPILE_OPTIONS:
+            raise ConfigError(
+                f"cfg.compile has {name!r}, not an argument of torch.compile.{suggest(name, COMPILE_OPTIONS)}"
+            )
+    backend, known = arguments.get("backend", "inductor"), torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
-        raise ConfigError(f"cfg.compile is {backend!r}, not a torch.compile backend.{suggest(backend, known)}")
-    module.compile(backend=backend)
+        raise ConfigError(f"cfg.compile is {backend!r}, not a torch.compile backend.{suggest(str(backend), known)}")
+    try:
+        module.compile(**arguments)
+    except (RuntimeError, TypeError) as error:  # of a mode or of options
+        raise ConfigError(
+            f"cfg.compile is {dict(arguments)}, but torch.compile says: {short_message(error)}"
+        ) from error
 
 
 def _wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:

@@ -249,7 +249,7 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
     """Apply `cfg.precision` and `cfg.compile` to models, in place; the names in their states stay the same.
 
     Raises:
-        ConfigError: `cfg.compile` names no backend.
+        ConfigError: `cfg.compile` has what `torch.compile` does not take.
     """
     for model in models:
         if isinstance(model, nn.Module) and not is_sharded(model):

@@ -145,7 +145,10 @@ class TrainConfig(_Checked):
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
         gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
             not clip.
-        compile: compile the models: true, or the name of a backend of `torch.compile`.
+        compile: compile the models: true, the name of a backend of `torch.compile`, or some of its arguments, like
+            `{mode: max-autotune, dynamic: false}`.
+        matmul_precision: float32 matrix products on GPUs: `high` runs them on tensor cores, in TF32 with 10 bits of
+            mantissa; `highest` in full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
         deterministic: use deterministic algorithms of torch, or fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
@@ -207,7 +210,8 @@ class TrainConfig(_Checked):
     precision: Literal[32, "bf16", "fp16"] = 32
     accumulate_grad_batches: int = 1
     gradient_clip: float | None = None
-    compile: bool | str = False
+    compile: bool | str | dict[str, Any] = False
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
     mirror: str | None = None

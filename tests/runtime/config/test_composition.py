@@ -86,7 +86,13 @@ def test_overrides_win_and_keep_their_types(conf: Path) -> None:
 
 @pytest.mark.parametrize(
     ("override", "value"),
-    [("precision=32", 32), ("precision=bf16", "bf16"), ("compile=true", True), ("compile=x", "x")]
+    [
+        ("precision=32", 32),
+        ("precision=bf16", "bf16"),
+        ("compile=true", True),
+        ("compile=x", "x"),
+        ("compile={mode: x}", {"mode": "x"}),
+    ]
     + [(f"activation_checkpointing={text}", value) for text, value in (("true", True), ("layers.*", "layers.*"))],
 )
 def test_a_choice_of_several_types(conf: Path, override: str, value: object) -> None:

@@ -1,5 +1,7 @@
 """Loaders of every kind: their batches, their positions, and their errors."""
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,7 +11,7 @@ import torch
 import tripwire
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.data.batches import check, move_tensors
+from mlx_runtime.data.batches import DeviceCopies, check, move_tensors
 from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions, reading_processes
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.distributed.topology import Topology
@@ -393,6 +395,55 @@ def test_what_is_no_number_is_passed_through(dataset: Dataset, processes: int) -
         assert batch["tokens"] == [list(range(row)) for row in rows]
         assert batch["pairs"] == [[row, row] for row in rows]  # a list, whatever the lengths
         assert (batch["note"], batch["nothing"]) == ("as it is", None)
+
+
+class Recorded(torch.Tensor):
+    """A tensor that notes what is done with it to copy it to a GPU; the copy is the tensor itself."""
+
+    calls: list[Any] = []
+
+    def pin_memory(self) -> "Recorded":  # type: ignore[override]
+        self.calls.append("pin")
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Recorded":  # type: ignore[override]
+        if non_blocking:
+            self.calls.append("copy")
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.calls.append(f"keep for {stream.name}")
+
+
+def test_batches_are_copied_beside_the_steps_that_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pinned memory, on a stream of its own; the steps that read them wait for the copy."""
+    calls = Recorded.calls = []
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None, name: str = "copies") -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            calls.append(f"{self.name} waits for {other.name}")
+
+    @contextlib.contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        calls.append(f"begin {stream.name}")
+        yield
+        calls.append(f"end {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="steps"))
+    copies = DeviceCopies(torch.device("cuda"))
+    batch = {"names": ["a", "b"], "x": torch.arange(2).as_subclass(Recorded)}
+    moved = copies(batch)
+    assert list(moved) == ["names", "x"]
+    assert moved["x"].tolist() == [0, 1]
+    assert calls == ["begin copies", "pin", "copy", "end copies", "steps waits for copies", "keep for steps"]
+    calls.clear()
+    assert copies({"names": ["a"], "made": torch.ones(1, device="meta").as_subclass(Recorded)})["names"] == ["a"]
+    assert calls == ["begin copies", "end copies"]  # what is on a device already is not copied, nor waited for
 
 
 def test_only_tensors_go_to_the_device() -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.training.assembly import matmul_precision
 from mlx_runtime.training.forward import in_half_precision
 from mlx_runtime.training.strategies import DDP
 
@@ -262,6 +263,26 @@ class TestErrors:
         ):
             begin(compile="inducto")
 
+    @pytest.mark.parametrize(
+        ("how", "message"),
+        [
+            ({"modus": "default"}, r"cfg.compile has 'modus', not an argument of torch.compile. Did you mean 'mode'\?"),
+            ({"mode": "fast"}, "cfg.compile is {'mode': 'fast'}, but torch.compile says: Unrecognized mode=fast, sho"),
+            ({"backend": 3}, "cfg.compile is 3, not a torch.compile backend"),
+        ],
+    )
+    def test_arguments_that_torch_compile_does_not_take(self, begin: Begin, how: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            begin(compile=how)
+
+
+def test_the_precision_of_matrix_products_is_that_of_the_run() -> None:
+    before = torch.get_float32_matmul_precision()
+    with matmul_precision("medium"):
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cuda.matmul.allow_tf32  # which torch.compile reads
+    assert torch.get_float32_matmul_precision() == before == "highest"
+
 
 class TestPrecision:
     """Half inside the models, float32 outside."""
@@ -323,8 +344,10 @@ class TestPrecision:
         assert restored._session.optimization.state_dict() == state
 
 
-@pytest.mark.parametrize(("backend", "precision"), [("aot_eager", 32), ("eager", "bf16")])
-def test_a_compiled_model_trains_to_the_same_weights(begin: Begin, backend: str, precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("aot_eager", 32), ("eager", "bf16"), ({"backend": "aot_eager", "dynamic": True}, 32)]
+)
+def test_a_compiled_model_trains_to_the_same_weights(begin: Begin, backend: Any, precision: Any) -> None:
     compiled, plain = begin(compile=backend, precision=precision), begin(precision=precision)
     for module in (compiled, plain):
         for batch in loader_of(module, batch_size=11):

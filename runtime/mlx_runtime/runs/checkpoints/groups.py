@@ -186,7 +186,7 @@ def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def copied(value: Any) -> Any:
     """Return a copy of plain values on the CPU, which training does not change."""
-    return _map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
+    return map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -199,14 +199,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    return _map_tensors(value, lambda tensor: tensor.to(device))
+    return map_tensors(value, lambda tensor: tensor.to(device))
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return plain values with each tensor replaced by what `change` returns for it."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in _DICTS:
-        return type(value)({key: _map_tensors(item, change) for key, item in value.items()})
+        return type(value)({key: map_tensors(item, change) for key, item in value.items()})
     if type(value) in (list, tuple):
-        return type(value)(_map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     return value

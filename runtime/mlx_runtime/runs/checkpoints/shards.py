@@ -21,6 +21,7 @@ from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs.checkpoints import tensor_files
 from mlx_runtime.runs.checkpoints.groups import tensors
+from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, joined
 from mlx_runtime.storage.hashing import BlockReader
@@ -123,17 +124,19 @@ class Parts:
         dims = sorted({item.dim for item in tensor.placements if item.is_shard()})  # type: ignore[attr-defined]
         return {_PLACEHOLDER: [self._names[memory], dims]}
 
-    def staged(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def staged(self, before: Mapping[str, torch.Tensor], staging: Staging) -> dict[str, torch.Tensor]:
         """Return copies of this worker's parts on the CPU, which training does not change.
 
         Those of a previous checkpoint are overwritten: to allocate memory takes longer than to copy.
         """
-        return {name: _copied(item.to_local().detach(), before.get(name)) for name, item in self.tensors.items()}
+        return {
+            name: _copied(part.to_local().detach(), before.get(name), staging) for name, part in self.tensors.items()
+        }
 
 
-def _copied(part: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
-    if before is None or before.shape != part.shape or before.dtype != part.dtype:
-        return part.to("cpu", copy=True)
+def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -> torch.Tensor:
+    if part.device.type != "cpu" or before is None or before.shape != part.shape or before.dtype != part.dtype:
+        return staging.copy(part)
     return before.copy_(part)
 
 

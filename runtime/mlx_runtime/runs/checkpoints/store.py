@@ -23,8 +23,9 @@ from mlx_runtime.runs.checkpoint_index import (
     list_checkpoints,
     read_description,
 )
-from mlx_runtime.runs.checkpoints.groups import State, copied
+from mlx_runtime.runs.checkpoints.groups import State
 from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full
+from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
@@ -230,12 +231,16 @@ class AsyncCheckpointer:
         self._saving: tuple[threading.Thread, threading.Event] | None = None  # the thread, and whether it is done
         self._error: Exception | None = None
         self._group: Any = None  # of the threads of all workers
+        self._staging = Staging()
         self._staged: dict[str, torch.Tensor] = {}  # copies of this worker's parts, in the last checkpoint with shards
 
     def save(self, state: State, checkpoint: Checkpoint) -> None:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
         self.wait()
-        self._start(partial(self._checkpoints.save, copied(state), checkpoint, self._allowed))
+        self._staging.begin()
+        copy = self._staging.copied(state)
+        self._staging.end()
+        self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
 
     def save_sharded(self, state: State | None, checkpoint: Checkpoint, parts: Parts) -> None:
         """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
@@ -243,7 +248,10 @@ class AsyncCheckpointer:
         if self._group is None:
             # Workers may wait long for the one with the slowest storage; the watchdog reports deadlocks.
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
-        copy, self._staged = None if state is None else copied(state), parts.staged(self._staged)
+        self._staging.begin()
+        copy = None if state is None else self._staging.copied(state)
+        self._staged = parts.staged(self._staged, self._staging)
+        self._staging.end()
         save = self._checkpoints.save_sharded
         self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))
 
@@ -267,6 +275,7 @@ class AsyncCheckpointer:
 
     def _save(self, save: Callable[[], Checkpoint], done: threading.Event) -> None:
         try:
+            self._staging.wait()
             self._stored(save())
         except Exception as error:
             self._error = error

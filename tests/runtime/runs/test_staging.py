@@ -1,0 +1,110 @@
+"""Copies of states for checkpoints, on the CPU and from a GPU."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoints import a_state
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import AsyncCheckpointer, Checkpoints
+from mlx_runtime.runs.checkpoints.staging import Staging
+
+pytestmark = pytest.mark.pure
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU; what is made of it is not."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def detach(self) -> "OnGpu":  # type: ignore[override]
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+
+class Gpu:
+    """Notes what a GPU is asked for; an event happens when somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, blocking: bool = False) -> None:
+                assert blocking
+
+            def record(self, stream: str) -> None:
+                gpu.calls.append(f"record on {stream}")
+
+            def synchronize(self) -> None:
+                gpu.calls.append(f"wait in {threading.current_thread().name}")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+
+
+def on_gpu(*values: float) -> torch.Tensor:
+    return torch.tensor(values).as_subclass(OnGpu)
+
+
+def test_states_of_a_gpu_share_memory_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, staging = Gpu(monkeypatch), Staging()
+    copies = []
+    for number in range(2):
+        staging.begin()
+        tensors = [on_gpu(number, 1), on_gpu(number, 2)]
+        copies.append(staging.copied({"net": tensors, "epoch": number, "ones": torch.ones(1)}))
+        staging.end()
+        assert [item.tolist() for item in copies[-1]["net"]] == [[number, 1], [number, 2]]
+        assert copies[-1]["epoch"] == number
+    before, after = ({item.data_ptr() for item in copy["net"]} for copy in copies)
+    assert before == after
+    assert len(before) == 2
+    assert copies[0]["ones"].data_ptr() != copies[1]["ones"].data_ptr()
+    assert gpu.calls == ["record on the stream of cuda:0"] * 2
+    staging.wait()
+    assert gpu.calls[2:] == ["wait in MainThread"]
+
+
+def test_what_a_state_does_not_need_any_more_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch)
+    staging = Staging()
+    for tensors in ([on_gpu(1), on_gpu(2)], [on_gpu(1, 2)], [on_gpu(1)]):
+        staging.begin()
+        staging.copied(tensors)
+        staging.end()
+    held = [item for group in (staging._free, staging._used) for items in group.values() for item in items]
+    assert sorted(len(item) for item in held) == [1, 2]  # the state before, and this one
+
+
+def test_a_checkpoint_is_written_once_the_gpu_has_copied_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu, stored = Gpu(monkeypatch), list[Any]()
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), lambda item: stored.append([*gpu.calls]), lambda: None)
+    weights = on_gpu(1, 2)
+    saver.save(a_state(models={"net": {"weights": weights}}), Checkpoint(0, True, 1, {}))
+    weights.zero_()  # the next update; without a GPU, the copy was complete
+    saver.wait()
+    assert stored == [["record on the stream of cuda:0", "wait in checkpoint"]]
+    (saved,) = Checkpoints(str(tmp_path)).all()
+    assert Checkpoints(str(tmp_path)).load(saved)["models"]["net"]["weights"].tolist() == [1, 2]
+
+
+def test_an_error_of_the_gpu_reaches_the_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Gpu(monkeypatch)
+    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), lambda item: None, lambda: None)
+
+    def fail(event: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", fail)
+    saver.save(a_state(models={"net": on_gpu(1)}), Checkpoint(0, True, 1, {}))
+    with pytest.raises((RuntimeError, StorageError), match="illegal memory access"):
+        saver.wait()
+    assert not Checkpoints(str(tmp_path)).all()
