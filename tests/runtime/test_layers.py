@@ -48,7 +48,7 @@ HOMES = {
     "mlflow": {"tracking.trackers"},
     "omegaconf": {"config", "storage.documents", "training.request"},
     "optuna": {"sweeps.charts", "sweeps.study"},
-    "pathspec": {"storage.uploads"},
+    "pathspec": {"runs.snapshots", "storage.uploads"},
     "plotly": {"runs.report"},
     "pyarrow": {"data.mapping", "storage.files"},
     "ray": {

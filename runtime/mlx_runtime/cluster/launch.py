@@ -91,7 +91,7 @@ class Launch:
         folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
         before = records.refuse_living(folder) if sweep else {}
         if sweep is None:
-            snapshots.store(Path.cwd(), folder)
+            snapshots.store(Path.cwd(), folder, cfg.code_files)
         command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
         new = {} if sweep else {"definition": dict(definition), "trials": []}
         return self._submit_driver(folder, before, command, **new)

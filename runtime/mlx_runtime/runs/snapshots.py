@@ -12,6 +12,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import io
+import modulefinder
+import os
+import re
+import subprocess
 import sys
 import tempfile
 import types
@@ -19,6 +23,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pathspec import GitIgnoreSpec
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
@@ -32,14 +38,24 @@ CODE = "code.zip"
 PREFIX = "_mlx_code_"
 
 
-def store(project: Path, folder: RunFolder) -> None:
-    """Store the files of a project that an upload would include as `code.zip` of a run, `src` first."""
+WITH_CODE = GitIgnoreSpec.from_lines(
+    ("/main.py", "/src/conf.yaml", "/src/variants/**/*.yaml", "/requirements.txt", "/pyproject.toml", ".gitignore")
+)
+"""Files of an experiment that its code needs without importing them."""
+
+
+def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
+    """Store the code of a project as `code.zip` of a run, `src` first.
+
+    That is every file that a launch would upload if git tracks it, the code imports it, or `listed` names it, in lines
+    of a .gitignore. So what merely lies in the folder stays out.
+    """
     code = folder.path / CODE
     part = code.with_suffix(".part")
     try:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             left = ALL_BYTES
-            for path, size in sorted(Upload.of(project).files, key=lambda item: (item[0].parts[0] != "src", item)):
+            for path, size in sorted(_files(project, listed), key=lambda item: (item[0].parts[0] != "src", item)):
                 if size > min(FILE_BYTES, left) or path.parts[0] == RUNTIME.name:  # which comes with every job
                     continue
                 with contextlib.suppress(FileNotFoundError):  # removed just now
@@ -75,11 +91,49 @@ def unpacked(folder: RunFolder) -> Path:
     return Path(_unpacked[digest].name)
 
 
-def changed_files(project: Path, folder: RunFolder) -> list[str]:
+def _files(project: Path, listed: Sequence[str]) -> list[tuple[Path, int]]:
+    """Return the files of a project that belong to its code, with their sizes in bytes."""
+    files = Upload.of(project).files
+    known = _tracked(project)
+    chosen = GitIgnoreSpec.from_lines(listed)
+    known |= {path for path, _ in files if WITH_CODE.match_file(path) or chosen.match_file(path)}
+    if any(path.suffix == ".py" and path not in known for path, _ in files):
+        known |= _imported(project)
+    return [(path, size) for path, size in files if path in known]
+
+
+def _tracked(project: Path) -> set[Path]:
+    """Return the files of a project that git tracks: none outside a repository."""
+    command = ["git", "ls-files", "-z", "--recurse-submodules", "--", "."]
+    try:
+        done = subprocess.run(command, cwd=project, capture_output=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return {Path(os.fsdecode(name)) for name in done.stdout.split(b"\0") if name} if not done.returncode else set()
+
+
+def _imported(project: Path) -> set[Path]:
+    """Return the modules of a project that this process has imported, its experiment imports, or conf.yaml names."""
+    root = project.resolve()
+    finder = modulefinder.ModuleFinder([str(root)])
+    conf = root / "src" / "conf.yaml"
+    text = conf.read_text(encoding="utf-8", errors="replace") if conf.is_file() else ""
+    for name in {"src.experiment", "main", *re.findall(r"\bsrc(?:\.\w+)+", text)}:
+        while name and name not in finder.modules:
+            with contextlib.suppress(ImportError, SyntaxError, ValueError):  # a class in a module, or broken code
+                finder.import_hook(name)
+            name = name.rpartition(".")[0]
+    files = [getattr(module, "__file__", None) for module in [*finder.modules.values(), *sys.modules.values()]]
+    below = f"{root}{os.sep}"
+    return {Path(file).relative_to(root) for file in files if isinstance(file, str) and file.startswith(below)}
+
+
+def changed_files(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> list[str]:
     """Return the files in `src` of a project that differ from the stored code of a run, or of a sweep."""
     stored = unpacked(folder)
     before = {path.relative_to(stored): path.read_bytes() for path in (stored / "src").rglob("*") if path.is_file()}
-    files = [path for path, size in Upload.of(project).files if path.parts[0] == "src" and size <= FILE_BYTES]
+    files = {path for path, size in _files(project, listed) if path.parts[0] == "src" and size <= FILE_BYTES}
+    files |= {path for path in before if (project / path).is_file()}
     present = {path: (project / path).read_bytes() for path in files}
     return sorted(str(path) for path in before.keys() | present.keys() if before.get(path) != present.get(path))
 

@@ -152,6 +152,8 @@ class TrainConfig(_Checked):
         deterministic: use deterministic algorithms of torch, or fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
+        code_files: files that `code.zip` of a run holds although git does not track them and no code imports them, as
+            lines of a .gitignore.
         mirror: repository on the Hugging Face Hub, like `hf://user/name`, that the run is mirrored to while it trains.
         mirror_timeout_s: seconds that the end of a run waits for its last upload.
         log_every_steps: training steps between two reductions of the metrics over all workers.
@@ -214,6 +216,7 @@ class TrainConfig(_Checked):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     deterministic: bool = False
     storage_path: str = "runs"
+    code_files: tuple[str, ...] = ()
     mirror: str | None = None
     mirror_timeout_s: float = 60
     log_every_steps: int = 50

@@ -69,7 +69,7 @@ class RunRecorder:
             if hub := pins.recorded(self._plan.config.tree):
                 self.record.update(hub=hub)
             if self._plan.config.kept:
-                snapshots.store(self._plan.project, self.record.folder)
+                snapshots.store(self._plan.project, self.record.folder, self._plan.config.cfg.code_files)
 
     def succeed(self) -> events.RunEnded:
         """Record that the run has succeeded."""

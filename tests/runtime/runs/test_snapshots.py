@@ -1,5 +1,6 @@
 """The code of a run is stored with it, and can be imported next to that of other experiments."""
 
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -36,7 +37,7 @@ def project(folder: Path, width: int) -> Path:
     source.mkdir(parents=True)
     for name, text in {
         "__init__": "",
-        "experiment": "",
+        "experiment": "from src import models",
         "models": MODELS,
         "sizes": f"WIDTH = {width}",
         "layers": "class Linear: pass",
@@ -90,6 +91,36 @@ def test_a_snapshot_holds_code_and_no_data(tmp_path: Path, run: RunFolder, monke
     snapshots.store(here, run)
     assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == source
     assert sorted(file.name for file in run.path.iterdir()) == ["code.zip"]
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+def test_a_snapshot_holds_what_is_tracked_imported_or_listed(in_git: bool, tmp_path: Path, run: RunFolder) -> None:
+    """src/{__init__,experiment,models,sizes,layers,named,lazy}.py src/conf.yaml src/variants/a.yaml main.py …"""
+    here = project(tmp_path / "here", 3)
+    code = {
+        "main.py": "import helper\n",
+        "helper.py": "",
+        "src/experiment.py": "from src.models import Net\ndef f():\n    from src import lazy\n",
+        "src/lazy.py": "",
+        "src/named.py": "class Loss: ...",
+        "src/conf.yaml": "losses: {loss: {_target_: src.named.Loss}}\n",
+        "src/variants/a.yaml": "cfg: {seed: 1}\n",
+    }
+    loose = ("prod.env", "secrets.yaml", "token.txt", "src/scratch.py", "src/broken.py", "notes.md", "data/words.txt")
+    for name, text in {**code, **dict.fromkeys(loose, "def broken(:"), "data/tracked.txt": "x"}.items():
+        here.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        here.joinpath(name).write_text(text)
+    if in_git:
+        subprocess.run(["git", "init", "-q"], cwd=here, check=True)
+        subprocess.run(["git", "add", "data/tracked.txt", "src/experiment.py"], cwd=here, check=True)
+    snapshots.store(here, run, ("data/words.*", "*.env"))
+    source = {f"src/{name}.py" for name in ("__init__", "models", "sizes", "layers")}
+    expected = {*code, *source, "data/words.txt", *(["data/tracked.txt"] if in_git else [])}
+    assert set(zipfile.ZipFile(run.path / "code.zip").namelist()) == expected
+    assert snapshots.changed_files(here, run) == []
+    (here / "src/sizes.py").write_text("WIDTH = 4")
+    (here / "src/lazy.py").unlink()
+    assert snapshots.changed_files(here, run) == ["src/lazy.py", "src/sizes.py"]
 
 
 def test_stored_code_is_imported_once_unpacked(tmp_path: Path, run: RunFolder) -> None:
