@@ -185,7 +185,7 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
     failed: list[MlxError] = []
     for folder in folders:
         try:
-            say(pushing.push(folder, to))
+            say(pushing.push(folder, to, lambda text: say(text, err=True)))
         except MlxError as error:  # the others may be complete nevertheless
             if len(folders) == 1:
                 raise

@@ -1,6 +1,7 @@
 """The run that a command refers to: a new one, one to resume or to begin, or a checkpoint to evaluate."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,13 @@ from mlx_runtime.config.composition import Config, load, quoted, read, storage_o
 from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.pins import pinned
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
 from mlx_runtime.runs.lookup import names_run
 from mlx_runtime.runs.mirrors import restoring as mirrors
+from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
@@ -31,6 +34,9 @@ EVAL = "--eval="
 
 FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
+
+LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
+"""A value of a mirrored conf.yaml whose secret was left out."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ def load_config(
         read_from = path if choice.declared or conf is None else conf
         title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
         config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
+        if run is not None or choice.origin is not None:
+            _refuse_hidden(config)
         if not look:
             file = parsed(read_from.read_text(encoding="utf-8"))
             before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
@@ -207,6 +215,16 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         yield conf
 
 
+def _refuse_hidden(config: Config) -> None:
+    """Raise a ConfigError if the conf.yaml comes from a mirror, which does not have its secrets."""
+    leaves = values_by_key(config.unresolved).items()
+    if hidden := [key for key, value in leaves if isinstance(value, str) and LEFT_OUT.search(value)]:
+        raise ConfigError(
+            f"the mirror of the run does not hold the secret {', '.join(hidden)}; pass it again, like {hidden[0]}=…, "
+            "or read it from the environment: ${oc.env:NAME}"
+        )
+
+
 def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: bool) -> None:
     """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
 
@@ -237,6 +255,7 @@ def new_run(run: RunFolder, cfg: TrainConfig) -> str:
 def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
     """Return the differences from the config that a run had before. Refuse those that a resumed run cannot have."""
     changes = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
+    changes = [change for change in changes if not LEFT_OUT.search(str(change.before))]
     problems = resuming.refusals(changes, type(config.cfg))
     if problems:
         listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])

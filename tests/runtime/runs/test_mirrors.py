@@ -1,17 +1,20 @@
 """Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import hostile
 import pytest
@@ -25,7 +28,7 @@ from mlx_runtime import open_run
 from mlx_runtime.cli.xp import push
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import WarningNotice
-from mlx_runtime.runs import records
+from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run
@@ -39,6 +42,9 @@ from mlx_runtime.training import request
 pytestmark = pytest.mark.process
 
 URI = "hf://alice/digits"
+
+WORDS, KEY = "hunter2-tell-nobody", "Xk29fjQ81mZpq77Lw0tR"
+"""Secrets."""
 
 CONF = "cfg:\n  monitor: loss\n  mode: min\n"
 
@@ -105,7 +111,7 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
         following.saved()
         until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
     training.record.finish("SUCCEEDED")
-    (notice,) = following.finish(60)
+    *_, notice = following.finish(60)
     assert "is complete" in notice.text
     assert server.repositories["models/alice/digits"].private
     titles = ["Attempt 1 of digits/run_001", *(f"digits/run_001: step {step}" for step in (10, 20, 30))]
@@ -126,6 +132,86 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
     }
     assert len(server.uploads) == len(set(server.uploads))
     assert not (training.folder.path / ".mirror").exists()
+
+
+class TestWhatLeaves:
+    TOOLS = f"tools:\n  api:\n    url: postgres://me:{WORDS}@host\n    token: {WORDS}\n    access: {KEY}\n    lr: 0.1\n"
+    CODE: ClassVar = {
+        "main.py": "",
+        "src/__init__.py": "",
+        "src/experiment.py": "from src import tools, raw, keys\n",
+        "src/tools.py": f"import os\nAPI_KEY = '{WORDS}'\nWIDTH = 7\n",
+        "src/raw.py": f"PASSWORD = b'{WORDS}'\n",
+        "src/keys.py": "API_KEY = os.environ['API_KEY']\ntoken = next_token\n",
+    }
+
+    def run_with_secrets(self, tmp_path: Path) -> Training:
+        """A run whose config and code have secrets."""
+        training = Training(tmp_path / "runs")
+        training.folder.conf.write_text(CONF + self.TOOLS)
+        for name, text in self.CODE.items():
+            (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "code" / name).write_text(text)
+        snapshots.store(tmp_path / "code", training.folder)
+        training.save(0)
+        return training
+
+    def test_it_has_no_secrets_and_is_named_first(self, server: Hub, tmp_path: Path) -> None:
+        training = self.run_with_secrets(tmp_path)
+        following = training.follow()
+        server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path or "/lfs/" in path)
+        following.saved()
+        lines: list[str] = []
+        until(lambda: bool(lines.extend(notice.text for notice in following.notices()) or lines))
+        assert len(server.commits("alice/digits")) == 1  # only the claim: the announcement comes before the upload
+        server.faults = Faults()
+        (text,) = [line for line in lines if "first upload" in line]
+        assert text.startswith(f"mirror    first upload to {URI} (private):\n          checkpoints ")
+        assert re.search(r"\n          code +1 file, [\d,.]+ (bytes|kB)\n", text)
+        places = ["conf.yaml:6 (password in a URL)", "conf.yaml:7 (token)", "conf.yaml:8 (random text)"]
+        for place in (*places, "src/tools.py:2 (api_key)", "src/raw.py:1 (password), so the file is left out"):
+            assert place in text
+        assert "src/keys.py" not in text
+        assert "read secrets from the environment: ${oc.env:NAME}" in text
+        assert "to change this: cfg.mirror, cfg.keep_checkpoints, cfg.code_files" in text
+        assert "/alice/digits/settings" in text
+        training.record.finish("SUCCEEDED")
+        more = following.finish(60)
+        assert "is complete" in more[-1].text
+        assert not [notice for notice in more if "first upload" in notice.text]
+        files = server.files("alice/digits")
+        with zipfile.ZipFile(io.BytesIO(files["code.zip"])) as archive:
+            code = {name: archive.read(name).decode() for name in archive.namelist()}
+        kept = {name: content for name, content in self.CODE.items() if name != "src/raw.py"}
+        assert code == kept | {"src/tools.py": "import os\nAPI_KEY = '…'\nWIDTH = 7\n"}
+        everything = b"".join([*files.values(), *(text.encode() for text in code.values())]).decode(errors="replace")
+        assert WORDS not in everything
+        assert KEY not in everything
+        assert "lr: 0.1" in files["conf.yaml"].decode()
+        assert training.folder.conf.read_text() == CONF + self.TOOLS  # here, the run keeps what it needs to resume
+
+    def test_a_run_that_is_pushed(self, server: Hub, tmp_path: Path) -> None:
+        training = self.run_with_secrets(tmp_path)
+        training.record.finish("STOPPED")
+        lines: list[str] = []
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 1
+        assert "first upload to hf://alice/digits (private)" in lines[0]
+        assert re.search(r"\n          weights +1 file, ", lines[0])
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 2
+        assert "first upload" not in lines[1]
+        assert "src/tools.py:2 (api_key)" in lines[1]
+
+    def test_a_run_without_secrets(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("STOPPED")
+        lines: list[str] = []
+        pushing.push(training.folder, URI, lines.append)
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 1
+        assert "secret" not in lines[0]
 
 
 @pytest.mark.kills
@@ -748,7 +834,8 @@ def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: p
     training.save(0)
     following.saved()
     until(lambda: len(server.faults.injected) > 9)  # of three uploads
-    (notice,) = following.notices()
+    announced, notice = following.notices()
+    assert "first upload" in announced.text
     assert isinstance(notice, WarningNotice)
     begins = f"training continues without a mirror until the upload succeeds: cannot reach {server.url} for {URI}: "
     assert notice.text.startswith(begins)

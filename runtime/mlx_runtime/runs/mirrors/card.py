@@ -10,7 +10,6 @@ from typing import Any
 from mlx_runtime.errors import printable
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.tables import format_number
-from mlx_runtime.storage.redaction import redacted
 
 _NOT_REPEATED = ("cfg.mirror=", "cfg.resume=", "cfg.storage_path=", "--resume")
 
@@ -38,7 +37,7 @@ def text(record: Mapping[str, Any], conf: Path) -> str:
     lines += [f"Seed {record.get('seed')}, {machine}; {_plain(known)}.", ""]
     lines += ["`code.zip` holds the code, and `conf.yaml` the whole config:", ""]
     with contextlib.suppress(OSError, ValueError):
-        lines += _code("yaml", *redacted(conf.read_text(encoding="utf-8")).splitlines())
+        lines += _code("yaml", *conf.read_text(encoding="utf-8").splitlines())
     return "\n".join(lines) + "\n"
 
 

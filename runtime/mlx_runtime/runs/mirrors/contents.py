@@ -26,6 +26,8 @@ from mlx_runtime.runs.mirrors import card
 from mlx_runtime.runs.mirrors.claims import FILE
 from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.runs.mirrors.hub import File
+from mlx_runtime.runs.mirrors.screening import screen
+from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.storage.files import to_json
 
 STAGED = ".mirror"
@@ -41,6 +43,7 @@ class Staged:
 
     files: Mapping[str, Path]  # by their path in the repository
     step: int  # global step of the latest checkpoint
+    hidden: tuple[str, ...] = ()  # places of secrets that the files were screened for
 
     def changes(self, present: Mapping[str, File]) -> tuple[dict[str, Path], list[str]]:
         """Return the files to upload to a repository with these files, and those to remove from it."""
@@ -64,7 +67,7 @@ def staged(folder: RunFolder, *, weights: bool) -> Iterator[Staged]:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     try:
-        step = -1
+        step, hidden = -1, tuple[str, ...]()
         files = {f"{CHECKPOINTS}/{name}": file for name, file in _checkpoints(folder, target).items()}
         for about in [file for name, file in files.items() if name.endswith(f"/{ABOUT}")]:
             step = max(step, json.loads(about.read_bytes()).get("global_step", 0))
@@ -72,16 +75,18 @@ def staged(folder: RunFolder, *, weights: bool) -> Iterator[Staged]:
         for file in sorted(folder.path.iterdir()):
             if file.is_file() and not file.name.startswith(".") and file.name not in NOT_MIRRORED:
                 files[file.name] = _copied(file, target / file.name)
+                if file.name in (folder.conf.name, CODE):
+                    hidden += screen(target / file.name)
         for file in sorted((folder.path / EVALUATIONS).glob("*.json")):
             files[f"{EVALUATIONS}/{file.name}"] = file
         record = _record(folder)
         (target / folder.record.name).write_text(to_json(record))
-        (target / CARD).write_text(card.text(record, folder.conf), encoding="utf-8")
+        (target / CARD).write_text(card.text(record, target / folder.conf.name), encoding="utf-8")
         files |= {name: target / name for name in (folder.record.name, CARD)}
         if weights and step >= 0:
             with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
                 files[WEIGHTS] = _weights(folder, record, target / WEIGHTS)
-        yield Staged(files, max(0, step))
+        yield Staged(files, max(0, step), hidden)
     finally:
         shutil.rmtree(target, ignore_errors=True)
 

@@ -110,6 +110,11 @@ class Repository:
             utils.disable_progress_bars()  # they would disturb those of the run
         return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
 
+    @property
+    def settings_page(self) -> str:
+        """Address of the page on which its owner changes who may read it."""
+        return f"{self._api.endpoint}/{self.address.name}/settings"
+
     def require_token(self) -> None:
         """Check that there is a token, and that the Hub accepts it."""
         api = self._api

@@ -16,6 +16,7 @@ from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
 from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
+from mlx_runtime.runs.mirrors.screening import announcement, redactions
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
@@ -59,13 +60,15 @@ class Mirror:
 
     Args:
         uri: repository, like `hf://user/name`. It need not exist yet.
+        announce: called with lines that name what is uploaded, before the first upload to the repository.
 
     Raises:
         UsageError: the Hub refuses, or the repository holds something else.
         UnreachableError: the Hub does not answer.
     """
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, announce: Callable[[str], object] = lambda text: None) -> None:
+        self._announce = announce
         address = Address.parse(uri)
         if address.revision is not None:
             raise UsageError(f"{uri} names a revision, which cannot change; write {address._replace(revision=None)}")
@@ -122,7 +125,9 @@ class Mirror:
             claim = claim.next(step=self._found.claim.step)
         if self._head is None:
             self._head = self.repository.create()
-        self._writer = Writer(self.repository, self._head.commit, claim)
+        begun = self._found is not None and self._found.begun
+        visibility = "private" if self._head.private else "public: everybody can read it"
+        self._writer = Writer(self.repository, self._head.commit, claim, visibility, self._announce, begun=begun)
         self._writer.write(f"Attempt {attempt} of {run.title}", None)
         return claim
 
@@ -146,8 +151,19 @@ class Mirror:
 class Writer:
     """Commits states of a run to a repository, as long as no other driver does."""
 
-    def __init__(self, repository: Repository, parent: str, claim: Claim) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        parent: str,
+        claim: Claim,
+        visibility: str,
+        announce: Callable[[str], object],
+        *,
+        begun: bool,
+    ) -> None:
         self._repository, self._parent, self._claim = repository, parent, claim
+        self._visibility, self.announce, self._begun = visibility, announce, begun
+        self._hidden: tuple[str, ...] = ()
         self.address = repository.address
 
     def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
@@ -163,6 +179,7 @@ class Writer:
             removed: list[str] = []
             if state is not None:
                 added, removed = state.changes(self._repository.files(self._parent))
+                self._name(added, state.hidden)
             with heartbeat(lambda: self._refresh(committed), REFRESH_S):
                 uploaded = self._repository.upload(added)
             try:
@@ -172,6 +189,15 @@ class Writer:
             except OutdatedError:
                 if self._arrived():
                     return len(added)
+
+    def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
+        """Name what is uploaded before the first upload, and what was left out of any if that is new."""
+        if not self._begun:
+            title = f"{self.address} ({self._visibility})"
+            self.announce(announcement(added, hidden, title, self._repository.settings_page))
+        elif hidden and hidden != self._hidden:
+            self.announce(f"mirror    {redactions(hidden).lstrip()}")
+        self._begun, self._hidden = True, hidden
 
     def _refresh(self, committed: Claim) -> None:
         """Refresh the claim, which would expire during an upload that takes longer than `LEASE_S`."""
@@ -207,6 +233,7 @@ class Follower:
         self._failure: str | None = None  # why nothing more is uploaded
         self._notices: deque[Notice] = deque()
         self._allowance = Allowance()
+        writer.announce = lambda text: self._notices.append(Notice(text))
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 

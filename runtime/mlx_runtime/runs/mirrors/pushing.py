@@ -1,6 +1,7 @@
 """Complete the mirrors of runs that have ended: after an upload that failed, or to a repository for the first time."""
 
 import contextlib
+from collections.abc import Callable
 
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
@@ -15,8 +16,10 @@ def unfinished(root: str) -> list[RunFolder]:
     return [run for run in list_runs(root) if _unfinished(run)]
 
 
-def push(run: RunFolder, uri: str | None = None) -> str:
+def push(run: RunFolder, uri: str | None = None, announce: Callable[[str], object] = lambda text: None) -> str:
     """Upload a run to a repository, by default the one that it was mirrored to. Return a line about it.
+
+    `announce` is called with lines that name what is uploaded, before the first upload to a repository.
 
     Raises:
         UsageError: a driver trains the run, it has no mirror, or the repository holds another run or a newer state.
@@ -28,7 +31,7 @@ def push(run: RunFolder, uri: str | None = None) -> str:
     uri = uri or (record.get("mirror") or {}).get("uri")
     if uri is None:
         raise UsageError(f"{run.title} has no mirror; name one with --to hf://USER/NAME")
-    mirror = Mirror(uri)
+    mirror = Mirror(uri, announce)
     mirror.check(run)
     claim, count = mirror.push(run)
     if records.refuse_living(run) != record:
