@@ -224,6 +224,21 @@ def test_help_explains_every_target(digits: Path, environment: dict[str, str]) -
     assert listed == set(phony[1].split())
 
 
+def test_every_setting_of_the_example_reaches_the_commands(digits: Path, environment: dict[str, str]) -> None:
+    example = (digits / ".env.example").read_text()
+    assert {"HF_TOKEN", "HF_HOME", "WANDB_API_KEY"} < {*re.findall(r"^# ([A-Z_]+)=", example, re.MULTILINE)}
+    lines = re.findall(r"^# ([A-Z_]+=.*)", example, re.MULTILINE)
+    names = {line.partition("=")[0] for line in lines}
+    (digits / ".env").write_text("\n".join(lines))
+    (digits / "show.mk").write_text("include Makefile\nshow:\n\t@env\n")
+    kept = {name: value for name, value in environment.items() if name not in names}
+    shown = make(digits, kept, "-f", "show.mk", "show").stdout.splitlines()
+    assert {line for line in shown if line.partition("=")[0] in names} == {*lines}
+    (digits / ".env").unlink()
+    shown = make(digits, kept, "-f", "show.mk", "show").stdout.splitlines()
+    assert [line for line in shown if line.partition("=")[0] in names] == []  # not even empty
+
+
 def test_the_runs_settings_come_from_dot_env(digits: Path, environment: dict[str, str], tmp_path: Path) -> None:
     (digits / ".env").write_text(f"MLX_STORAGE={tmp_path}/elsewhere\n")
     done = make(digits, environment, "run", "ARGS=cfg.start_workers=0 cfg.num_epochs=1")
