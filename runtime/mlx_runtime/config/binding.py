@@ -1,6 +1,6 @@
 """Write conf.yaml from the defaults of the code, verify that it re-creates them, and keep what the user edited.
 
-The variants of nodes are completed from their classes and merged in the same way.
+Variants that name a class are completed and merged in the same way. Patches follow what the code has renamed or moved.
 """
 
 import difflib
@@ -18,6 +18,7 @@ from mlx_runtime.config.building import declare
 from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import recorded_default
+from mlx_runtime.config.following import Follow
 from mlx_runtime.config.interpolation import parsed, resolved
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.nodes import DUMMY_PARAMS, Description, Node
@@ -26,7 +27,7 @@ from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
 from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, parameters
 from mlx_runtime.config.text import commented_map, yaml_text
-from mlx_runtime.config.variants import Selection, Variants, values_by_key
+from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
 from mlx_runtime.storage.local import write_atomic
 
@@ -50,8 +51,8 @@ def header(path: Path) -> str:
 class Binding:
     """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file.
 
-    `variants` are the same for each variant of a node, without a schema; `invalid` has one line per value in a variant
-    that no run could use.
+    `variants` are the same for each variant, without a schema; `invalid` has one line per value in a variant that no
+    run could use.
     """
 
     path: Path
@@ -75,7 +76,14 @@ class Binding:
         return [*self.changes.lines(), *variants, *notices]
 
     def write(self) -> None:
-        """Store all files, each atomically."""
+        """Store all files, each atomically.
+
+        BindError if a variant is invalid: nothing is stored, because the schema of the last bind tells the next one
+        what the code has renamed or moved, for this variant too.
+        """
+        if self.invalid:
+            stale = f"\n  nothing was written, not even {self.path}" if self.stale else ""
+            raise BindError("\n  ".join(self.invalid) + stale)
         for part in (*self.variants, self):
             write_atomic(part.path, part.after)
         write_atomic(self.path.with_name(SCHEMA), self.schema)
@@ -105,31 +113,46 @@ def bind(experiment: type, path: Path) -> Binding:
     binding = merge(path, description.tree, former_defaults(former), description.of_class)
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
+    follow = Follow.since(former_defaults(former, open_ones=True), description, binding.changes)
     for key, files in variants.nodes.items():
         for name, file in files.items():
             defaults = former_defaults(former.get("definitions", {}).get(f"{key}/{name}", {}), key)
-            part, node = _merge_variant(file, key, description, defaults)
+            part, node = _merge_variant(file, key, description, defaults, follow)
             variants.texts[file] = part.after
-            nodes.setdefault(key, {})[name] = node
+            if node is not None:
+                nodes.setdefault(key, {})[name] = node
             binding.variants.append(part)
+    for file in variants.partial.values():
+        before = file.read_text(encoding="utf-8")
+        patch, changes = commented_map(before, file), Changes()
+        follow.into(patch, "", changes)
+        binding.variants.append(Binding(file, before, yaml_text(patch) if changes else before, changes))
+        variants.texts[file] = binding.variants[-1].after
     binding.invalid = list(_invalid(experiment, variants, binding.after))
     binding.schema = json.dumps(schema_of(experiment, description.tree, nodes), indent=1) + "\n"
     return binding
 
 
-def _merge_variant(file: Path, key: str, description: Description, former: Mapping[str, Any]) -> tuple[Binding, Node]:
-    """Update a variant of the node at a key to match its class. Returns the node with all defaults, or an empty one."""
+def _merge_variant(
+    file: Path, key: str, description: Description, former: Mapping[str, Any], follow: Follow
+) -> tuple[Binding, Node | None]:
+    """Update a variant of the node at a key to match its class.
+
+    Returns the node with all defaults, which is empty if its class is gone; None for a patch.
+    """
     before = file.read_text(encoding="utf-8")
     merged, changes = commented_map(before, file), Changes()
-    default = values_by_key(description.tree).get(key)
-    target = merged.get("_target_", default.get("_target_") if isinstance(default, dict) else None)
+    same_class = former.get(f"{key}._target_") == merged.get("_target_")
+    follow.into(merged, key, changes)
+    if is_patch(merged):
+        return Binding(file, before, yaml_text(merged) if changes else before, changes), None
+    target = merged["_target_"]
     try:
         node = description.of_class(target, key) if isinstance(target, str) else None
     except BindError as error:
         raise BindError(f"{file}: {target} cannot be described: {error}") from error
     if node is not None:
         passed = {name: value for name, value in node.items() if name in merged} if merged.get("_partial_") else node
-        same_class = former.get(f"{key}._target_") == target
         Merge(former, description.of_class, changes).into(merged, passed, key, same_class=same_class)
     changes.kept.clear()  # a variant is there to differ
     return Binding(file, before, yaml_text(merged) if changes else before, changes), node or {}
@@ -142,13 +165,17 @@ def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
     named = [(file, key, name) for key, files in variants.nodes.items() for name, file in files.items()]
     for file, key, name in [*named, *((file, "", name) for name, file in variants.partial.items())]:
         selection = Selection(variants, conf.encode())
-        if not key:
-            selection.apply(name)
-        elif key in keys:
-            selection.choose(key, name)
-        else:
+        if key and key not in keys:
             if not any(key.startswith(f"{other}.") for other in variants.nodes):  # else a variant may have it
                 yield f"{file.parent}: there is no key {key!r}.{suggest(key, keys)}"
+            continue
+        try:
+            if key:
+                selection.choose(key, name)
+            else:
+                selection.apply(name)
+        except ConfigError as error:
+            yield str(error)
             continue
         try:
             tree = resolved(OmegaConf.create(selection.tree), environment=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.signatures import MISSING, convert, parameters, takes_any_keyword, type_name
-from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
+from mlx_runtime.config.targets import loaded_object_at, namesake, object_at, path_of
 from mlx_runtime.errors import suggest
 
 
@@ -79,7 +79,8 @@ class Checker:
             target = self._object_at(path)
         except (ImportError, AttributeError) as error:
             why = str(error).splitlines()[-1]
-            yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}")
+            there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
+            yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}{there}")
             return
         if target is None:
             self.unseen.append(path)
@@ -99,7 +100,9 @@ class Checker:
         for name, value in node.items():
             here, item = f"{key}.{name}", by_name.get(name)
             if item is not None and item.kind is not item.VAR_KEYWORD:
-                if value is not None or item.default is not None:  # as in `stride: int = None`, whatever the hint says
+                if value == "???" and item.default is not MISSING:
+                    yield Problem(here, f"{here}: ??? must be given a value or removed, as {path} has a default")
+                elif value is not None or item.default is not None:  # as in `stride: int = None`, whatever the hint
                     yield from self._value(value, item.annotation, here, path)
             elif name == "_args_":
                 for index, argument in enumerate(value):

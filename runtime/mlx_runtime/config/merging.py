@@ -60,9 +60,24 @@ class Merge:
     node_of_class: NodeOfClass
     changes: Changes
 
+    @classmethod
+    def of_code(cls, former: Mapping[str, Any], tree: Mapping[str, Node]) -> Changes:
+        """Return what changed in the code alone since `former`, which also has the arguments without a default."""
+        old = CommentedMap()
+        for key, value in former.items():
+            *parents, name = key.split(".")
+            node = old
+            for parent in parents:
+                node = node.setdefault(parent, CommentedMap())
+            node[name] = value
+        changes = Changes()
+        cls(former, lambda path, key: None, changes).into(old, dict(tree))
+        return changes
+
     def into(self, old: CommentedMap, new: Node, key: str = "", *, same_class: bool = True) -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
-        open_ended = "_target_" in new and takes_any_keyword(parameters(object_at(new["_target_"])) or [])
+        items = parameters(object_at(new["_target_"])) if "_target_" in new else []
+        open_ended = items is None or takes_any_keyword(items)  # without a signature nothing can be judged
         if same_class and not open_ended:
             self._rename(old, new, key)
         for name, value in new.items():
@@ -148,7 +163,8 @@ class Merge:
         return True
 
     def _unedited(self, value: Any, key: str) -> bool:
-        return key in self.former and not _differ(value, self.former[key])
+        """Return True if the value was never the user's: the former default, or `???` where there was none."""
+        return not _differ(value, self.former[key]) if key in self.former else bool(value == "???")
 
 
 def _differ(first: Any, second: Any) -> bool:

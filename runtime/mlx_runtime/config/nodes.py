@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import importlib.util
 import inspect
 import re
 import typing
@@ -60,10 +61,12 @@ class Description:
         self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
 
     def of_class(self, path: str, key: str) -> Node | None:
-        """Return the node of the class or function at a path with all its defaults; None if it cannot be imported."""
+        """Return the node of the class or function at a path with all its defaults; None if its package has none."""
         try:
             target = object_at(path)
-        except (ImportError, AttributeError):
+        except (ImportError, AttributeError) as error:
+            if importlib.util.find_spec(path.partition(".")[0]) is None:  # not installed here, so it may well exist
+                raise BindError(f"it cannot be imported: {short_message(error)}") from error
             return None
         return self._node(target, path, {}, Recording(), key)
 
@@ -259,7 +262,7 @@ def _unrecorded(group: Node, key: str) -> list[str]:
 
 def _describes_itself(hint: Any) -> bool:
     """Return True if an annotation is a class that conf.yaml can spell out, unlike `int`, `Path` or a base class."""
-    if not isinstance(hint, type) or typing.get_args(hint) or hint in BASES or inspect.isabstract(hint):
+    if not isinstance(hint, type) or typing.get_args(hint) or hint in (MISSING, *BASES) or inspect.isabstract(hint):
         return False
     if hint.__module__ == "builtins" or getattr(hint, "_is_protocol", False):
         return False

@@ -42,15 +42,17 @@ def schema_of(experiment: type, tree: Mapping[str, Node], variants: Mapping[str,
     return schema | ({"definitions": definitions} if definitions else {})
 
 
-def former_defaults(schema: Any, key: str = "") -> dict[str, Any]:
-    """Return the defaults that a schema stores, by full key."""
+def former_defaults(schema: Any, key: str = "", *, open_ones: bool = False) -> dict[str, Any]:
+    """Return the defaults that a schema stores, by full key; with `open_ones`, also `???` for arguments without one."""
     defaults: dict[str, Any] = {}
     properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
     for name, part in properties.items():
         here = f"{key}.{name}".lstrip(".")
         if "default" in part:
             defaults[here] = part["default"]
-        defaults |= former_defaults(part, here)
+        elif open_ones and "if" not in part and name not in ("_args_", "_partial_"):
+            defaults[here] = "???"
+        defaults |= former_defaults(part, here, open_ones=open_ones)
     return defaults
 
 

@@ -79,6 +79,20 @@ def loaded_object_at(path: str) -> Any | None:
     raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
+def namesake(path: str) -> str | None:
+    """Return the path of the only class or function of this name in the loaded modules of the same package."""
+    package, _, _ = path.partition(".")
+    name = path.rpartition(".")[2]
+    modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == package]
+    found = {f"{module.__name__}.{name}" for module in modules if _defines(module, name)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _defines(module: Any, name: str) -> bool:
+    thing = vars(module).get(name)
+    return callable(thing) and getattr(thing, "__module__", None) == module.__name__
+
+
 def _current(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
     return f"{MOVED[module]}.{name}".split(".") if module in MOVED and name[:1].isupper() else path.split(".")

@@ -1,7 +1,8 @@
 """Variants: named alternatives for parts of conf.yaml, as files in the folder `variants` next to it.
 
 `models.net/resnet.yaml` is an alternative for the node at `models.net`; conf.yaml, an override or another variant
-chooses it by its name. `debug.yaml` holds values for any keys, which `--variant=debug` applies to conf.yaml.
+chooses it by its name. Without `_target_` it is a patch, which changes the arguments that it lists. `debug.yaml` holds
+values for any keys, which `--variant=debug` applies to conf.yaml.
 
 Config groups of Hydra would be merged into the node instead of replacing it, need a list of defaults in conf.yaml, and
 take every string at the key for a name.
@@ -108,13 +109,25 @@ class Selection:
                 self._set(tree, name, value, key)
 
     def _set(self, holder: dict[str, Any], name: str, value: Any, key: str) -> None:
-        """Set a value, with variants in place of their names."""
+        """Set a value, with variants in place of their names, or apply the variant if it is a patch."""
         if (file := self.variants.file(key, value)) is not None:
-            value = self.variants.read(file)
+            variant = self.variants.read(file)
+            if is_patch(variant):
+                if not isinstance(node := holder.get(name), dict):
+                    why = f"has no _target_, so it can only change a node, and {key} is {node!r}"
+                    raise ConfigError(f"{file} {why}; choose it by {key}={value} in an override, or add a _target_")
+                self._merge(node, variant, file, f"{key}.")
+                return
+            value = variant
             self.mark(key, file)
         holder[name] = value
         for child, item in value.items() if isinstance(value, dict) else ():
             self._set(value, child, item, f"{key}.{child}")
+
+
+def is_patch(variant: Any) -> bool:
+    """Return True if a variant changes arguments of a node instead of replacing it."""
+    return isinstance(variant, dict) and "_target_" not in variant
 
 
 def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:

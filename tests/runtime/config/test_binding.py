@@ -230,6 +230,21 @@ class TestAgainstTheFormerDefaults:
         assert "-  num_epochs: 10\n+  num_epochs: 77\n" in binding.diff()
         assert "updated  cfg.num_epochs (to the code's new default)" in binding.lines()
 
+    @pytest.mark.parametrize("known", [True, False])
+    def test_what_was_open_gets_a_new_default(self, path: Path, known: bool) -> None:
+        """Unless the user opened it: `lr: ???` is then a value for which each run must ask."""
+        schema = path.with_name("conf.schema.json")
+        for name, former in (("word", "yes"), ("plain", None)):
+            path.write_text(path.read_text().replace(f"{name}: {json.dumps(former)}\n", f"{name}: ???\n"))
+        stored = json.loads(schema.read_text())
+        del stored["properties"]["models"]["then"]["properties"]["net"]["then"]["properties"]["word"]["default"]
+        schema.write_text(json.dumps(stored))
+        if not known:
+            schema.unlink()
+        binding = bind(Annotated, path)
+        assert 'word: "yes"\n' in binding.after
+        assert ("plain: ???\n" in binding.after, "models.net.plain" in binding.changes.kept) == (known, known)
+
     def test_without_a_schema_every_difference_is_the_users(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.with_name("conf.schema.json").unlink()
         monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77))

@@ -140,7 +140,10 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam takes float | torch.Tensor"),
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig takes int"),
         (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net takes Literal['a', 'b']"),
-        (["models.net.width=???"], "models.net.width: ??? must be given a value; {here}.Net has no default for it"),
+        (
+            ["models.net.width=???"],
+            "models.net.width: ??? must be given a value or removed, as {here}.Net has a default",
+        ),
         (["+models.net.widht=3"], "models.net.widht: {here}.Net has no such argument. Did you mean 'width'?"),
         (
             ["models.net._target_={here}.Gone"],

@@ -48,6 +48,11 @@ class Other(nn.Module):
         super().__init__()
 
 
+class Untyped(Net):
+    def __init__(self, parts, options, count=3):  # type: ignore[no-untyped-def]
+        super().__init__()
+
+
 @dataclass
 class Models:
     net: Net = Net(width=8)
@@ -152,6 +157,22 @@ class TestBinding:
             f"dropped  models.net.width: 7  # wide (no longer an argument) in {file}" in bind(Experiment, conf).lines()
         )
 
+    def test_what_has_no_type_or_signature_is_kept(self, conf: Path) -> None:
+        text = f"_target_: {HERE}.Untyped\nparts: {{a: 1}}  # mine\noptions: ???\ncount: [2]\n"
+        untyped = add(conf.parent, "models.net/untyped", text)
+        new = add(conf.parent, "models.net/new", f"_target_: {HERE}.Untyped\n")
+        plain = add(conf.parent, "tools.name/plain", "_target_: builtins.dict\nsize: 3\n")
+        bind(Experiment, conf).write()
+        assert (untyped.read_text(), plain.read_text()) == (text, "_target_: builtins.dict\nsize: 3\n")
+        assert new.read_text() == f"_target_: {HERE}.Untyped\nparts: ???\noptions: ???\ncount: 3\n"
+
+    def test_a_class_of_a_package_that_is_not_installed_is_kept(self, conf: Path) -> None:
+        text = f"_target_: {HERE}.Deep\ndepth: 18\nlayer:\n  _target_: not_here.Gate\n  size: 7\n"
+        file = add(conf.parent, "models.net/deep", text)
+        with pytest.raises(BindError, match=r"_target_ is not_here\.Gate, which cannot be described"):
+            bind(Experiment, conf)
+        assert file.read_text() == text
+
     def test_a_partial_gets_no_argument_that_its_caller_gives(self, conf: Path) -> None:
         text = "_target_: torch.optim.lr_scheduler.OneCycleLR\n_partial_: true\nmax_lr: 0.1\n"
         file = add(conf.parent, "tools.name/cycle", text)
@@ -206,6 +227,88 @@ class TestBinding:
             bind(Experiment, conf)
         assert file.read_text() == "_target_: [\n"
         assert problems(conf, "models.net=deep").startswith("variants/models.net/deep.yaml is not valid YAML: ")
+
+
+class TestFollowing:
+    """What the code has renamed or moved is renamed or moved in variants."""
+
+    @pytest.mark.parametrize("width", [8, 9])
+    def test_a_renamed_argument(self, conf: Path, width: int) -> None:
+        wide = add(conf.parent, "models.net/wide", "width: 64  # wide\n")
+        small, debug = wide.with_name("small.yaml"), conf.parent / "variants" / "debug.yaml"
+        after = [file.read_text() for file in (small, debug)]
+        for file in (conf, conf.with_name("conf.schema.json"), small, debug, wide):  # as bound with the former name
+            file.write_text(file.read_text().replace("width", "size").replace("size: 8", f"size: {width}"))
+        binding = bind(Experiment, conf)
+        binding.write()
+        assert (wide.read_text(), [file.read_text() for file in (small, debug)]) == ("width: 64 # wide\n", after)
+        line = "renamed  models.net.size to models.net.width (type and position fit, so it keeps the value)"
+        assert f"{line} in {wide}" in binding.lines()
+
+    def test_a_moved_class(self, conf: Path) -> None:
+        """Where a default of the code names its new path; else the line has the cure, and nothing is written."""
+        small, deep = (conf.parent / "variants" / "models.net" / f"{name}.yaml" for name in ("small", "deep"))
+        for file in (conf, conf.with_name("conf.schema.json"), small):
+            file.write_text(file.read_text().replace(f"{HERE}.Net", f"{HERE}.gone.Net"))
+        bind(Experiment, conf).write()
+        assert small.read_text() == f"_target_: {HERE}.Net\nwidth: 2\n"
+        edit(deep, f"{HERE}.Deep", f"{HERE}.gone.Deep")
+        edit(conf, "    width: 8\n", "")
+        before = [file.read_text() for file in (conf, deep)]
+        with pytest.raises(BindError) as caught:
+            bind(Experiment, conf).write()
+        message = f"{deep}: models.net._target_ is '{HERE}.gone.Deep', which cannot be imported: "
+        assert str(caught.value).startswith(message)
+        assert str(caught.value).endswith(f". Did you mean '{HERE}.Deep'?\n  nothing was written, not even {conf}")
+        assert [file.read_text() for file in (conf, deep)] == before
+
+
+class TestPatches:
+    """A variant without `_target_` changes the arguments that it lists."""
+
+    def test_it_changes_the_node_of_conf_yaml(self, conf: Path) -> None:
+        file = add(conf.parent, "models.net/wide", "width: 64\n")
+        add(conf.parent, "models/both", "net: wide\nspare: {width: 5}\n")
+        assert bind(Experiment, conf).stale == []
+        edit(conf, "    width: 8\n", "    width: 9\n")
+        net = {"_target_": f"{HERE}.Net", "width": 64}
+        assert loaded(conf, "models.net=wide").tree["models"]["net"] == net
+        assert loaded(conf, "models.net.width=7", "models.net=wide").tree["models"]["net"] == net | {"width": 7}
+        both = loaded(conf, "models=both").tree["models"]
+        assert both == {"_target_": f"{HERE}.Models", "net": net, "spare": net | {"width": 5}}
+        text = origins.shown(conf, Description(Experiment).tree, ["models.net=wide"], "models.net", as_json=False)
+        assert f"width: 64 # {file} (default: 8)" in " ".join(text.split())
+
+    def test_it_changes_a_variant_that_conf_yaml_names(self, conf: Path) -> None:
+        add(conf.parent, "models.net/thick", "depth: 50\nlayer: {inplace: true}\n")
+        name_in(conf, "deep")
+        assert bind(Experiment, conf).invalid == []
+        net = {"_target_": f"{HERE}.Deep", "depth": 50, "layer": RELU | {"inplace": True}}
+        assert loaded(conf, "models.net=thick").tree["models"]["net"] == net
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("widht: 64\n", f"models.net.widht: {HERE}.Net has no such argument. Did you mean 'width'?"),
+            ("width: far\n", f"models.net.width is 'far'; {HERE}.Net takes int"),
+        ],
+    )
+    def test_what_its_node_does_not_take_is_invalid(self, conf: Path, text: str, message: str) -> None:
+        file = add(conf.parent, "models.net/wide", text)
+        binding = bind(Experiment, conf)
+        assert binding.invalid == [f"{file}: {message}"]
+        with pytest.raises(BindError, match="models.net.wid"):
+            binding.write()
+        assert file.read_text() == text
+        assert problems(conf, "models.net=wide") == f"conf.yaml: {message} (in variants/models.net/wide.yaml)"
+
+    def test_there_must_be_a_node(self, conf: Path) -> None:
+        add(conf.parent, "models.net/wide", "width: 64\n")
+        name_in(conf, "wide")
+        why = "has no _target_, so it can only change a node, and models.net is 'wide'; choose it by models.net=wide"
+        assert why in problems(conf)
+        with pytest.raises(ConfigError, match="models.net is 'wide'"):
+            bind(Experiment, conf)
 
 
 class TestChoosing:
@@ -433,6 +536,7 @@ def test_the_commands(digits: Path, mlx: Mlx) -> None:
     edit(file, "lr: 0.1", "lr: fast")
     wrong = "optimizers.adam.lr is 'fast'; torch.optim.SGD takes "
     for command in (
+        "bind",
         "bind --check",
         "show optimizers.adam=sgd",
         "run optimizers.adam=sgd",

@@ -65,7 +65,7 @@ def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
         if bound.invalid:
             raise BindError("\n  ".join(bound.invalid))
         return [f"{CONF} is up to date"]
-    bound.write()
+    bound.write()  # unless a variant is invalid
     title = "wrote" if not existed else "updated" if CONF in bound.stale else "unchanged"
     return [f"{title} {CONF}", *(f"updated {path}" for path in bound.stale if path != CONF), *bound.lines()]
 
