@@ -53,12 +53,17 @@ def best_lines(found: Mapping[str, Any]) -> list[str]:
     """Format the result of `best`, or that of a sweep, for the terminal."""
     epoch = f" ({position({**found, 'epoch': found['epoch'] - 1})})" if found["epoch"] is not None else ""
     spread = f" ± {format_number(found['std'])}" if found.get("std") is not None else ""
-    rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']})"}
+    at = f", epoch {found['epoch']}" if "checkpoints" in found else ""
+    rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']}{at})"}
     if "sweep" in found:
         rows["trial"] = f"{found['trial']} of {found['experiment']}/{found['sweep']}"
         rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
     rows |= {"run": f"{found['experiment']}/{', '.join(found['runs'] if 'runs' in found else [found['run']])}"}
-    rows |= {"checkpoint": f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept"}
+    if "checkpoints" in found:
+        lost = f"no checkpoint of epoch {found['epoch']} is kept"
+        rows |= {f"fold {number}": path or lost for number, path in enumerate(found["checkpoints"], 1)}
+    else:
+        rows["checkpoint"] = f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept"
     if "sweep" in found:
         rows["train it"] = found["command"]
     width = max(len(name) for name in rows) + 2

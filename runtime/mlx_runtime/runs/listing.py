@@ -205,11 +205,11 @@ def _sweep_folder(row: Row) -> RunFolder:
 
 
 def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
-    """Return the line of a sweep: how many trials have begun, and the best value of all."""
-    trials, values = {run.sweep["trial"] for run in runs}, [run.best for run in runs if run.best is not None]
-    best = (max if runs[0].record.get("mode") == "max" else min)(values, default=None)
+    """Return the line of a sweep: how many trials have begun, and the value of the best, with folds the mean."""
+    trials = {run.sweep["trial"] for run in runs}
     cells = sweep.cells() | {"epoch": f"{len(trials)} trial{'s' * (len(trials) != 1)}"}
-    cells |= {"metric": runs[0].monitor or "-", "best": format_number(best) or "-"}
+    if spread := format_number((sweep.record.get("best") or {}).get("std")):
+        cells["best"] += f" ± {spread}"
     return cells if sweep.problem is None else cells | {"status": "-"}
 
 

@@ -55,7 +55,11 @@ _DRIVER = {
     "job": mapping_with({"id": TEXT, "address": TEXT}, needs=("id", "address")).or_null(),
 }
 _CHECKPOINT = mapping_with(
-    {"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()}, needs=("epoch",)
+    {
+        **{"epoch": COUNT, "step": COUNT, "path": TEXT.or_null(), "value": NUMBER.or_null()},
+        **{"trial": COUNT, "std": NUMBER.or_null()},  # of a sweep
+    },
+    needs=("epoch",),
 )
 SHAPE: dict[str, Kind] = _DRIVER | {
     "experiment": NAME,

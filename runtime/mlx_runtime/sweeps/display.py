@@ -19,7 +19,6 @@ from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.scores import Trial, short_names
-from mlx_runtime.sweeps.states import best_of
 
 RANKED = 10
 """Number of trials in the table at the end."""
@@ -132,7 +131,7 @@ class SweepDisplay:
         if event.done:
             self._print(f"resumed   {len(event.done)} trials are done")
         for trial in event.done:
-            best = best_of(trial.curve, definition.mode)
+            best = trial.best(definition.mode)
             row = _Row(trial.values, trial.status, str(best[0] + 1) if best else "", best[1] if best else None)
             self._rows[trial.number, WHOLE if definition.folds else 0] = row
         if self._console.is_terminal and not self._quiet:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import html
 import math
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -82,7 +83,10 @@ class SweepResult:
     def command(self) -> str:
         """Command that trains the best configuration in a run of its own, in Python if only Python can."""
         chosen = {override.partition("=")[0]: override for override in self.best.overrides}
-        overrides = [chosen.pop(text.partition("=")[0], text) for text in self.definition["overrides"]]
+        given = self.definition["overrides"]
+        if self.folds:  # it trains on all rows
+            given = [text for text in given if not re.match(r"[+~]*cfg\.splitter\b", text)]
+        overrides = [chosen.pop(text.partition("=")[0], text) for text in given]
         overrides += chosen.values()
         if path := self.definition.get("experiment"):
             return f"run({path.rpartition('.')[2]}, {overrides})"
@@ -96,7 +100,7 @@ class SweepResult:
         return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
 
     def best_config(self) -> dict[str, Any]:
-        """Return the conf.yaml of the best trial as plain dicts, with folds without `cfg.fold`.
+        """Return the conf.yaml of the best trial as plain dicts, for all rows: without folds and `cfg.splitter`.
 
         Raises:
             UsageError: No trial has recorded the metric.
@@ -106,7 +110,7 @@ class SweepResult:
 
         config = Run(self.best.runs[0].row.folder).config
         if self.folds:
-            config["cfg"] |= {"folds": None, "fold": None}
+            config["cfg"] |= {"folds": None, "fold": None, "splitter": None}
         return config
 
     def table(self, *, runs: bool = False) -> "pandas.DataFrame":
@@ -141,9 +145,7 @@ class SweepResult:
     def summary(self) -> dict[str, Any]:
         """Return the best trial as plain values."""
         best = self.best
-        run = best.runs[0].row.folder
-        saved = [] if self.folds else list_checkpoints(run.checkpoints)
-        kept = [item.name for item in saved if item.finished and item.epoch + 1 == best.epoch]
+        kept = [self._checkpoint(run, best) for run in best.runs]
         return {
             "metric": self.metric,
             "mode": self.mode,
@@ -155,9 +157,17 @@ class SweepResult:
             "trial": best.number,
             "values": dict(best.values),
             "runs": [one.row.folder.name for one in best.runs],
-            "checkpoint": joined(run.checkpoints, kept[0]) if kept else None,
+            **({"checkpoints": kept} if self.folds else {"checkpoint": kept[0]}),
             "command": self.command,
         }
+
+    def _checkpoint(self, run: RunResult, trial: Trial) -> str | None:
+        """Return the path of the checkpoint of a run at the best epoch of its trial; None if it is not kept."""
+        value = trial.score if run.fold is None else run.epochs[trial.epoch or 0][self.metric]
+        saved = [item for item in list_checkpoints(run.row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
+        kept = [item for item in saved if item.metrics.get(self.metric) == value]
+        kept = kept or [item for item in saved if item.finished]
+        return joined(run.row.folder.checkpoints, kept[-1].name) if kept else None
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         metrics: dict[str, float] = {}

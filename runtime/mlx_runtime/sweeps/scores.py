@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.checkpoint_index import score
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import UNREADABLE, Row
 from mlx_runtime.runs.report import LAST_CHARTS, read_curves
@@ -37,7 +38,7 @@ class Trial:
     values: Mapping[str, Any]  # the same by key, as numbers where they are numbers
     status: str  # of its run; with folds, the worst one
     runs: tuple[RunResult, ...]  # those that were started; with folds, one per fold
-    curve: Mapping[int, float]  # the metric of the sweep by epoch, from 1; with folds, its mean
+    curve: Mapping[int, float]  # the metric of the sweep by epoch, from 1; with folds, its mean at the ends of epochs
     epoch: int | None  # best one of the curve; None if the curve is empty
     metrics: Mapping[str, float]  # all metrics at that epoch, else their latest values; with folds, means
     spread: Mapping[str, float]  # standard deviations of the metrics over the folds
@@ -66,8 +67,12 @@ def scored(
     """Return a trial with its score, which it has once each of its `folds` runs has recorded the metric."""
     statuses = {run.row.status for run in runs} | ({"PENDING"} if len(runs) < folds else set())
     curve = mean_curve([curve_of(run.epochs, metric) for run in runs]) if len(runs) == folds else {}
+    if folds == 1 and runs:
+        curve = with_checkpoint(curve, best_checkpoint(runs[0].row.record, metric, mode, first_epoch=1), mode)
     epoch = best_epoch(curve, mode)
     found = [metrics_at(run.epochs, epoch) for run in runs] if epoch is not None else []
+    if folds == 1 and epoch is not None:
+        found = [{**found[0], metric: curve[epoch]}]
     names = [name for name in found[0] if all(name in one for one in found)] if found else []
     shared = {name: [one[name] for one in found] for name in names}
     return Trial(
@@ -107,9 +112,26 @@ def curve_of(epochs: Epochs, metric: str) -> dict[int, float]:
 
 
 def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
-    """Return the epoch with the best value, the first of equals; None if no value is finite."""
-    known = [epoch for epoch, value in curve.items() if math.isfinite(value)]
+    """Return the epoch with the best value, the last of equals as for checkpoints; None if no value is finite."""
+    known = [epoch for epoch in sorted(curve, reverse=True) if math.isfinite(curve[epoch])]
     return (max if mode == "max" else min)(known, key=curve.__getitem__, default=None)
+
+
+def best_checkpoint(
+    record: Mapping[str, Any], metric: str, mode: str, *, first_epoch: int = 0
+) -> tuple[int, float] | None:
+    """Return the epoch and the value of the best checkpoint in the record of a run, if it was chosen by this metric."""
+    best = record.get("best") or {}
+    if best.get("value") is None or (record.get("monitor"), record.get("mode")) != (metric, mode):
+        return None
+    return best["epoch"] + first_epoch, best["value"]
+
+
+def with_checkpoint(curve: Mapping[int, float], saved: tuple[int, float] | None, mode: str) -> dict[int, float]:
+    """Return a curve with the value of a checkpoint at its epoch, if it is better: it was saved within the epoch."""
+    if saved is None or score(saved[1], mode) <= score(curve.get(saved[0]), mode):
+        return dict(curve)
+    return dict(sorted({**curve, saved[0]: saved[1]}.items()))
 
 
 def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:

@@ -82,12 +82,14 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     """
     definition, cfg, project = plan.definition, plan.config.cfg, Path.cwd()
     facts = provenance(definition.overrides) | {"status": "RUNNING", "start": documents.now()}
-    facts["definition"] = definition.as_json()
+    facts |= {"definition": definition.as_json(), "monitor": definition.metric, "mode": definition.mode}
     if plan.folder is not None:
         folder, before = plan.folder, records.recorded(plan.folder)
         folds = definition.folds is not None
         trials = map_concurrently(
-            lambda entry: read_trial(folder, entry, definition.metric, folds=folds, retry_failed=retry_failed),
+            lambda entry: read_trial(
+                folder, entry, definition.metric, definition.mode, folds=folds, retry_failed=retry_failed
+            ),
             before["trials"],
         )
         attempt = records.take_over(folder)

@@ -1,5 +1,6 @@
 """What is known of each trial of a sweep: its runs, how they ended, and the metric by epoch."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.files import Storage
-from mlx_runtime.sweeps.scores import best_epoch, curve_of, mean_curve, read_epochs
+from mlx_runtime.sweeps.scores import (
+    best_checkpoint,
+    best_epoch,
+    curve_of,
+    mean_curve,
+    read_epochs,
+    with_checkpoint,
+)
 from mlx_runtime.sweeps.space import Values
 
 Curve = dict[int, float]
@@ -23,7 +31,8 @@ class TrialState:
         values: Text of each value by key.
         runs: Name of each run, recorded before its folder is created; None for those not started.
         statuses: Of each run: empty if it waits to be started or resumed, RUNNING, or how it ended.
-        curves: Of each run.
+        curves: Of each run, at the ends of epochs.
+        checkpoint: Epoch and value of the best checkpoint of a trial without folds, perhaps within an epoch.
     """
 
     number: int
@@ -31,6 +40,7 @@ class TrialState:
     runs: list[str | None]
     statuses: list[str] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)
+    checkpoint: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         self.statuses = self.statuses or [""] * len(self.runs)
@@ -60,6 +70,14 @@ class TrialState:
         """Mean over all runs, at the epochs that all of them have ended."""
         return mean_curve(self.curves)
 
+    def best(self, mode: str) -> tuple[int, float] | None:
+        """Return the best epoch and its value."""
+        return best_of(with_checkpoint(self.curve, self.checkpoint, mode), mode)
+
+    def deviation(self, epoch: int) -> float | None:
+        """Return the standard deviation over the folds at an epoch; None without folds."""
+        return statistics.stdev(curve[epoch] for curve in self.curves) if len(self.curves) > 1 else None
+
     def as_json(self) -> dict[str, Any]:
         """Return what the record of the sweep holds."""
         return {"trial": self.number, "values": self.values, "runs": [*self.runs]}
@@ -73,12 +91,12 @@ def best_of(curve: Curve, mode: str) -> tuple[int, float] | None:
 
 def best_trial(trials: Sequence[TrialState], mode: str) -> TrialState | None:
     """Return the trial with the best value among those that have not failed."""
-    known = [(best[1], trial) for trial in trials if trial.status != "FAILED" and (best := best_of(trial.curve, mode))]
+    known = [(best[1], trial) for trial in trials if trial.status != "FAILED" and (best := trial.best(mode))]
     return (max if mode == "max" else min)(known, key=lambda item: item[0])[1] if known else None
 
 
 def read_trial(
-    sweep: RunFolder, entry: Mapping[str, Any], metric: str, *, folds: bool, retry_failed: bool = False
+    sweep: RunFolder, entry: Mapping[str, Any], metric: str, mode: str, *, folds: bool, retry_failed: bool = False
 ) -> TrialState:
     """Read what has come of a trial from the records and metrics of its runs.
 
@@ -93,6 +111,8 @@ def read_trial(
             continue
         if records.status_of(record) in records.LIVING:
             records.refuse_living(run)
+        if not folds:
+            trial.checkpoint = best_checkpoint(record, metric, mode)
         trial.curves[index] = {epoch - 1: value for epoch, value in curve_of(read_epochs(run), metric).items()}
         if record["status"] in ("SUCCEEDED", "PRUNED") or (record["status"] == "FAILED" and not retry_failed):
             trial.statuses[index] = record["status"]

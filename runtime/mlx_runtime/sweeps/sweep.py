@@ -3,13 +3,15 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, has_begun, run_folder
 from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.sweeps.scores import best_checkpoint
 from mlx_runtime.sweeps.states import TrialState, best_of, best_trial, read_record
 from mlx_runtime.sweeps.study import Study
 from mlx_runtime.sweeps.trial import TrialJob, begun_overrides
@@ -114,9 +116,15 @@ class Sweep:
         trial.statuses[index] = status
         if status == "SUCCEEDED" and self._first_epochs is not None:
             self._refuse_metric(job)
-        self._emit(TrialEnded(job.trial, job.fold, status, best_of(trial.curves[index], mode), error))
+        if job.fold is None:
+            with contextlib.suppress(StorageError):  # it died before it had a record
+                trial.checkpoint = best_checkpoint(records.recorded(job.folder), self.plan.definition.metric, mode)
+        best = trial.best(mode) if job.fold is None else best_of(trial.curves[index], mode)
+        self._emit(TrialEnded(job.trial, job.fold, status, best, error))
         if job.fold is not None and trial.done:
-            self._emit(TrialEnded(job.trial, None, trial.status, best_of(trial.curve, mode)))
+            self._emit(TrialEnded(job.trial, None, trial.status, trial.best(mode)))
+        if trial.done:
+            self.record.note(best=self._best())
         self._tell(trial)
 
     @contextlib.contextmanager
@@ -138,10 +146,18 @@ class Sweep:
             self.record.disown()
             raise MlxError(f"{folder.title} was taken over by another driver; this one has ended")
         ended = self._outcome()
-        self.record.finish(ended.status)
+        self.record.finish(ended.status, best=self._best())
         self._emit(ended)
         if self.problem is not None:
             raise self.problem
+
+    def _best(self) -> dict[str, Any] | None:
+        """Return what the record holds about the best trial: the mean of its folds and their standard deviation."""
+        mode = self.plan.definition.mode
+        if (trial := best_trial(self.trials, mode)) is None or (best := trial.best(mode)) is None:
+            return None
+        epoch, value = best
+        return {"trial": trial.number, "epoch": epoch, "value": value, "std": trial.deviation(epoch)}
 
     def _outcome(self) -> SweepEnded:
         unfinished = self._count - sum(trial.done for trial in self.trials)
@@ -189,7 +205,7 @@ class Sweep:
 
     def _tell(self, trial: TrialState) -> None:
         if trial.done:
-            best = best_of(trial.curve, self.plan.definition.mode)
+            best = trial.best(self.plan.definition.mode)
             self._study.tell(trial.number, trial.status, best[1] if best else None)
 
     def _check_metric(self, job: TrialJob, event: EpochEnded | StepProgress) -> None:

@@ -177,10 +177,11 @@ class TestLs:
         made(sweep={"name": "sweep_lr", "trial": 1})
         sweep = run_folder(storage, "digits", "sweep_001")
         sweep.path.mkdir(parents=True)
-        records.Record(sweep, status="STOPPED")
+        best = {"trial": 1, "epoch": 0, "value": 0.4, "std": 0.1414}  # the mean of its folds
+        records.Record(sweep, status="STOPPED", monitor="val/loss", mode="min", best=best)
         table = listing.table(listing.list_rows())
         assert [(line["run"], line["status"], line["epoch"], line["best"]) for line in table] == [
-            ("sweep_001", "STOPPED", "2 trials", "0.3000"),
+            ("sweep_001", "STOPPED", "2 trials", "0.4000 ± 0.1414"),
             ("  run_001", "SUCCEEDED", "-", "0.5000"),
             ("  run_003", "SUCCEEDED", "-", "0.3000"),
             ("  run_004", "PRUNED", "-", "0.4000"),

@@ -14,12 +14,14 @@ from stored_sweeps import LR, WIDTH, store_run, store_sweep
 
 from mlx_runtime.cli import mlx
 from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import comparison
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.files import Storage, joined
 from mlx_runtime.sweeps.results import SweepResult
 from mlx_runtime.sweeps.scores import typed
+from mlx_runtime.sweeps.states import read_trial
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +81,12 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     runs = [[store_run(root, {"val/loss": fold, "test/loss": last}) for fold in folds] for folds in curves]
     trials = [{"values": {"a": str(number)}, "runs": own} for number, own in enumerate(runs)]
     trials[2]["runs"] = [runs[2][0], None]
-    result = SweepResult(store_sweep(root, trials, folds=2))
+    overrides = [
+        "cfg.num_epochs=3",
+        "cfg.splitter={_target_: sklearn.model_selection.KFold}",
+        "+cfg.splitter.shuffle=true",
+    ]
+    result = SweepResult(store_sweep(root, trials, folds=2, overrides=overrides))
     first, second, third = result.trials
     assert (first.epoch, first.score, second.epoch, second.score) == (2, pytest.approx(0.3), 3, pytest.approx(0.4))
     assert result.best is first
@@ -92,16 +99,47 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
     assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
     assert [*runs_table.index[:2]] == ["run_001", "run_002"]
-    assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None}
-    first_fold = run_folder(root, "digits", runs[0][0])
-    Checkpoints(first_fold.checkpoints).save({}, Checkpoint(1, True, 19, {}))
-    assert result.summary()["checkpoint"] is None  # there is one per fold
+    assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None, "splitter": None}
+    saved = Checkpoints(run_folder(root, "digits", runs[0][0]).checkpoints)
+    kept = saved.save({}, Checkpoint(1, True, 19, {"val/loss": 0.4}))
+    saved.save({}, Checkpoint(2, True, 29, {"val/loss": 0.5}))
+    assert result.summary()["checkpoints"] == [saved.path(kept), None]
+    assert comparison.best_lines(result.summary()) == [
+        "val/loss  0.3000 ± 0.1414 (min, epoch 2)",
+        "trial     1 of digits/sweep_001",
+        "values    a=0",
+        "run       digits/run_001, run_002",
+        f"fold 1    {saved.path(kept)}",
+        "fold 2    no checkpoint of epoch 2 is kept",
+        "train it  mlx train run cfg.num_epochs=3 a=0",  # on all rows, so without the splitter
+    ]
+
+
+def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str) -> None:
+    best = {"epoch": 1, "step": 15, "value": 0.1, "path": "…"}
+    names = []
+    for number, value in ((1, 0.3), (2, 0.2)):
+        facts = {"sweep": {"name": "sweep_001", "trial": number, "fold": None}, "best": best if number == 1 else None}
+        names.append(store_run(root, {"val/loss": [0.5, value, 0.4]}, **facts))
+    entries = [{"values": {"a": "1"}, "runs": [name]} for name in names]
+    result = SweepResult(store_sweep(root, entries))
+    assert [(trial.epoch, trial.score, trial.metrics["val/loss"]) for trial in result.ranked()] == [
+        (2, 0.1, 0.1),
+        (2, 0.2, 0.2),
+    ]
+    saved = Checkpoints(run_folder(root, "digits", names[0]).checkpoints)
+    for step, value in ((15, 0.1), (19, 0.3)):
+        saved.save({}, Checkpoint(1, step == 19, step, {"val/loss": value}))
+    assert result.summary()["checkpoint"] == joined(saved._storage.root, "epoch_0002_step_00000015")
+    for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
+        stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
+        assert read_trial(result.folder, stored, "val/loss", "min", folds=False).best("min") == found
 
 
 def test_a_fold_that_has_got_further_than_the_others(root: str) -> None:
     runs = [store_run(root, {"val/loss": values}) for values in ([0.5, 0.3, 0.1], [0.3, 0.5])]
     (trial,) = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": runs}], folds=2)).trials
-    assert (trial.curve, trial.epoch) == ({1: pytest.approx(0.4), 2: pytest.approx(0.4)}, 1)  # the first of equals
+    assert (trial.curve, trial.epoch) == ({1: pytest.approx(0.4), 2: pytest.approx(0.4)}, 2)  # the last of equals
 
 
 def test_the_best_of_a_maximum(root: str) -> None:

@@ -103,6 +103,7 @@ def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> No
         (1, "SUCCEEDED", (1, 2.0)),
         (2, "SUCCEEDED", (1, 3.0)),
     ]
+    assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 1, "value": 2.0, "std": 1.0}
 
 
 def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
