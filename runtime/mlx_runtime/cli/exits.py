@@ -76,5 +76,6 @@ def _single_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        if interrupted_at == -math.inf:  # otherwise the process is exiting, and a repeat must not disturb that
+        # Otherwise the process is exiting, and neither a repeat nor a Ctrl-C after the work has ended may disturb that.
+        if interrupted_at == -math.inf and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,9 @@
 """Start a sweep, or resume one: everything that is checked and claimed before the first run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, differences, merged, plan
-from mlx_runtime.sweeps.states import read_trial
-from mlx_runtime.sweeps.sweep import Listener, Sweep
+from mlx_runtime.sweeps.states import TrialState, read_trial
+from mlx_runtime.sweeps.sweep import Listener, Sweep, outcome
 
 FOLDS = "folds.npz"
 """File of a sweep with the numbers of the rows that each fold holds out."""
@@ -73,6 +74,25 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
     return dataclasses.replace(found, folder=folder)
 
 
+def finished_trials(plan: SweepPlan, *, retry_failed: bool) -> list[TrialState] | None:
+    """Return the trials of the sweep that a plan resumes if it has ended and none is left to run, else None."""
+    assert plan.folder is not None, "it resumes a sweep"
+    record = records.recorded(plan.folder)
+    if record["status"] not in ("SUCCEEDED", "FAILED"):
+        return None
+    trials = _stored_trials(plan, record, retry_failed)
+    return None if outcome(plan, trials).unfinished else trials
+
+
+def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: bool) -> list[TrialState]:
+    folder, definition = plan.folder, plan.definition
+    assert folder is not None, "it resumes a sweep"
+    of_definition = {"folds": definition.folds is not None, "retry_failed": retry_failed}
+    return map_concurrently(
+        lambda entry: read_trial(folder, entry, definition.metric, definition.mode, **of_definition), record["trials"]
+    )
+
+
 def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listeners: Sequence[Listener] = ()) -> Sweep:
     """Become the driver of a sweep: of a new one, or of the one that the plan resumes.
 
@@ -85,13 +105,7 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
     facts |= {"definition": definition.as_json(), "monitor": definition.metric, "mode": definition.mode}
     if plan.folder is not None:
         folder, before = plan.folder, records.recorded(plan.folder)
-        folds = definition.folds is not None
-        trials = map_concurrently(
-            lambda entry: read_trial(
-                folder, entry, definition.metric, definition.mode, folds=folds, retry_failed=retry_failed
-            ),
-            before["trials"],
-        )
+        trials = _stored_trials(plan, before, retry_failed)
         attempt = records.take_over(folder)
         facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
         if Settings.read().job is None:

@@ -20,6 +20,21 @@ from mlx_runtime.training.stop_requests import StopRequests
 Listener = Callable[[Event], None]
 
 
+def planned_trials(plan: SweepPlan, begun: Sequence[TrialState]) -> int:
+    """Return the number of trials of a sweep, of which some were begun."""
+    outside = [trial for trial in begun if trial.values not in plan.space]  # it was changed with --force
+    return max(len(begun), plan.definition.trials + (len(outside) if plan.space.size else 0))
+
+
+def outcome(plan: SweepPlan, trials: Sequence[TrialState]) -> SweepEnded:
+    """Return how a sweep would end if no other trial began."""
+    unfinished = planned_trials(plan, trials) - sum(trial.done for trial in trials)
+    failed = sum(trial.status == "FAILED" for trial in trials)
+    status = "STOPPED" if unfinished else "FAILED" if failed == len(trials) else "SUCCEEDED"
+    best = best_trial(trials, plan.definition.mode)
+    return SweepEnded(status, best.number if best else None, unfinished, failed)
+
+
 class Sweep:
     """The trials of a sweep that this process drives. An engine asks it for runs, and reports what they do.
 
@@ -47,8 +62,7 @@ class Sweep:
         # By run, until one of them has recorded the metric.
         self._first_epochs: dict[str, EpochEnded] | None = None if recorded else {}
         definition = plan.definition
-        outside = [trial for trial in self.trials if trial.values not in plan.space]  # it was changed with --force
-        self._count = max(len(self.trials), definition.trials + (len(outside) if plan.space.size else 0))
+        self._count = planned_trials(plan, self.trials)
         self._study = Study(
             plan.space,
             search=definition.search,
@@ -145,7 +159,7 @@ class Sweep:
         if self.control.taken_over:
             self.record.disown()
             raise MlxError(f"{folder.title} was taken over by another driver; this one has ended")
-        ended = self._outcome()
+        ended = outcome(self.plan, self.trials)
         self.record.finish(ended.status, best=self._best())
         self._emit(ended)
         if self.problem is not None:
@@ -158,13 +172,6 @@ class Sweep:
             return None
         epoch, value = best
         return {"trial": trial.number, "epoch": epoch, "value": value, "std": trial.deviation(epoch)}
-
-    def _outcome(self) -> SweepEnded:
-        unfinished = self._count - sum(trial.done for trial in self.trials)
-        failed = sum(trial.status == "FAILED" for trial in self.trials)
-        status = "STOPPED" if unfinished else "FAILED" if failed == len(self.trials) else "SUCCEEDED"
-        best = best_trial(self.trials, self.plan.definition.mode)
-        return SweepEnded(status, best.number if best else None, unfinished, failed)
 
     def _job(self, trial: TrialState, index: int) -> TrialJob:
         """Claim the folder of a run, unless it was claimed before, and return what its process needs."""

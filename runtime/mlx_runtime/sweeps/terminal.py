@@ -6,11 +6,12 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import Settings
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, plan
@@ -18,8 +19,9 @@ from mlx_runtime.sweeps.display import SweepDisplay
 from mlx_runtime.sweeps.engines.base import SweepEngine
 from mlx_runtime.sweeps.engines.local import Local
 from mlx_runtime.sweeps.events import SweepEnded, SweepStarted
-from mlx_runtime.sweeps.starting import claim, find_sweep, resumed_plan
-from mlx_runtime.sweeps.sweep import Sweep
+from mlx_runtime.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
+from mlx_runtime.sweeps.states import TrialState
+from mlx_runtime.sweeps.sweep import Sweep, outcome
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 MAX_TIME = "--max-time"
@@ -58,6 +60,8 @@ def run_sweep(
         checked = plan(experiment, asked, large=large)
     else:
         checked = resumed_plan(experiment, find_sweep(resume), asked, force=force, large=large)
+        if (trials := finished_trials(checked, retry_failed=retry_failed)) is not None:
+            return _show_results(checked, trials)
     engine = engine_for(checked)  # before anything is written: the trials may not fit
     with contextlib.closing(engine), contextlib.ExitStack() as stack:
         terminal = _Terminal(checked, stack)
@@ -69,7 +73,8 @@ def run_sweep(
             stack.callback(timer.cancel)
         with _signals(sweep), sweep.running():
             engine.run(sweep)
-    _report(sweep, terminal.ended)
+    assert terminal.ended is not None, "it ended without an error"
+    _report(sweep.record.folder, sweep.trials, terminal.ended, sweep.control.reason)
 
 
 def engine_for(checked: SweepPlan) -> SweepEngine:
@@ -84,6 +89,18 @@ def engine_for(checked: SweepPlan) -> SweepEngine:
         return TuneTrials(checked)
     definition = checked.definition
     return Local(checked.config.cfg, definition.parallel, definition.gpus_per_trial)
+
+
+def _show_results(checked: SweepPlan, trials: Sequence[TrialState]) -> None:
+    """Print the results of a sweep that has ended. Its record stays as it is."""
+    assert checked.folder is not None, "it resumes a sweep"
+    _ignore_signals()
+    ended = outcome(checked, trials)
+    with contextlib.ExitStack() as stack:
+        terminal = _Terminal(checked, stack)
+        terminal.handle(SweepStarted(checked.folder, checked.definition, tuple(trials)))
+        terminal.handle(ended)
+    _report(checked.folder, trials, ended, None)
 
 
 class _Terminal:
@@ -108,7 +125,10 @@ class _Terminal:
 
 @contextlib.contextmanager
 def _signals(sweep: Sweep) -> Iterator[None]:
-    """Stop the sweep at the first Ctrl-C or SIGTERM within the block, and kill its trials at the second Ctrl-C."""
+    """Stop the sweep at the first Ctrl-C or SIGTERM within the block, and kill its trials at the second Ctrl-C.
+
+    Once the sweep has ended, the process is exiting and ignores both.
+    """
 
     def stop(number: int, _: Any) -> None:
         if sweep.control.reason is None:
@@ -116,21 +136,25 @@ def _signals(sweep: Sweep) -> Iterator[None]:
         elif number == signal.SIGINT:
             sweep.kill()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _ignore_signals()
 
 
-def _report(sweep: Sweep, ended: SweepEnded | None) -> None:
+def _ignore_signals() -> None:
+    """Ignore Ctrl-C and SIGTERM until this process exits: it only prints what has been done."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _report(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
     """Raise what the exit code of the command follows from, unless the sweep succeeded."""
-    assert ended is not None, "it ended without an error"
-    folder, reason = sweep.record.folder, sweep.control.reason
     resume = shlex.join(["mlx", "train", "sweep", f"--resume={folder.name}"])
     if ended.status == "FAILED":
-        first = next(trial for trial in sweep.trials if trial.status == "FAILED")
+        first = next(trial for trial in trials if trial.status == "FAILED")
         raise MlxError(
             f"all {ended.failed} trials failed. See the log of the first: mlx xp logs {folder.experiment} "
             f"{first.runs[0]}"

@@ -25,6 +25,7 @@ Make = Callable[[str], Path]
 
 COMMON = ("--metric=val/mse", "--mode=min", "cfg.start_workers=0", "cfg.num_epochs=2")
 LR = "optimizers.adam.lr=0.1,0.01"
+OWN_PROCESS = {"PYTHONUNBUFFERED": "1"}  # with pipes, and the exit of an interpreter
 
 
 def record(folder: Path, name: str = "sweep_001") -> dict[str, Any]:
@@ -72,14 +73,28 @@ def test_the_output_names_the_best_trial_and_the_command_that_trains_it(swept: t
     assert sum("SUCCEEDED" in line for line in lines) == 8  # as each trial ends, and in the table
 
 
-def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], mlx: Mlx) -> None:
+def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], start: Start) -> None:
+    """It keeps its command, times and attempts; Ctrl-C when its results are printed already changes nothing."""
     folder, _ = swept
-    before = table(folder)
-    done = mlx(folder, "train", "sweep", "--resume", "-q")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("folder    ")
-    assert "train it" in done.stdout
-    assert table(folder) == before
+    before = (table(folder), record(folder))
+    process = start(folder, "train", "sweep", "--resume", "-q", **OWN_PROCESS)
+    printed, err = interrupted_at_the_end(process)
+    assert (err, process.returncode) == ("", 0)
+    assert printed[0].startswith("folder    ")
+    assert any(line.startswith("train it") for line in printed)
+    assert (table(folder), record(folder)) == before
+
+
+def interrupted_at_the_end(process: Any) -> tuple[list[str], str]:
+    """Press Ctrl-C again and again once a sweep has printed its results. Return its output."""
+    printed: list[str] = []
+    while not printed or not printed[-1].startswith("took"):
+        printed.append(process.stdout.readline())
+        assert printed[-1], process.stderr.read()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    return printed, process.stderr.read()
 
 
 def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
@@ -144,11 +159,15 @@ def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start:
     assert record(folder, "run_001")["attempt"] == 2
 
 
-def test_a_sweep_ends_after_its_time(experiment: Make, mlx: Mlx) -> None:
+def test_a_sweep_ends_after_its_time(experiment: Make, start: Start) -> None:
     folder = experiment("faults")
-    done = mlx(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=3s")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Resume: mlx train sweep --resume=sweep_001" in done.stderr
+    process = start(
+        folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=3s", **OWN_PROCESS
+    )
+    printed, err = interrupted_at_the_end(process)
+    assert process.returncode == 0, f"{printed} {err}"
+    stopped = "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001"
+    assert err == f"{stopped}\n"
     assert record(folder)["status"] == "STOPPED"
 
 
