@@ -50,7 +50,11 @@ def ls(
 
     NAME may also be a repository that a run is mirrored to, like hf://user/name.
     """
-    rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses)
+
+    def warn(text: str) -> None:
+        say(f"warning: {text}", err=True)
+
+    rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
     if html is not None:
         from mlx_runtime.runs import report
 

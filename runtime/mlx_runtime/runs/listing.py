@@ -155,16 +155,17 @@ def list_rows(
     sort: str | None = None,
     mode: str | None = None,
     ask: AskJobs | None = None,
+    warn: Callable[[str], object] | None = None,
 ) -> list[Row]:
     """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
 
     Optionally only those with a status, or of a sweep, named with or without `sweep_`.
     `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
-    smallest first. Runs without a value come last.
+    smallest first. Runs without a value come last. `warn` is that of `lookup.storage_root`.
     """
     if name is not None and is_hub(name):
         return [_mirrored_row(name)]
-    root = lookup.storage_root()
+    root = lookup.storage_root(warn)
     folders = list_runs(root, name)
     if name is not None and not folders:
         find_run(root, name)  # raises, with the experiments that exist
@@ -229,7 +230,7 @@ def _sweep_table(rows: Sequence[Row], metric: str | None) -> list[dict[str, str]
 
 def empty_message(status: str | None) -> str:
     """Explain an empty listing."""
-    root = lookup.storage_root()
+    root = lookup.storage_root(lambda text: None)
     if status is not None:
         return f"no run in {root} is {status}"
     return f"there are no runs in {root} yet; start one with: mlx train run"

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,19 @@ RUNS = "runs"
 """The default storage, where there is no conf.yaml."""
 
 
-def storage_root() -> str:
-    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`."""
-    path = Settings.read().storage or conf_value("cfg.storage_path")
+def storage_root(warn: Callable[[str], object] | None = None) -> str:
+    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`.
+
+    With `warn`, a conf.yaml that cannot be read is no error if there is such a folder; it is called with a line.
+    """
+    path = Settings.read().storage
+    try:
+        path = path or conf_value("cfg.storage_path")
+    except ConfigError as error:
+        if warn is None or not Path(RUNS).is_dir():
+            raise
+        warn(f"{error}. Until then, the runs in {Path(RUNS).resolve()} are listed")
+        path = RUNS
     if path is None and not CONF.is_file() and Path(RUNS).is_dir():
         path = RUNS
     if path is None:

@@ -147,6 +147,22 @@ class TestLs:
         done = mlx(trained, "xp", "ls", "--status", "failed")
         assert (done.returncode, done.stdout, done.stderr) == (0, "", f"no run in {trained / 'runs'} is FAILED\n")
 
+    def test_a_broken_conf_hides_no_runs(self, made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        made()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLX_STORAGE")
+        Path("src").mkdir()
+        Path("src/conf.yaml").write_text("cfg: [")
+        done = CliRunner().invoke(mlx_command, ["xp", "ls"])
+        assert done.exit_code == 0
+        assert done.stdout.splitlines()[1].split()[:3] == ["digits", "run_001", "SUCCEEDED"]
+        [warning] = done.stderr.splitlines()
+        assert warning.startswith("warning: cannot read src/conf.yaml: ")
+        assert warning.endswith(f"; fix it. Until then, the runs in {tmp_path / 'runs'} are listed")
+        done = CliRunner().invoke(mlx_command, ["xp", "rm", "digits", "1", "-y"])  # it may not be the one that is meant
+        assert done.exit_code == 1
+        assert done.stderr.startswith("error: cannot read src/conf.yaml: ")
+
     def test_every_status(self, storage: str, made: Made) -> None:
         here, elsewhere = leases.this_process(), leases.this_process() | {"boot": "elsewhere"}
         for status in ("SUCCEEDED", "FAILED", "PRUNED", "STOPPED"):
