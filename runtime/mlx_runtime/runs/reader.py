@@ -73,18 +73,33 @@ class Run:
         with reading(self._folder, "conf.yaml"):
             return parsed(self._folder.read("conf.yaml"))
 
-    def metrics(self) -> "pandas.DataFrame":
-        """Return all recorded metrics: one row per report, with `step`, `epoch`, `timestamp` (seconds since 1970) and a
-        column per metric, NaN where a report lacks it.
+    def metrics(self, by: Literal["report", "epoch"] = "report") -> "pandas.DataFrame":
+        """Return all recorded metrics, with `step`, `epoch` (from 0), `timestamp` (seconds since 1970) and a column per
+        metric, NaN where a row lacks it.
+
+        Args:
+            by: `report` for one row per report, which holds the metrics of one pass; or `epoch` for one row per epoch,
+                with the last value of each metric in that epoch: of several evaluations, the last one. Step and
+                timestamp are those of its last report.
 
         Raises:
+            UsageError: `by` is something else.
             StorageError: they cannot be read.
         """
         import pandas
 
+        if by not in ("report", "epoch"):
+            raise UsageError(f"metrics(by={by!r}): there is one row per 'report' or per 'epoch'")
+
         with reading(self._folder, "metrics.jsonl"):
             *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last one
-            return pandas.DataFrame([from_json(line, {}) for line in lines])
+            rows = [from_json(line, {}) for line in lines]
+        if by == "epoch":
+            epochs: dict[int, dict[str, Any]] = {}
+            for row in rows:
+                epochs.setdefault(row["epoch"], {}).update(row)
+            rows = [epochs[epoch] for epoch in sorted(epochs)]
+        return pandas.DataFrame(rows)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the results of `mlx train eval`, oldest first: `time`, `checkpoint`, `metrics`, `command`, versions, …

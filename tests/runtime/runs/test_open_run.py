@@ -57,6 +57,12 @@ def test_its_record_config_and_numbers(run: Path, monkeypatch: pytest.MonkeyPatc
     frame = found.metrics()
     assert {"step", "epoch", "timestamp", "train/cross_entropy", "val/accuracy", "lr/adam"} <= set(frame.columns)
     assert frame["val/accuracy"].dropna().between(0, 1).all()
+    by_epoch = found.metrics(by="epoch")
+    assert [*by_epoch["epoch"]] == [0, 1]
+    assert [*by_epoch["step"]] == [*frame.groupby("epoch")["step"].max()]
+    for name in ("train/cross_entropy", "val/accuracy"):  # of two evaluations in an epoch, the last one
+        assert [*by_epoch[name]] == [*frame.groupby("epoch")[name].last()]
+        assert len(frame[name].dropna()) > 2
     assert math.isclose(frame["test/accuracy"].dropna().iloc[-1], found.record["metrics"]["test/accuracy"])
 
 
