@@ -43,10 +43,11 @@ FACTS = ("training_iteration", "timestamp", "date", "time_this_iter_s", "time_to
 MAX_POINTS = 2_000
 """Points per curve; each section of a longer one is drawn by its minimum and maximum."""
 
-GROUPS = ("lr", "time")
-"""Prefixes, as in `lr/adam`, whose curves share a chart. Other charts have one per metric: `train/loss`, `val/loss`."""
+GROUP = "lr"
+"""Prefix, as in `lr/adam`, whose curves share a chart. Other charts have one per metric: `train/loss`, `val/loss`."""
 
-LAST_CHARTS = (*GROUPS, "samples_per_s")
+LAST_CHARTS = (GROUP, "time", "samples_per_s")
+"""Prefixes and names of numbers that are drawn below the metrics."""
 
 Point = tuple[int, float | None, int]
 """Step, value (None for NaN), epoch counted from 1."""
@@ -77,7 +78,9 @@ def render_runs(rows: Sequence[Row]) -> str:
     columns = [name for name in COLUMNS if name != "experiment"]
     facts = [known_facts(row) for row in rows]
     page = PAGES / "runs.html"
-    return render(page, title="Runs", experiments=experiments, columns=columns, facts=facts, count=len(rows))
+    trials = [_sweep(row) for row in rows]
+    shown: dict[str, Any] = {"columns": columns, "facts": facts, "trials": trials, "count": len(rows)}
+    return render(page, charts=(), title="Runs", experiments=experiments, **shown)
 
 
 def write(page: str, file: Path) -> None:
@@ -173,7 +176,7 @@ def known_facts(row: Row) -> dict[str, str]:
 def _sweep(row: Row) -> str:
     if not row.sweep:
         return ""
-    fold = "" if row.sweep.get("fold") is None else f", fold {row.sweep['fold']}"
+    fold = "" if row.sweep.get("fold") is None else f", fold {row.sweep['fold'] + 1}"
     values = " ".join(f"{name}={value}" for name, value in row.sweep.get("values", {}).items())
     return f"{row.sweep['name']}, trial {row.sweep['trial']}{fold}: {values}"
 
@@ -229,8 +232,8 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
     charts: dict[str, dict[str, Any]] = {}
     for name, points in curves.items():
         group, _, short = name.partition("/")
-        title, label = (group, short) if group in GROUPS or not short else (short, group)
-        chart = charts.setdefault(title, {"title": title, "order": 2 if title in LAST_CHARTS else 1, "curves": []})
+        title, label = (group, short) if group == GROUP or not short else (short, group)
+        chart = charts.setdefault(title, {"title": title, "order": 2 if group in LAST_CHARTS else 1, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
         steps, values, epochs = zip(*thin(points), strict=True)
         chart["curves"].append({"name": escaped(label or title), "x": steps, "y": values, "epochs": epochs})

@@ -20,6 +20,9 @@ MIN_TRIALS = 6
 MAX_FOLDED = 24
 """Trials whose folds are drawn, the best ones."""
 
+MAX_MARKED = 10
+"""Numbers to choose from above which an axis has the usual ticks."""
+
 MAX_POINTS = 500
 """Points of learning curves above which only their lines are drawn."""
 
@@ -63,15 +66,19 @@ class Axis:
         name: Short name.
         values: One per trial.
         log: True for a logarithmic axis, if all values are positive numbers; None to decide by the values.
+        chosen: True if the numbers are choices, which are marked on the axis unless there are many.
     """
 
-    def __init__(self, key: str, name: str, values: Sequence[Any], log: bool | None = None) -> None:
+    def __init__(
+        self, key: str, name: str, values: Sequence[Any], log: bool | None = None, *, chosen: bool = False
+    ) -> None:
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in values)
         positive = numbers and min(values) > 0
         self.key, self.name = key, escaped(name)
         self.log = positive and (max(values) >= LOG_RATIO * min(values) if log is None else log)
         texts = [f"{value:.4g}" if numbers else str(value) for value in values]
         self.choices = [] if numbers else sorted(set(texts))
+        self.marked = chosen and len(set(texts)) <= MAX_MARKED
         self.positions: list[float] = [*values] if numbers else [self.choices.index(text) for text in texts]
         self.texts = [escaped(text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}…") for text in texts]
 
@@ -82,17 +89,25 @@ class Axis:
         return [(item - low) / (high - low) if high > low else 0.5 for item in scaled]
 
     def ticks(self, places: Sequence[float]) -> dict[float, str]:
-        """Return the text at some of the places of the trials: at all choices, or at both ends of numbers."""
+        """Return the text at some of the places of the trials: at choices, or at both ends of other numbers."""
         found = dict(sorted(zip(places, self.texts, strict=True)))
-        return {place: text for place, text in found.items() if self.choices or place in (min(found), max(found))}
+        low, high = min(found), max(found)
+        return {place: text for place, text in found.items() if self.choices or self.marked or place in (low, high)}
 
     def layout(self) -> Chart:
         """Return the axis for Plotly."""
         title = {"text": self.name, "standoff": 4}
-        if not self.choices:
-            return {"title": title, "type": "log" if self.log else "linear", "exponentformat": "e"}
         ticks = self.ticks(self.positions)
-        return {"title": title, "tickvals": [*ticks], "ticktext": [*ticks.values()], "range": [-0.5, len(ticks) - 0.5]}
+        marks = {"title": title, "tickvals": [*ticks], "ticktext": [*ticks.values()]}
+        if self.choices:
+            return marks | {"range": [-0.5, len(ticks) - 0.5]}
+        numbers: Chart = {"title": title, "type": "log" if self.log else "linear", "exponentformat": "e"}
+        if self.marked:
+            return numbers | marks
+        value = next(iter(ticks))
+        if len(ticks) == 1 and value and not self.log:  # Plotly's axis would extend by 1 on both sides
+            numbers["range"] = [value - abs(value) / 2, value + abs(value) / 2]
+        return numbers
 
 
 def parallel(trials: Sequence[Trial], axes: Sequence[Axis]) -> Chart:
@@ -185,7 +200,7 @@ def folds(metric: str, trials: Sequence[Trial]) -> Chart:
     each = []
     for place, trial in enumerate(trials):
         values = {run.fold: run.epochs[trial.epoch or 0][metric] for run in trial.runs}
-        texts = [f"fold {fold}: {value:.4g}" for fold, value in values.items()]
+        texts = [f"fold {(fold or 0) + 1}: {value:.4g}" for fold, value in values.items()]
         each.append(Mark([place + 0.1] * len(values), [*values.values()], texts))
     means = [Mark([place], [trial.metrics[metric]], [spread_text(trial, metric)]) for place, trial in enumerate(trials)]
     drawn = _trace(Look("mean ± standard deviation", "--first", 1, 2), trials, means, "markers")

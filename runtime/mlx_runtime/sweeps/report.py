@@ -40,18 +40,17 @@ def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, An
     scores = Axis(metric, metric, [trial.score for trial in trials])
     axes = _parameters(result, trials)
     few = f"The estimate needs {charts.MIN_TRIALS} finished trials, and parameters that differ between them."
-    sections = [
-        _section("Parallel coordinates", [charts.parallel(trials, [*axes, scores])] if axes else []),
-        _section("Parameters", [charts.against(trials, axis, scores) for axis in axes], narrow=True),
-        _section("Importance of parameters", charts.importance(trials, axes), few),
-        _section("Learning curves", [charts.curves(metric, trials)]),
-    ]
-    return [*sections, _section("Folds", [charts.folds(metric, trials)])] if result.folds else sections
+    sections = [_section("Folds", [charts.folds(metric, trials)])] if result.folds else []
+    if axes:
+        sections += [
+            _section("Parallel coordinates", [charts.parallel(trials, [*axes, scores])]),
+            _section("Parameters", [charts.against(trials, axis, scores) for axis in axes], narrow=True),
+            _section("Importance of parameters", charts.importance(trials, axes), few),
+        ]
+    return [*sections, _section("Learning curves", [charts.curves(metric, trials)])]
 
 
-def _section(
-    title: str, found: Sequence[Chart], missing: str = "No parameter differs between trials.", *, narrow: bool = False
-) -> dict[str, Any]:
+def _section(title: str, found: Sequence[Chart], missing: str = "", *, narrow: bool = False) -> dict[str, Any]:
     return {"title": title, "charts": found, "missing": missing, "narrow": narrow}
 
 
@@ -62,7 +61,7 @@ def _parameters(result: SweepResult, trials: Sequence[Trial]) -> list[Axis]:
     logarithmic = {key: bool(re.search(r"\btag\(\s*log\b", text)) for key, text in typed.items()}
     names = short_names(list(dict.fromkeys(key for trial in trials for key in trial.values)))
     axes = [
-        Axis(key, name, [trial.values.get(key) for trial in trials], logarithmic.get(key))
+        Axis(key, name, [trial.values.get(key) for trial in trials], logarithmic.get(key), chosen=key not in typed)
         for key, name in names.items()
     ]
     return [axis for axis in axes if len(set(axis.positions)) > 1]

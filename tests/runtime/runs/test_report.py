@@ -25,6 +25,8 @@ CURVES = "document.querySelectorAll('.plot .scatterlayer .trace path.js-line').l
 TEXT = "document.body.innerText"
 DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 
+TIMES = ("step_s", "data_wait_pct", "epoch_s")
+
 EVIL = "</script><img src=x onerror='window.pwned=1'><script>window.pwned=1</script>%{x}<b>\u2028"
 """Texts that would change a page without escaping."""
 
@@ -94,7 +96,7 @@ class TestOfARun:
     def test_its_curves_are_drawn(self, browser: Browser, page_of_run: Path) -> None:
         page = opened(browser, page_of_run)
         titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
-        assert titles == ["accuracy", "cross_entropy", "f1", "confidence", "lr", "samples_per_s", "time"]
+        assert titles == ["accuracy", "cross_entropy", "f1", "confidence", "lr", "samples_per_s", *TIMES]
         charts = page.evaluate(
             "[...document.querySelectorAll('.plot')].map(plot => ["
             " [...plot.querySelectorAll('.legendtext')].map(item => item.textContent),"
@@ -275,6 +277,23 @@ class TestOfRuns:
     def test_none(self, browser: Browser, tmp_path: Path) -> None:
         report.write(report.render_runs([]), tmp_path / "runs.html")
         assert "There are no runs." in opened(browser, tmp_path / "runs.html").evaluate(TEXT)
+
+
+def test_constants_and_trials(browser: Browser, tmp_path: Path) -> None:
+    """An axis on which a constant is not 0, one chart per unit, and the values of trials in a listing."""
+    folder = claim_run(str(tmp_path), "digits")
+    values = {"optimizers.adam.lr": "0.01"}
+    sweep = {"name": "sweep_001", "trial": 3, "fold": 0, "values": values}
+    records.Record(folder, status="SUCCEEDED", sweep=sweep)
+    rates = {"lr/adam": 0.0005, "time/step_s": 0.1, "time/data_wait_pct": 40.0}
+    folder.metrics.write_text("".join(json.dumps({"step": step, "epoch": 0} | rates) + "\n" for step in (1, 2)))
+    report.write(report.render_run(folder), tmp_path / "run.html")
+    page = opened(browser, tmp_path / "run.html")
+    ranges = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.layout.yaxis.range)")
+    assert ranges == [pytest.approx([value / 2, 1.5 * value]) for value in rates.values()]
+    report.write(report.render_runs(listing.summarize([folder])), tmp_path / "runs.html")
+    text = opened(browser, tmp_path / "runs.html").evaluate("document.querySelector('table').innerText")
+    assert "run_001 sweep_001, trial 3, fold 1: optimizers.adam.lr=0.01" in text
 
 
 @pytest.mark.pure

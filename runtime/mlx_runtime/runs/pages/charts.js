@@ -39,9 +39,19 @@ function trace(curve) {
   };
 }
 
+// Plotly's axis around a constant extends by 1 on both sides, where 0.001 looks like 0.
+function around(values) {
+  const numbers = new Set(values.filter(Number.isFinite));
+  const [value] = numbers;
+  return numbers.size === 1 && value ? [value - Math.abs(value) / 2, value + Math.abs(value) / 2] : null;
+}
+
 function figure(chart) {
   const common = layout();
-  if (chart.curves) return [chart.curves.map(trace), common];
+  if (chart.curves) {
+    const range = around(chart.curves.flatMap((curve) => curve.y));
+    return [chart.curves.map(trace), {...common, yaxis: {...common.yaxis, ...(range && {range})}}];
+  }
   const paint = (key, value) => (/color$/.test(key) ? colour(value) : value);
   const [traces, own] = JSON.parse(JSON.stringify([chart.traces, chart.layout]), paint);
   const axes = {xaxis: {...common.xaxis, ...own.xaxis}, yaxis: {...common.yaxis, ...own.yaxis}};
