@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from mlx_runtime.distributed.peers import preempted
 from mlx_runtime.distributed.topology import Topology
 
-SECONDS_PER_VOTE = 0.2
-"""Maximum time that a request to stop waits, in addition to the current step."""
+SECONDS_PER_VOTE = 0.1
+"""Time between two rounds. A request waits for up to two of them, or for the next step if steps take longer."""
 
-MAX_STEPS_PER_VOTE = 100
+MAX_STEPS_PER_VOTE = 50
 """Limits the wait if steps suddenly become much slower."""
 
 VOTES_PER_PREEMPTION_CHECK = 10
@@ -26,7 +27,8 @@ class StopConsensus:
     """Lets all workers agree, between steps, on what any of them requested. Every worker must make the same calls.
 
     A round is one small collective on the CPU. Its result includes the number of steps until the next one, so that all
-    workers wait equally long, about `SECONDS_PER_VOTE`.
+    workers wait equally long, about `SECONDS_PER_VOTE`. The loop does not wait for a round: its result is read when the
+    next one is due, unless that is after every step.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -34,24 +36,45 @@ class StopConsensus:
         self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
         self._steps_left = self._interval = 1
         self._voted_at = time.monotonic()
+        self._round: tuple[Any, torch.Tensor] | None = None  # under way
 
     def due(self) -> bool:
         """Count a step. Return True if a round is due."""
         self._steps_left -= 1
         return self._steps_left <= 0
 
+    def poll(self, request: int) -> int:
+        """Begin a round, and return the result of the previous one; that of this one if rounds follow every step."""
+        result = self._finish()
+        self._begin(request)
+        return result if self._interval > 1 else max(result, self._finish())
+
     def vote(self, request: int) -> int:
         """Return the maximum of the requests of all workers; 0 is none."""
+        return max(self.poll(request), self._finish())
+
+    def _begin(self, request: int) -> None:
         now = time.monotonic()
         taken = max(1, self._interval - self._steps_left)  # fewer than the interval at the end of an epoch
         per_step, self._voted_at = (now - self._voted_at) / taken, now
         interval = int(min(MAX_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
+        votes = torch.tensor([request, interval if self._topology.rank == 0 else 0])
+        work = None
         if self._group is not None:
-            votes = torch.tensor([request, interval if self._topology.rank == 0 else 0])
-            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=self._group)
-            request, interval = votes.tolist()
-        self._steps_left = self._interval = interval
-        return request
+            work = torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
+        self._round, self._steps_left = (work, votes), self._interval
+
+    def _finish(self) -> int:
+        """Wait for the round under way, and return its result; 0 if there is none."""
+        if self._round is None:
+            return 0
+        (work, votes), self._round = self._round, None
+        if work is not None:
+            work.wait()
+        request, interval = votes.tolist()
+        self._steps_left += interval - self._interval
+        self._interval = interval
+        return int(request)
 
 
 class StopPoll:
@@ -81,7 +104,7 @@ class StopPoll:
         """Count a training step, and run a round if one is due. Return True if a node is being preempted."""
         if self.agreed or not self._consensus.due():
             return False
-        self.vote()
+        self.agreed = bool(self._consensus.poll(self._requested()))
         self._votes += 1
         if not self._preemptible or self._preempted or self._votes % VOTES_PER_PREEMPTION_CHECK:
             return False

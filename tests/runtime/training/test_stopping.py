@@ -1,5 +1,9 @@
 """Agreement of all workers to stop."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from sessions import ALONE
@@ -31,7 +35,7 @@ class TestInterval:
         return most
 
     def test_it_comes_about_as_often_however_long_steps_take(self, clock: list[float]) -> None:
-        for seconds, wanted in ((0.02, 10), (0.1, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
+        for seconds, wanted in ((0.01, 10), (0.05, 2), (3.0, 1), (1e-6, MAX_STEPS_PER_VOTE)):
             consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
             self.steps(consensus, clock, seconds)
             consensus.vote(0)
@@ -42,9 +46,50 @@ class TestInterval:
         consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
         self.steps(consensus, clock, 0.002)
         consensus.vote(0)
-        self.steps(consensus, clock, 0.09, most=20)
+        self.steps(consensus, clock, 0.045, most=20)
         assert consensus.vote(1) == 1
-        assert self.steps(consensus, clock, 0.09) == 2
+        assert self.steps(consensus, clock, 0.045) == 2
+
+    def test_the_loop_does_not_wait_for_a_round_unless_steps_are_slow(self, clock: list[float]) -> None:
+        consensus = StopConsensus(Topology(0, 1, torch.device("cpu")))
+        self.steps(consensus, clock, 0.01)
+        assert consensus.poll(0) == 0  # after the first step, whose duration is not known
+        self.steps(consensus, clock, 0.01)
+        assert [consensus.poll(1), consensus.poll(0), consensus.poll(0)] == [0, 1, 0]
+        assert consensus.vote(1) == 1
+        clock[0] += 60
+        consensus.vote(0)
+        assert consensus.poll(1) == 1
+
+
+STEPS_OF_TWO = """
+import os, sys, time, torch
+import torch.distributed as dist
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.training.stopping import StopPoll
+rank = 0 if os.fork() else 1
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+step = 0
+poll = StopPoll(Topology(rank, 2, torch.device("cpu")), lambda: rank == 1 and step >= 30)
+while not poll.agreed and step < 1000:
+    time.sleep(0.001 * (1 + rank))
+    step += 1
+    poll.step()
+print(step, flush=True)
+dist.destroy_process_group()
+if rank == 0:
+    os.wait()
+"""
+
+
+@pytest.mark.process
+def test_all_workers_stop_at_the_same_step(tmp_path: Path) -> None:
+    """Although one is faster, another one was asked, and none waits for the result of a round."""
+    command = [sys.executable, "-c", STEPS_OF_TWO, str(tmp_path / "store")]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    first, second = map(int, output.split())
+    assert first == second
+    assert 30 < first <= 30 + 3 * MAX_STEPS_PER_VOTE
 
 
 class TestPoll:
