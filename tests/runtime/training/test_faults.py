@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # lost nodes are noticed after a while, which is long on a busy machine
 ]
 
-EPOCHS = 12
+EPOCHS = 8
 
 OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.max_failures=-1")
 
@@ -98,26 +98,26 @@ def same(folder: Path, whole: Path) -> list[str]:
     return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
-@pytest.mark.parametrize(
-    ("engine", "strategy", "times"),
-    [("local", "ddp", 2), ("local", "fsdp", 2), ("ray", "ddp", 2), ("ray", "fsdp", 1)],
-)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["local", "ray"])
 def test_the_run_ends_as_if_nobody_had_killed_anything(
     engine: str,
     strategy: str,
-    times: int,
     environment: dict[str, str],
     folder: Path,
     whole: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Workers, nodes, drivers, fork servers and savers are killed once or twice each in one run, at random moments."""
+    """Workers, nodes, drivers, fork servers and savers are killed once each in one run, at random moments.
+
+    `make chaos` does the same with many more of them.
+    """
     overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", *SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
     with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
         campaign = Campaign(folder, 7, raylets, overrides, environment)
         with capsys.disabled():
             print()
-            status = campaign.carry_out([*KINDS[engine], *reversed(KINDS[engine])][: times * len(KINDS[engine])])
+            status = campaign.carry_out(list(KINDS[engine]))
     assert status == 0, campaign.output
     assert verdict(folder, whole(strategy), EPOCHS) == []
     assert len(record(folder)["attempts"]) == sum(kind in ("driver", "server") for kind, _ in campaign.recoveries)
