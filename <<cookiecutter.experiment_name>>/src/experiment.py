@@ -75,12 +75,12 @@ class Experiment(BaseModule):
         """Train; every worker calls this."""
         self.models.net = prepare_model(self.models.net)  # DDP
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
-        total_steps = len(train) * self.cfg.num_epochs
+        total_steps = train.updates * self.cfg.num_epochs
         self.scheduler = self.tools.schedule(self.optimizers.adam, total_steps=total_steps)  # on self: checkpointed
 
         epoch = self.cfg.start_epoch
         while epoch < self.cfg.num_epochs and not self.tools.early_stopping.stopped:
-            self.train(train, epoch)
+            self.train(train, val, epoch)
             self.evaluate(val, epoch)
             self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # over all workers
             self.tools.best.update(self.metrics.accuracy.compute().item(), epoch, self.models.net)
@@ -96,18 +96,20 @@ class Experiment(BaseModule):
         for loader in (val, test):
             self.evaluate(loader, epoch=self.cfg.start_epoch - 1)
 
-    def train(self, loader: Loader, epoch: int) -> None:
+    def train(self, loader: Loader, val: Loader, epoch: int) -> None:
         self.models.net.train()
         self.reset_all_metrics_and_losses()
         for batch_idx, batch in enumerate(loader):
             logits = self.models.net(batch["image"])
             loss = self.losses.cross_entropy(logits, batch["label"])
-            loss.backward()
-            self.optimizers.adam.step()
-            self.optimizers.adam.zero_grad()
-            self.scheduler.step()
+            self.backward(loss)
+            if self.optimizer_step("adam"):  # not in every step if gradients are accumulated
+                self.scheduler.step()
             self.update_metrics(logits.detach(), batch["label"])
             self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
+            if self.every(self.cfg.evaluate_every_steps):
+                self.evaluate(val, epoch)
+                self.models.net.train()
 
     @torch.no_grad()
     def evaluate(self, loader: Loader, epoch: int) -> None:

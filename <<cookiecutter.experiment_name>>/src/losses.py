@@ -1,32 +1,15 @@
-"""Losses. Edit: write TorchMetrics Metrics, so that epoch values are means over all rows of all workers."""
+"""Losses. Edit: name functions that return the mean loss of a batch, or write TorchMetrics Metrics."""
 
-import torch
+from mlx_runtime.losses import Mean
 from torch.nn import functional as F
-from torchmetrics import Metric
 
 
-class CrossEntropy(Metric):
+class CrossEntropy(Mean):
     """Mean cross-entropy of logits (n, classes) against labels (n,).
 
-    Calling it returns the loss of the batch, for `.backward()`, and adds the batch to the mean of the epoch.
+    Calling it returns the loss of the batch, for `self.backward`, and adds the batch to the mean of the epoch, which is
+    over all rows of all workers.
     """
 
-    is_differentiable = True
-    higher_is_better = False
-    full_state_update = False  # one update per call instead of two
-
-    total: torch.Tensor
-    rows: torch.Tensor
-
     def __init__(self, label_smoothing: float = 0.0):
-        super().__init__()
-        self.label_smoothing = label_smoothing
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.total = self.total + F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing, reduction="sum")
-        self.rows = self.rows + len(labels)
-
-    def compute(self) -> torch.Tensor:
-        return self.total / self.rows
+        super().__init__(F.cross_entropy, label_smoothing=label_smoothing)

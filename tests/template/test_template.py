@@ -1,6 +1,7 @@
 """The generated experiment, as its owner uses it: linted, type-checked, bound, trained by make, and tested."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -181,6 +182,60 @@ def test_conf_yaml_may_name_one_of_torchs_schedules(digits: Path, mlx: Mlx) -> N
     assert rates[-1] < 1e-4
 
 
+PROBE = '''import json
+from pathlib import Path
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Probe:
+    """Writes what a model is like at the end of each batch."""
+
+    def on_batch_start(self, experiment, stage, batch):
+        net = experiment.models.net
+        net.layers[0].layers[0].register_forward_hook(self._seen)
+
+    def _seen(self, module, args, output):
+        self.inside = str(output.dtype)
+
+    def on_batch_end(self, experiment, stage, batch):
+        compiled = experiment.models.net._compiled_call_impl is not None
+        line = {"stage": stage, "step": experiment.global_step, "compiled": compiled, "inside": self.inside}
+        line["schedule"] = experiment.scheduler.last_epoch
+        with Path("seen.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\\n")
+'''
+
+
+def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx) -> None:
+    """Of 40 steps, four make an update."""
+    (digits / "src" / "probe.py").write_text(PROBE)
+    settings = (
+        *("cfg.start_workers=0", "cfg.num_epochs=1", "cfg.precision=bf16", "cfg.compile=eager", "cfg.stop_on_nan=true"),
+        *("cfg.accumulate_grad_batches=4", "cfg.keep_global_batch=true", "cfg.gradient_clip=0.01"),
+        *("cfg.watch_gradients=1", "cfg.evaluate_every_steps=3", "cfg.max_steps=8", "cfg.checkpoint_every_steps=5"),
+        *("cfg.log_every_steps=2", "+cfg.callbacks.probe={_target_: src.probe.Probe}"),
+    )
+    done = mlx(digits, "train", "run", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search("needs|no effect|does not", done.stdout + done.stderr)
+    seen = [json.loads(line) for line in (digits / "seen.jsonl").read_text().splitlines()]
+    assert {(line["compiled"], line["inside"]) for line in seen} == {(True, "torch.bfloat16")}
+    trained = [line for line in seen if line["stage"] == "train"]
+    assert [line["step"] for line in trained] == [step for step in range(1, 9) for _ in range(4)]
+    assert trained[-1]["schedule"] == 8
+    assert {line["step"] for line in seen if line["stage"] == "val"} == {3, 6}
+    run = digits / "runs" / "digits" / "run_001"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    norms = [[value for name, value in line.items() if name.startswith("gradient_norm/")] for line in lines]
+    assert len([item for item in norms if item]) == 8
+    assert all(math.hypot(*item) == pytest.approx(0.01, rel=1e-3) for item in norms if item)
+    assert {path.name[-2:] for path in run.glob("checkpoints/epoch_0001_step_*")} == {"05", "08"}
+    failed = mlx(digits, "train", "run", *settings, "optimizers.adam.lr=1e30")
+    assert failed.returncode == 1
+    assert "is not finite at step 2 (cfg.stop_on_nan)" in failed.stderr
+
+
 def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
     done = make(digits, environment, "test")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -188,7 +243,7 @@ def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:
 
 
 def test_its_own_tests_notice_a_model_that_does_not_train(digits: Path, environment: dict[str, str]) -> None:
-    edit(digits / "src" / "experiment.py", "            self.optimizers.adam.step()\n", "")
+    edit(digits / "src" / "experiment.py", 'self.optimizer_step("adam")', "True")
     done = make(digits, environment | {"PYTEST_ADDOPTS": "-k a_checkpoint"}, "test")
     assert done.returncode != 0
     assert "FAILED tests/test_experiment.py::test_training_continues_from_a_checkpoint" in done.stdout

@@ -267,6 +267,11 @@ class Loader:
         """Steps per update: as configured, multiplied in smaller groups so that the global batch stays the same."""
         return self.shard.micro_batches(self.asked[0])[1]
 
+    @property
+    def updates(self) -> int:
+        """Number of updates in a whole pass: its steps, unless gradients are accumulated over several of them."""
+        return -(-len(self) // self.accumulate)
+
     @cached_property
     def reader(self) -> Reader:
         """Reader of the rows."""

@@ -155,7 +155,7 @@ class Session:
             self._finish(item, finished=between_epochs)
         if not self.passes.is_within_training(item):
             epoch = self.progress.epoch if self.progress.interrupted else epoch
-            self.context.plan_epochs(epoch, item.updates_left, -(-len(item.loader) // item.accumulate))
+            self.context.plan_epochs(epoch, item.updates_left, item.loader.updates)
 
     def batch_given(self, item: Pass, batch: Batch) -> None:
         """Count a step."""

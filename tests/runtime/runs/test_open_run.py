@@ -20,7 +20,7 @@ pytestmark = pytest.mark.process
 
 
 EVALUATED = """            if self.global_step == 8:
-                self.evaluate(self.val, epoch)
+                self.evaluate(val, epoch)
                 self.save_checkpoint(epoch=epoch)
                 self.models.net.train()
 """
@@ -31,7 +31,6 @@ def run(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A run of the template's experiment with two epochs. A checkpoint in the middle of the first one is the best."""
     folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("run") / "digits"))
     code = folder / "src" / "experiment.py"
-    edit(code, "        total_steps =", "        self.val = val\n        total_steps =")
     edit(code, "\n    @torch.no_grad()\n    def evaluate", f"{EVALUATED}\n    @torch.no_grad()\n    def evaluate")
     done = mlx(
         folder,

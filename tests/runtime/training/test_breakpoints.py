@@ -20,9 +20,8 @@ IGNORED = "breakpoint() is ignored: workers have no terminal; to debug, add cfg.
 @pytest.fixture
 def broken(digits: Path) -> Path:
     """The template's experiment with a breakpoint in its training step."""
-    edit(
-        digits / "src/experiment.py", "loss.backward()", "loss.backward()\n            if batch_idx == 3: breakpoint()"
-    )
+    step = "self.backward(loss)"
+    edit(digits / "src/experiment.py", step, f"{step}\n            if batch_idx == 3: breakpoint()")
     return digits
 
 

@@ -155,7 +155,7 @@ def test_a_run_that_is_pruned_before_it_resumes_is_pruned(digits: Path, environm
 
 def test_an_error_of_user_code_is_raised_after_the_last_event(digits: Path, environment: dict[str, str]) -> None:
     file = digits / "src" / "experiment.py"
-    file.write_text(file.read_text().replace("self.train(train, epoch)", "self.train(train, 1 / 0)"))
+    file.write_text(file.read_text().replace("self.train(train, val, epoch)", "self.train(train, val, 1 / 0)"))
     found = driven(digits, environment, "never", "cfg.start_workers=0")
     assert found["status"] == ["FAILED"]
     assert found["errors"][0].startswith("WorkerLoopError: ZeroDivisionError: division by zero (raised on rank 0)")

@@ -48,7 +48,7 @@ class TestFastDevRun:
         shutil.rmtree(scratch)
 
     def test_what_fails_is_told_without_a_way_to_go_on(self, digits: Path, mlx: Mlx) -> None:
-        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
+        edit(digits / "src" / "experiment.py", "self.train(train, val, epoch)", "self.train(train, val, 1 / 0)")
         done = mlx(digits, "train", "run", "--fast-dev-run", *HERE)
         assert done.returncode == 1
         assert "ZeroDivisionError: division by zero" in done.stderr
@@ -192,7 +192,7 @@ class TestQuiet:
         assert log.endswith(done.stdout.partition("\n")[2])
 
     def test_errors_are_told(self, digits: Path, mlx: Mlx) -> None:
-        edit(digits / "src" / "experiment.py", "self.train(train, epoch)", "self.train(train, 1 / 0)")
+        edit(digits / "src" / "experiment.py", "self.train(train, val, epoch)", "self.train(train, val, 1 / 0)")
         done = mlx(digits, "train", "run", "--quiet", *HERE)
         assert done.returncode == 1
         assert "ZeroDivisionError" in done.stderr
