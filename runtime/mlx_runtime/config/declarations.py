@@ -2,7 +2,7 @@
 `net: PreTrainedModel = AutoModel.from_pretrained(...)` are written without loading anything when `src` is imported.
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
-that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
+that Python executes during the import, such as one in a default, becomes `__declared__(f, False)(x)`, which returns a
 `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
 weights as an argument. Otherwise it calls `f`. The bodies of functions stay as they are.
 """
@@ -93,15 +93,19 @@ def returns_hf_dataset(function: Any) -> bool:
     return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
 
 
-def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what to call for `callee`: a Declaration of data or of trained weights, else `callee` itself."""
+def declared(callee: Callable[..., Any], nested: bool = False) -> Callable[..., Any]:
+    """Return what to call for `callee`: a Declaration of data or of trained weights, else `callee` itself.
+
+    This is decided before Python evaluates the arguments. `nested` means that there are calls among them.
+    """
     global _loads_weights
     if is_pretrained(callee):
         _loads_weights = True
         return functools.partial(_declared_pretrained, callee)
     if _is_data(callee):
         return functools.partial(Declaration, callee)
-    return functools.partial(declared_with_arguments, callee) if _loads_weights and _spreads(callee) else callee
+    may_load = (_loads_weights or nested) and _spreads(callee)
+    return functools.partial(declared_with_arguments, callee) if may_load else callee
 
 
 _loads_weights = False
@@ -194,7 +198,9 @@ class _Rewriter(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        node.func = ast.copy_location(ast.Call(ast.Name(_DECLARED, ast.Load()), [node.func], []), node.func)
+        arguments = [*node.args, *(item.value for item in node.keywords)]
+        nested = ast.Constant(any(isinstance(part, ast.Call) for item in arguments for part in ast.walk(item)))
+        node.func = ast.copy_location(ast.Call(ast.Name(_DECLARED, ast.Load()), [node.func, nested], []), node.func)
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:

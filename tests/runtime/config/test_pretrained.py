@@ -14,7 +14,7 @@ from hub_server import Hub
 from tiny_bert import save_tiny_bert
 from torch import nn
 
-from mlx_runtime.config import pins
+from mlx_runtime.config import declarations, pins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
@@ -113,6 +113,7 @@ from functools import partial
 
 import timm
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torchvision.models import ResNet18_Weights, resnet18
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertModel, PreTrainedModel
@@ -121,6 +122,7 @@ import mlx_runtime
 from mlx_runtime import BaseModule
 
 
+FIRST = get_peft_model(AutoModel.from_pretrained("org/bert"), LoraConfig(r=4, target_modules=["query"]))
 TOKENIZER = AutoTokenizer.from_pretrained("org/bert")
 
 
@@ -155,6 +157,7 @@ class Models:
     named: nn.Module = resnet18(weights=ResNet18_Weights.IMAGENET1K_V1, width=3)
     mine: Mine = Mine.from_pretrained("org/bert")
     ordinary: Own = Own.from_pretrained("org/bert")
+    adapted: nn.Module = FIRST
 
 
 @dataclass
@@ -183,6 +186,26 @@ made = []
 def create_model(name, pretrained=False, **options):
     made.append((name, pretrained))
     return nn.Linear(options["width"], 1)
+"""
+
+PEFT = """
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+
+@dataclass
+class LoraConfig:
+    r: int = field(default=8, metadata={"help": "rank"})
+    target_modules: Optional[Union[list[str], str]] = None
+    rank_pattern: Optional[dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+
+
+def get_peft_model(model, peft_config, adapter_name: str = "default"):
+    return model.train()
 """
 
 TORCHVISION_API = """
@@ -244,6 +267,7 @@ def resnet18(*, weights: Optional[ResNet18_Weights] = None, progress: bool = Tru
 """
 
 LIBRARIES = {
+    "peft.py": PEFT,
     "timm.py": TIMM,
     "torchvision/__init__.py": "",
     "torchvision/models/__init__.py": "from .resnet import ResNet18_Weights, resnet18",
@@ -280,11 +304,14 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
     finder = SourceFinder("pretrained_source")
     sys.meta_path.insert(0, finder)
     sys.path.insert(0, str(folder))
-    yield importlib.import_module("pretrained_source")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(declarations, "_loads_weights", False)  # the first call that loads weights is inside another
+        module = importlib.import_module("pretrained_source")
+    yield module
     sys.path.remove(str(folder))
     sys.meta_path.remove(finder)
     for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("pretrained_source", "timm", "torchvision")
+        name for name in sys.modules if name.partition(".")[0] in ("peft", "pretrained_source", "timm", "torchvision")
     ]:
         del sys.modules[name]
 
@@ -311,6 +338,14 @@ def test_importing_and_binding_download_nothing(source: ModuleType, hub: Hub, tm
     assert tree["models"]["seen"]["_target_"] == "torchvision.models.resnet.resnet18"
     assert tree["models"]["mine"]["_target_"] == "pretrained_source.Mine.from_pretrained"
     assert (tree["models"]["mine"]["revision"], tree["models"]["ordinary"]["revision"]) == (sha, "main")
+    adapted = tree["models"]["adapted"]
+    assert (adapted["_target_"], adapted["model"]["revision"]) == ("peft.get_peft_model", sha)
+    assert adapted["peft_config"] == {
+        "_target_": "peft.LoraConfig",
+        "r": 4,
+        "target_modules": ["query"],
+        "rank_pattern": {},
+    }
     assert bound.notices == sys.modules["timm"].made == []
     assert not [path for _, path in hub.requests if "/resolve/" in path]
     asked = len(hub.requests)
