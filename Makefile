@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has its own settings
 
-.PHONY: help demo test test-all test-rest check format bench chaos bake docs clean
+.PHONY: help demo test test-all test-rest test-gpu check format bench chaos bake docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,10 +26,13 @@ test: $(VENV)/.dev ## run the tests that need only processes on this machine; AR
 	$(PYTEST) -m "$(INNER)" $(ARGS)
 
 test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and fresh installations
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 test-rest: $(VENV)/.dev ## run the tests that `make test` skips
-	$(PYTEST) -m "not ($(INNER))" $(ARGS)
+	$(PYTEST) -m "not ($(INNER) or gpu)" $(ARGS)
+
+test-gpu: ## on a machine with GPUs: check and measure them, with .venv if there is one, else with the packages of PYTHON
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu.py $(ARGS)
 
 check: $(VENV)/.dev ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 TIMEOUT_S = 560
 """Timeout of one command."""
 
-RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install")
+RINGS = ("pure", "process", "local", "s3", "browser", "cluster", "kills", "install", "gpu")
 """From inner to outer; pyproject.toml describes each of them."""
 
 OUTSIDE = {"s3", "browser", "ray_cluster"}
