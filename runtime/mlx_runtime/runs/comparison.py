@@ -12,6 +12,9 @@ from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.files import joined
 from mlx_runtime.storage.redaction import redacted_tree
 
+RESOLVED = ("cfg.resume", "cfg.storage_path")
+"""Settings that choose a run and do not change what it does. A resumed run stores what they stood for."""
+
 
 def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
     """Find the run and the checkpoint of an experiment in which a metric is best.
@@ -124,7 +127,8 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
     facts |= {name: record.get(name) for name in ("seed", "workers", "device", "host", "python")}
     facts |= {"commit": git.get("commit"), "uncommitted changes": bool(git.get("diff"))}
     facts |= {f"{name} version": version for name, version in (record.get("packages") or {}).items()}
-    return {"run": facts, "config": _flatten(config), "metrics": dict(row.metrics)}
+    settings = {name: value for name, value in _flatten(config).items() if name not in RESOLVED}
+    return {"run": facts, "config": settings, "metrics": dict(row.metrics)}
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

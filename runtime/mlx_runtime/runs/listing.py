@@ -16,7 +16,7 @@ from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.folder import RunFolder, find_run, list_runs, run_folder
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.hub import is_hub
-from mlx_runtime.runs.tables import format_duration, format_number
+from mlx_runtime.runs.tables import counted, format_duration, format_number
 from mlx_runtime.storage import documents
 
 UNREADABLE = "UNREADABLE"
@@ -208,7 +208,7 @@ def _sweep_folder(row: Row) -> RunFolder:
 def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
     """Return the line of a sweep: how many trials have begun, and the value of the best, with folds the mean."""
     trials = {run.sweep["trial"] for run in runs}
-    cells = sweep.cells() | {"epoch": f"{len(trials)} trial{'s' * (len(trials) != 1)}"}
+    cells = sweep.cells() | {"epoch": counted(len(trials), "trial")}
     if spread := format_number((sweep.record.get("best") or {}).get("std")):
         cells["best"] += f" ± {spread}"
     return cells if sweep.problem is None else cells | {"status": "-"}

@@ -57,6 +57,11 @@ def format_number(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return `1 trial`, or `2 trials`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_duration(seconds: float | None, units: int = 2) -> str:
     """Format a duration in its largest units: `45 s`, `3 min 20 s`, `2 d 4 h`; empty if unknown."""
     if seconds is None:

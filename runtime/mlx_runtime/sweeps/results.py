@@ -15,7 +15,7 @@ from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.listing import map_concurrently, summarize
-from mlx_runtime.runs.tables import format_number
+from mlx_runtime.runs.tables import counted, format_number
 from mlx_runtime.storage.files import joined
 from mlx_runtime.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, scored
 
@@ -201,7 +201,7 @@ class SweepResult:
         ]
 
     def __repr__(self) -> str:
-        text = f"<SweepResult {self.folder.title}, {len(self.trials)} trials"
+        text = f"<SweepResult {self.folder.title}, {counted(len(self.trials), 'trial')}"
         with contextlib.suppress(UsageError):
             text += f", best {self.metric} {format_number(self.best.score)} with {' '.join(self.best.overrides)}"
         return f"{text}>"

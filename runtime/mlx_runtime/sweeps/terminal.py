@@ -13,6 +13,7 @@ from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
+from mlx_runtime.runs.tables import counted
 from mlx_runtime.settings import Settings
 from mlx_runtime.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.sweeps.display import SweepDisplay
@@ -155,10 +156,8 @@ def _report(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, 
     resume = shlex.join(["mlx", "train", "sweep", f"--resume={folder.name}"])
     if ended.status == "FAILED":
         first = next(trial for trial in trials if trial.status == "FAILED")
-        raise MlxError(
-            f"all {ended.failed} trials failed. See the log of the first: mlx xp logs {folder.experiment} "
-            f"{first.runs[0]}"
-        )
+        raise MlxError(f"all trials failed. See the log of the first: mlx xp logs {folder.experiment} {first.runs[0]}")
     if ended.status == "STOPPED":
-        text = f"stopped; {ended.unfinished} trials of {folder.title} remain. Resume: {resume}"
+        left = counted(ended.unfinished, "trial")
+        text = f"stopped; {left} of {folder.title} {'remains' if ended.unfinished == 1 else 'remain'}. Resume: {resume}"
         raise RunStopped(text, 0 if reason == MAX_TIME else 130 if reason == "Ctrl-C" else 143)

@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_runtime import events
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.tables import counted
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.tracking.console import Display
@@ -92,7 +93,7 @@ class ConsoleLines:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number = cfg.start_workers
         why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}[cluster.engine]
-        workers = f"{_counted(number, f'{cfg.strategy.upper()} worker')} " if number else ""
+        workers = f"{counted(number, f'{cfg.strategy.upper()} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({why})' if why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
@@ -111,7 +112,7 @@ class ConsoleLines:
             self._print(f"workers   {number}: restarted")
             return
         cfg = self._plan.config.cfg
-        threads = f"{_counted(cfg.cpus_per_worker, 'thread')} per worker"
+        threads = f"{counted(cfg.cpus_per_worker, 'thread')} per worker"
         precision = "fp32" if cfg.precision == 32 else cfg.precision
         self._print(f"device    {event.device}, {precision}, {threads}, {event.parameters:,} parameters")
         for line in event.sharded:
@@ -158,7 +159,3 @@ def _elsewhere(overrides: tuple[str, ...]) -> bool:
     """Return True if a run is not in the storage that conf.yaml names, so that only its path identifies it."""
     settings = Settings.read()
     return bool(settings.job or settings.storage) or any(item.startswith("cfg.storage_path") for item in overrides)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -62,8 +62,8 @@ class _Checked:
         elif folds is not None and fold >= folds:
             problems.append(f"cfg.fold is {fold}; with cfg.folds={folds}, it is from 0 to {folds - 1}")
         if isinstance(splitter, str) or not (splitter is None or hasattr(splitter, "split")):  # a str has `split`, too
-            example = "_target_: sklearn.model_selection.StratifiedKFold"
-            problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {{{example}}}")
+            example = "'cfg.splitter={_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}'"
+            problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {example}")
         return problems
 
 

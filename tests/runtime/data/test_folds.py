@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from mlx_runtime import TrainConfig
+from mlx_runtime.config import composition
 from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.composition import Config
 from mlx_runtime.data.fingerprints import Candidate
@@ -301,3 +303,11 @@ def test_both_datasets_are_needed(missing: str) -> None:
 def test_settings_are_checked(settings: dict[str, Any], problem: str) -> None:
     (found,) = TrainConfig.out_of_range(TrainConfig(**settings))
     assert found.startswith(problem)
+
+
+def test_the_example_of_a_splitter_can_be_typed(tmp_path: Path) -> None:
+    (found,) = TrainConfig.out_of_range(TrainConfig(splitter="KFold"))
+    (word,) = shlex.split(found.rpartition("like ")[2])
+    (tmp_path / "conf.yaml").write_text("cfg:\n  splitter: null\n")
+    node = composition.read(tmp_path / "conf.yaml", [word]).tree["cfg"]["splitter"]
+    assert type(build(node, "cfg.splitter")).__name__ == "StratifiedKFold"

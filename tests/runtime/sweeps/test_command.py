@@ -181,7 +181,7 @@ def test_failed_trials_are_recorded_and_the_rest_goes_on(experiment: Make, mlx: 
     assert "failed    1 of 2 trials" in done.stdout
     failed = mlx(folder, "train", "sweep", "datasets.train.rows=0", "models.net.width=2,3", *COMMON)
     assert failed.returncode == 1
-    assert "all 2 trials failed. See the log of the first: mlx xp logs faults run_003" in failed.stderr
+    assert "all trials failed. See the log of the first: mlx xp logs faults run_003" in failed.stderr
 
 
 @pytest.mark.kills

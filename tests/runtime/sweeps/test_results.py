@@ -178,7 +178,7 @@ def test_without_any_value_there_is_no_best(root: str) -> None:
     result = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": [failed]}]))
     with pytest.raises(UsageError, match="recorded val/loss; trial 1: ValueError: no$"):
         _ = result.best
-    assert repr(result) == "<SweepResult digits/sweep_001, 1 trials>"
+    assert repr(result) == "<SweepResult digits/sweep_001, 1 trial>"
     with pytest.raises(UsageError, match="run_001 is a run, not a sweep"):
         SweepResult(run_folder(root, "digits", "run_001"))
 

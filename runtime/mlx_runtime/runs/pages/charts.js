@@ -10,7 +10,7 @@ function colour(name) {
 }
 
 function layout() {
-  const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true};
+  const axis = {gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, exponentformat: "e"};
   return {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
