@@ -215,6 +215,8 @@ def override(key: str, value: Any) -> str:
 
 
 def _plain(value: Any, key: str) -> Any:
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # a number of NumPy
+        value = value.item()
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):

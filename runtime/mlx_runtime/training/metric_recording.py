@@ -185,7 +185,8 @@ class MetricRecorder:
         rates = dict(exchange.rates)
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited = max(message.number for message in messages)
-            if item.finished or not item.active:
+            # The time of a single step is mostly that of starting to read.
+            if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | rates, exchange.step, exchange.epoch)
 

@@ -330,6 +330,7 @@ class Session:
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
         self.beat()
+        epoch = int(epoch)  # it may be a number of NumPy
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.composition import load
+from mlx_runtime.config.composition import load, override
 from mlx_runtime.config.nodes import Description
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
@@ -75,6 +76,20 @@ def test_what_bind_writes_loads(conf: Path) -> None:
     config = load_config(Experiment, path=conf)
     assert config.cfg == TrainConfig()
     assert config.tree["models"]["other"]["width"] == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float64(0.1), "0.1"),
+        (np.float32(0.5), "0.5"),
+        (np.int64(3), "3"),
+        (np.bool_(True), "true"),
+        ([np.int32(1)], "[1]"),
+    ],
+)
+def test_numbers_of_numpy_are_values_of_an_override(value: object, text: str) -> None:
+    assert override("a.b", value) == f"++a.b={text}"
 
 
 def test_overrides_win_and_keep_their_types(conf: Path) -> None:

@@ -1,9 +1,11 @@
 """A session in this process: the order of events, what a restart restores, and what is reported."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sessions import ALONE, Events, attach
@@ -14,7 +16,9 @@ from torchmetrics import MeanMetric
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards
 from mlx_runtime.errors import MlxError
-from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -101,6 +105,40 @@ class TestRestart:
         again = run(Experiment(), tmp_path, sink=events)
         assert again.cfg.start_epoch == 3
         assert Notice("already at epoch 3 of 3; raise cfg.num_epochs to train further") in events
+
+
+class Numbers(Experiment):
+    """Everything that user code gives the runtime is a number of NumPy; passes have one step."""
+
+    def worker_loop(self, dataset_shards: DatasetShards, **_: Any) -> None:
+        (train,) = self.generate_loaders(dataset_shards)
+        for epoch in np.arange(2):
+            for batch_idx, _batch in zip(np.arange(1), train, strict=False):
+                self.save_metrics(batch_idx=batch_idx, epoch=epoch)
+            self.log({"a": np.float32(0.5), "b": np.int64(2), "c": np.array(3.0), "d": np.bool_(True)})
+            self.save_checkpoint(epoch=epoch, metrics={"e": np.float16(0.25)})
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    events = Events()
+    experiment = run(Numbers(monitor="e"), tmp_path, sink=events)
+    latest = experiment._session.reporter.latest
+    found = {name: latest[name] for name in "abcde"}
+    assert found == {"a": 0.5, "b": 2.0, "c": 3.0, "d": 1.0, "e": 0.25}
+    assert {type(value) for value in found.values()} == {float}
+    saved = [event for event in events if isinstance(event, CheckpointSaved)]
+    assert [json.loads(json.dumps([event.epoch, event.metrics["e"]])) for event in saved] == [[0, 0.25], [1, 0.25]]
+    names = [item.name for item in list_checkpoints(RunFolder(tmp_path).checkpoints)]
+    assert names == ["epoch_0001", "epoch_0002"]
+
+
+def test_the_rate_of_a_pass_with_one_step_is_not_shown(tmp_path: Path) -> None:
+    for experiment, shown in ((Numbers(), False), (Experiment(), True)):
+        events = Events()
+        run(experiment, tmp_path / type(experiment).__name__, sink=events)
+        rates = [event.samples_per_s for event in events if isinstance(event, EpochEnded)]
+        assert rates
+        assert [rate is not None for rate in rates] == [shown] * len(rates)
 
 
 def test_a_step_is_recorded_then_saved_then_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
