@@ -152,11 +152,11 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
             raise DatasetError(f"datasets.{name}: to_ray() returned more rows than its __len__, {plan.rows}")
 
 
-def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int) -> Any:
-    """Start a `BlockAssigner` in a separate process on this node."""
+def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int, actor: str) -> Any:
+    """Start a `BlockAssigner` in a separate process on this node, an actor with this name in Ray."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
-    options = {"num_cpus": 0, "max_concurrency": workers + 1, "scheduling_strategy": here}
+    options = {"num_cpus": 0, "max_concurrency": workers + 1, "scheduling_strategy": here, "name": actor}
     return ray.remote(BlockAssigner).options(**options).remote(node, name, seed, project)
 
 

@@ -1,9 +1,10 @@
-"""Collectives on plain Python values. Every worker must call each of them; without a process group they are local."""
+"""Collectives on plain values and tensors. Every worker must call each of them; without a group they are local."""
 
 from typing import Any
 
 import torch
 
+from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.topology import Topology
 
 
@@ -39,19 +40,35 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(value: Any) -> Any:
-    """Return the value of rank 0; those of other ranks are ignored."""
+    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for what it may contain."""
     if not torch.distributed.is_initialized():
         return value
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
+    message = encode(value) if torch.distributed.get_rank() == 0 else b""
+    size = torch.tensor(len(message))
+    torch.distributed.broadcast(size, src=0)
+    content = _tensor(message, int(size))
+    torch.distributed.broadcast(content, src=0)
+    return decode(content.numpy().tobytes())
 
 
 def gather(value: Any) -> list[Any] | None:
-    """Return the values of all workers by rank on rank 0, None elsewhere."""
+    """Return the values of all workers by rank on rank 0, None elsewhere. See `messages.encode` for their types."""
     if not torch.distributed.is_initialized():
         return [value]
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    values: list[Any] | None = [None] * world_size if rank == 0 else None
-    torch.distributed.gather_object(value, values, dst=0)
-    return values
+    message = encode(value)
+    sizes = [torch.tensor(0) for _ in range(world_size)]
+    torch.distributed.all_gather(sizes, torch.tensor(len(message)))
+    content = _tensor(message, int(max(sizes)))
+    contents = [torch.empty_like(content) for _ in range(world_size)] if rank == 0 else None
+    torch.distributed.gather(content, contents, dst=0)
+    if contents is None:
+        return None
+    return [decode(part[:size].numpy().tobytes()) for part, size in zip(contents, sizes, strict=True)]
+
+
+def _tensor(message: bytes, size: int) -> torch.Tensor:
+    """Return a message as a tensor of this many bytes."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else 0
+    return tensor

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -103,7 +104,9 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
             torch.distributed.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        return broadcast(data)
+        return pickle.loads(
+            broadcast(pickle.dumps(data))
+        )  # of any type; workers have proved that they belong to the run
 
 
 def enter_ray_train(name: str, rank: int, world_size: int) -> None:

@@ -1,6 +1,8 @@
 """Everything that relies on the private API of torch 2.13. `test_torch_private.py` fails when torch changes it."""
 
+import datetime
 import os
+import socket
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -8,8 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroupGloo, distributed_c10d
 
+from mlx_runtime.distributed.handshake import listening, prove, refuse_connections
 from mlx_runtime.distributed.wrapping import by_mesh
+
+LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
+"""Name of the network interface that only processes of this machine reach."""
 
 BROADCAST_BYTES = 250 * 2**20
 """Bytes to broadcast at once, as in DDP."""
@@ -65,3 +72,32 @@ class ShardScaler(torch.amp.GradScaler):
             for device, value in overflowed.items():
                 found[device] = torch.maximum(found[device], value) if device in found else value
         return found
+
+
+class _Metaclass(type(ProcessGroupGloo)):  # type: ignore[misc]  # that of pybind11
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ProcessGroupGloo)  # torch returns groups as objects of their base class
+
+
+class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
+    """A gloo group of workers on this machine that nobody else can enter; see `handshake`."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        before = listening()
+        options._devices = [ProcessGroupGloo.create_device(interface=LOOPBACK)]
+        added = listening() - before
+        options._threads, options._timeout = 2, timeout  # as by default
+        super().__init__(store, rank, size, options)
+        prove(self, store, rank, size)
+        if len(added) == 1:  # else another thread listens as well
+            refuse_connections(*added)
+
+
+def keep_groups_private() -> None:
+    """Make every gloo group that this process creates from now on a `PrivateGloo`, those of user code as well.
+
+    NCCL checks a random number in the store, and listens on the loopback interface, too.
+    """
+    os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    distributed_c10d.ProcessGroupGloo = PrivateGloo  # type: ignore[misc]

@@ -68,7 +68,7 @@ class Actors:
             calls = []
             for rank, worker in enumerate(self._workers):
                 place = Place(rank, size, hosts[:rank].count(hosts[rank]), *addresses[0])
-                backend = backend_of(cfg, use_gpu=use_gpu)
+                backend = backend_of(use_gpu=use_gpu)
                 calls.append(worker.create.remote(place, backend, cfg.cpus_per_worker, cls, args, kwargs))
             self._results(calls)
             failed.pop_all()

@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import ray
 import torch
 from torch.optim import Optimizer
 
@@ -153,10 +155,13 @@ def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed
     """Return the readers of Ray Data streams by name. Rank 0 starts the assigners that share the rows out."""
     if not nodes:
         return {}
-    assigners = {}
     if job.cluster.engine == "in_process":
-        assigners = {name: BlockAssigner(node, name, seed, job.project) for name, node in nodes.items()}
-    elif topology.writes:
+        return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
+    actors = broadcast({name: uuid.uuid4().hex for name in nodes})
+    assigners = {}
+    if topology.writes:
         size = topology.data_parallel_size
-        assigners = {name: start_assigner(node, name, seed, job.project, size) for name, node in nodes.items()}
-    return {name: StreamReader(assigner, name) for name, assigner in broadcast(assigners).items()}
+        for name, node in nodes.items():
+            assigners[name] = start_assigner(node, name, seed, job.project, size, actors[name])
+    broadcast(None)  # all have started
+    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name) for name in nodes}

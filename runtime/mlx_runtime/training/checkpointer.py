@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import collectives, randomness
-from mlx_runtime.errors import MlxError
+from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoint_index import Checkpoint
@@ -191,9 +192,11 @@ class Checkpointer:
         saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
         notice = self._reporter.events.notice
         while True:
-            latest = collectives.broadcast(saved.newest(notice) if self._context.topology.writes else None)
-            if latest is None:
+            newest = saved.newest(notice) if self._context.topology.writes else None
+            fields = collectives.broadcast(None if newest is None else asdict(newest))
+            if fields is None:
                 break
+            latest = Checkpoint(**fields)
             state = saved.load(latest, whole=False)
             self._from_shards = checkpoints.has_stored(state)
             try:
@@ -222,6 +225,7 @@ class Checkpointer:
 
         Raises:
             DamagedError: a worker has read a damaged file. All workers raise it.
+            StorageError: the storage does not answer a worker. All workers raise it.
         """
         layouts = self._layouts()
         if layouts is None:
@@ -239,10 +243,11 @@ class Checkpointer:
         try:
             layouts.reads.run()
         except MlxError as caught:
-            error = caught
+            error = isinstance(caught, checkpoints.DamagedError), str(caught)
         errors = [item for item in collectives.gather(error) or () if item is not None]
         if (first := collectives.broadcast(errors[0] if errors else None)) is not None:
-            raise first
+            damaged, text = first
+            raise (checkpoints.DamagedError if damaged else StorageError)(text)
         return prepared
 
     def _layouts(self) -> Layouts | None:

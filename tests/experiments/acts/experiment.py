@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import mlx_runtime
 from mlx_runtime import BaseModule
+from mlx_runtime.distributed import handshake
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR")
 TORCHRUN += ("OMP_NUM_THREADS",)
@@ -63,6 +65,7 @@ class Experiment(BaseModule):
             waited=waited,
             environment={name: os.environ.get(name) for name in TORCHRUN},
             timeout_s=timeout_s(),
+            listening=[socket.socket(fileno=os.dup(item)).getsockname()[0] for item in handshake.listening()],
         )
 
     def barrier(self):

@@ -2,9 +2,11 @@
 
 import inspect
 import os
+import re
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -42,3 +44,12 @@ def test_a_process_reports_that_forks_of_it_cannot_use_cuda(monkeypatch: pytest.
     here = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != here)
     assert not torch_private.cuda_survives_fork()
+
+
+def test_every_group_is_created_by_this_name() -> None:
+    """`keep_groups_private` replaces it; the rank and the size are those within the group."""
+    created = "".join(re.sub("#.*", "", inspect.getsource(distributed_c10d._new_process_group_helper)).split())
+    assert "backend_class=ProcessGroupGloo(backend_prefix_store,group_rank,group_size,timeout=timeout,)" in created
+    assert "isinstance(backend_class,ProcessGroupGloo)" in created
+    for name in ("init_process_group", "_new_group_with_tag"):
+        assert "_new_process_group_helper(" in inspect.getsource(getattr(distributed_c10d, name))

@@ -286,9 +286,14 @@ class TestALocalWorker:
             assert found["environment"] == place | {
                 "GROUP_RANK": "0",
                 "NODE_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_ADDR": None,  # workers meet in a file that only this user can open
                 "OMP_NUM_THREADS": "2",
             }
+
+    def test_its_groups_are_on_the_loopback_interface(self, looked: tuple[list[dict[str, Any]], str]) -> None:
+        for found in looked[0]:
+            assert found["listening"]
+            assert set(found["listening"]) == {"127.0.0.1"}
 
     def test_deadlocks_are_detected_before_collectives_time_out(self, looked: tuple[list[dict[str, Any]], str]) -> None:
         assert all(found["timeout_s"] > 5000 for found in looked[0])

@@ -1,7 +1,7 @@
 """The protocol of all engines: start a group of workers for a job, report its state, and end it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event
@@ -44,11 +44,9 @@ class Engine(Protocol):
         ...
 
 
-def backend_of(cfg: Any, *, use_gpu: bool) -> str:
-    """Return the backend of collectives. Shards that `cfg.offload` keeps on the CPU take part in some of them."""
-    if not use_gpu:
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if cfg.offload == "cpu" else "nccl"
+def backend_of(*, use_gpu: bool) -> str:
+    """Return the backend of collectives: gloo for tensors on the CPU, NCCL for those on GPUs."""
+    return "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
 
 
 def lost(why: str, max_failures: int, advice: str = "") -> WorkerLostError:

@@ -1,7 +1,6 @@
 """The local engine: workers are processes on this machine, forked from the driver."""
 
 import contextlib
-import datetime
 import os
 import shutil
 import signal
@@ -129,23 +128,20 @@ class LocalGroup:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _start(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         from mlx_runtime.training.engines.worker import WorkerJob, run
 
         engine = self._engine
-        timeout = datetime.timedelta(seconds=engine.timeout_s)
-        # Each attempt gets a new store: the old one has the addresses of lost workers.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
         results = self._scratch / str(self._failures)
         results.mkdir()
-        job = WorkerJob(self._job, backend_of(engine.cfg, use_gpu=engine.use_gpu), engine.timeout_s, results)
-        self._attempt = _Attempt(store, results)
+        backend = backend_of(use_gpu=engine.use_gpu)
+        # Each attempt gets a new store: the old one has the addresses of lost workers.
+        job = WorkerJob(self._job, backend, engine.timeout_s, results, results / "store")
+        self._attempt = _Attempt(results)
         for rank, streams in enumerate(self._output.writers):
-            engine.server.start(rank, partial(run, job, rank), self._environment(rank, store.port), streams)
+            engine.server.start(rank, partial(run, job, rank), self._environment(rank), streams)
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """Return torchrun's variables; as with torchrun, the launcher hosts the store."""
+    def _environment(self, rank: int) -> dict[str, str]:
+        """Return torchrun's variables, except those of its store, which every user of the machine could open."""
         threads = self._engine.cfg.cpus_per_worker
         changed: dict[str, Any] = {
             "RANK": rank,
@@ -154,9 +150,6 @@ class LocalGroup:
             "GROUP_RANK": 0,
             "WORLD_SIZE": len(self._ranks),
             "LOCAL_WORLD_SIZE": len(self._ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": self._failures,
             "OMP_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
@@ -215,7 +208,6 @@ class LocalGroup:
 class _Attempt:
     """The processes of a group from one start to the next."""
 
-    store: Any  # `TCPStore` that torch.distributed begins with
     results: Path  # folder of what each worker returned or raised
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
     memory_kills: int = field(default_factory=memory_kills)  # on this machine, before it started

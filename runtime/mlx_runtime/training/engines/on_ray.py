@@ -73,7 +73,7 @@ class OnRay:
         return TrimmedTrainer(
             train,
             train_loop_config={"job": pickle.dumps(job)},  # as bytes, or the controller would import what it names
-            torch_config=ray.train.torch.TorchConfig(backend_of(cfg, use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
+            torch_config=ray.train.torch.TorchConfig(backend_of(use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
                 use_gpu=use_gpu,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 
 from mlx_runtime.distributed.ray_private import enter_ray_train
+from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.training.channel import Remote
 from mlx_runtime.training.job import Job
@@ -24,18 +25,28 @@ class WorkerJob:
     job: Job
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank
     timeout_s: float  # of collectives
-    results: Path  # folder for the results of workers
+    results: Path  # folder for the results of workers, which only this user can open
+    store: Path  # file in which the workers meet, in the same folder
 
 
 def run(shared: WorkerJob, rank: int) -> int:
     """Train as one of the workers and store the result. Return the exit code."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
     error: BaseException | None = None
     try:
         if "nccl" in shared.backend:
             torch.cuda.set_device(rank)
         enter_ray_train(shared.job.run.experiment, rank, int(os.environ["WORLD_SIZE"]))
-        # The driver hosts the store; torchrun's environment variables name it.
-        torch.distributed.init_process_group(shared.backend, timeout=datetime.timedelta(seconds=shared.timeout_s))
+        keep_groups_private()
+        torch.distributed.init_process_group(
+            shared.backend,
+            store=FileStore(str(shared.store)),
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(seconds=shared.timeout_s),
+            device_id=torch.device("cuda", rank) if "nccl" in shared.backend else None,
+        )
         train_to(Remote(*shared.job.receiver, rank), shared.job)
     except MlxError as caught:
         error = caught

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
-from mlx_runtime.distributed.randomness import random_state, set_random_state
+from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
@@ -43,6 +43,8 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", 
 
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
+_CPU = torch.device("cpu")
+
 
 class Sharded:
     """`fsdp` shards models over all workers; `hsdp` over `cfg.shard_size` of them, and replicates the shards.
@@ -65,7 +67,8 @@ class Sharded:
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self._topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
-        set_random_state(broadcast(random_state()))  # of rank 0, which has drawn the values of models
+        drawn = broadcast(random_state_dict(_CPU))  # of rank 0, which has drawn the values of models
+        load_random_state_dict(drawn, _CPU)
         models = members(group, nn.Module)
         whole = contents(models)
         check_same(whole, topology)

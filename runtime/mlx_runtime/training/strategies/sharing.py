@@ -36,7 +36,7 @@ def check_same(built: Contents, topology: Topology) -> None:
         MlxError: this worker has built others than rank 0.
     """
     own = {
-        f"{title}.{name}": (tensor.shape, tensor.dtype)
+        f"{title}.{name}": (tuple(tensor.shape), str(tensor.dtype))
         for title, tensors in built.items()
         for name, tensor in tensors.items()
     }

@@ -1,0 +1,99 @@
+"""Process groups of one machine that other users of it can neither enter nor read.
+
+Gloo has no authentication: whoever connects first to a worker and sends a small number counts as its peer. So workers
+meet in a store that only they can open, listen on the loopback interface only, prove to each other that they can open
+the store before they use a connection, and then refuse further connections.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import hmac
+import os
+import secrets
+import socket
+import sys
+from typing import Any
+
+import torch
+
+from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+
+PROOF_S = 30.0
+"""How long a peer may take to prove that it belongs to the run, after it has connected."""
+
+_TAG = 0x6D6C78
+"""Tag of the messages, which no other message of a group has yet: it is the first."""
+
+_SO_ATTACH_FILTER = 26  # Linux; not in Python's `socket`
+
+
+def prove(group: Any, store: Any, rank: int, size: int) -> None:
+    """Prove to each peer in a new group that this worker can open its store, and check that each of them can.
+
+    Every worker of the group must call this, with its rank in the group and the group's own part of the store. The
+    first one draws the key. Each direction of each connection has its own proof, which is sent over no other one, so
+    that a stranger can neither replay nor forward it.
+
+    Raises:
+        MlxError: A connection is not from a worker of the run.
+        WorkerLostError: A peer has not answered within `PROOF_S`, or is lost.
+    """
+    key = store.compare_set("key", "", secrets.token_hex(32))
+    peers = [peer for peer in range(size) if peer != rank]
+    received = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
+    receiving = {peer: group.recv([received[peer]], peer, _TAG) for peer in peers}
+    sending = {peer: group.send([_tensor(_proof(key, rank, peer))], peer, _TAG) for peer in peers}
+    for peer, work in receiving.items():
+        _wait(work, rank, peer)
+        if not hmac.compare_digest(received[peer].numpy().tobytes(), _proof(key, peer, rank)):
+            raise MlxError(
+                f"another process of this machine has connected to rank {rank} as if it were rank {peer}; nothing was "
+                "read from it. Find it among those of other users, and start the run again"
+            )
+    for peer, work in sending.items():
+        _wait(work, rank, peer)
+
+
+def _wait(work: Any, rank: int, peer: int) -> None:
+    try:
+        work.wait(datetime.timedelta(seconds=PROOF_S))
+    except RuntimeError as error:  # it begins with a location in the source of gloo, and ends with advice
+        why = short_message(error).partition("] ")[2].partition(". ")[0] or short_message(error)
+        text = f"rank {peer} has not proved to rank {rank} that it belongs to the run: {why}"
+        raise WorkerLostError(text) from error
+
+
+def listening() -> set[int]:
+    """Return the file descriptors of this process's sockets that accept connections, if the system lists them."""
+    found = set()
+    for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as candidate:
+            if candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(int(name))
+    return found
+
+
+def refuse_connections(descriptor: int) -> None:
+    """Make a listening socket ignore new connections, where the system can; those that are established stay.
+
+    It cannot be closed, because gloo would end the process.
+    """
+    drop_all = ctypes.create_string_buffer(b"\x06" + bytes(7))  # a program of one instruction: return 0
+    program = _Program(1, ctypes.addressof(drop_all))
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, bytes(program))
+
+
+class _Program(ctypes.Structure):
+    """`struct sock_fprog` of Linux: a filter of packets."""
+
+    _fields_ = (("instructions", ctypes.c_ushort), ("program", ctypes.c_void_p))
+
+
+def _proof(key: bytes, rank: int, peer: int) -> bytes:
+    return hmac.digest(key, f"rank {rank} to rank {peer}".encode(), "sha256")
+
+
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
