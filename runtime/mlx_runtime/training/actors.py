@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import ray
 import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
@@ -29,7 +29,7 @@ GRACE_S = 5
 
 
 class Place(NamedTuple):
-    """Position of a worker in its group, and where rank 0 is."""
+    """Position of a worker in its group, and the address of the store in which it meets the others."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ class Actors:
             for rank in range(size):
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, rank)
                 self._workers.append(ray.remote(_Worker).options(**options).remote(project))
-            addresses = self._results([worker.address.remote() for worker in self._workers])
+            addresses = self._results([worker.address.remote(not rank) for rank, worker in enumerate(self._workers)])
             hosts = [host for host, _ in addresses]
             calls = []
             for rank, worker in enumerate(self._workers):
@@ -112,13 +112,15 @@ class _Worker:
 
     def __init__(self, project: Path) -> None:
         self._project = project if project.is_dir() else Path.cwd()  # where Ray has unpacked it
+        self._store: Any = None
         sys.path.insert(0, str(self._project))
 
-    def address(self) -> tuple[str, int]:
-        """Return the address of this node, and a free port on it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def address(self, serves: bool) -> tuple[str, int]:
+        """Return the address of this node, and the port of the store of the group if this worker serves it, else 0."""
+        host = ray.util.get_node_ip_address()
+        if serves:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port if serves else 0
 
     def create(self, place: Place, backend: str, threads: int, cls: type, args: Any, kwargs: Any) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those of torchrun
@@ -128,7 +130,14 @@ class _Worker:
         functions._topology = Topology(place.rank, place.world_size, device, place.local_rank)
         self._rank = place.rank
         with loop_errors(self._rank, self._project):
-            torch.distributed.init_process_group(backend)
+            self._store = self._store or TCPStore(place.host, place.port)
+            torch.distributed.init_process_group(
+                backend,
+                store=self._store,
+                rank=place.rank,
+                world_size=place.world_size,
+                device_id=None if device.type == "cpu" else torch.device("cuda", 0),
+            )
             self._object = cls(*args, **kwargs)
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -210,7 +210,7 @@ class _Attempt:
 
     results: Path  # folder of what each worker returned or raised
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
-    memory_kills: int = field(default_factory=memory_kills)  # on this machine, before it started
+    memory_kills: int = field(default_factory=memory_kills)  # before it started
     failed_at: float | None = None
     finished_at: float | None = None
 

@@ -100,12 +100,27 @@ def kill_group(process: Any) -> None:
 
 
 def memory_kills() -> int:
-    """Return how many processes of this machine the kernel has killed to free memory; 0 if it does not report that."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    """Return how many processes the kernel has killed to free memory; 0 if it does not report that.
+
+    Those of this process's cgroup, a container for example, or else of the machine.
+    """
+    for file in (*_memory_events(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            for line in file.read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0
+
+
+def _memory_events() -> Iterator[Path]:
+    """Yield the files in which version 1 or 2 of cgroups may count them."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield Path(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in controllers.split(","):
+                yield Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
 
 
 def exit_reason(code: int | None, *, starved: bool = False) -> str:
@@ -121,5 +136,5 @@ def exit_reason(code: int | None, *, starved: bool = False) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # only two of the real-time signals have names
         name = f"signal {-code}"
-    memory = f"; the machine {'was' if starved else 'may be'} out of memory" if name == "SIGKILL" else ""
+    memory = ": the kernel reports that memory ran out" if starved and name == "SIGKILL" else ""
     return f"was killed by {name}{memory}"
