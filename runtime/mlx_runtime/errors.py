@@ -12,7 +12,7 @@
     ├── WorkerLostError                a worker, its node or its network connection is gone
     ├── HangError                      the workers are deadlocked
     ├── RunFinished          exit 0    the run to resume has already succeeded
-    └── RunStopped           exit 130  by Ctrl-C; 143 by SIGTERM
+    └── RunStopped           exit 130  by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP, 141 with its output
 
 A message states what happened (with the value), what was expected, and the next command to type.
 """
@@ -105,7 +105,7 @@ class RunFinished(MlxError):  # noqa: N818 - not a failure
 
 
 class RunStopped(MlxError):  # noqa: N818 - not a failure
-    """The run was stopped by the user (exit code 130) or by the system (143)."""
+    """The run was stopped by the user (exit code 130), by the system (143), or as its output was closed (129, 141)."""
 
     exit_code = 130
 
@@ -157,7 +157,9 @@ def user_errors(project: Path, translate: Callable[[BaseException, str, str], Ml
     """
     try:
         yield
-    except USER_ERRORS as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, MlxError) and not raised_in(error, project):
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))

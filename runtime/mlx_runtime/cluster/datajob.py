@@ -121,7 +121,8 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
     facts = provenance.provenance(config.overrides)
     facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
-    with contextlib.closing(display), sigterm_stops(StopRequests()):
+    control = StopRequests()
+    with contextlib.closing(display), sigterm_stops(control):
         try:
             with Filling(path, overwrite=cfg.overwrite, **facts) as target:
                 instance = job(**{name: build(node, name) for name, node in config.tree.items()})
@@ -132,7 +133,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror or short_message(error)}") from error
         except KeyboardInterrupt as interrupt:
-            code = 143 if isinstance(interrupt, Terminated) else 130
+            code = control.exit_code if isinstance(interrupt, Terminated) else 130
             raise RunStopped(f"stopped; {path} was not created", code) from None
     display.print()
     display.print(f"took      {time.monotonic() - started:.1f} s")

@@ -1,4 +1,7 @@
-"""Requests to end a run early: `Driver.stop`, SIGTERM, `mlx xp stop`, or another driver that takes the run over."""
+"""Requests to end a run early: `Driver.stop`, SIGTERM, `mlx xp stop`, or another driver that takes the run over.
+
+A closed terminal sends SIGHUP, which is like SIGTERM unless it is ignored, as under nohup.
+"""
 
 import _thread
 import contextlib
@@ -16,6 +19,13 @@ GRACE_S = 25.0
 
 POLL_S = 1.0
 """Interval between two looks at the run folder; ten times as long on an object store."""
+
+
+OUTPUT_CLOSED = "standard output was closed"
+"""Reason with which a run stops whose output nobody reads any more."""
+
+EXIT_CODES = {"SIGHUP": 129, OUTPUT_CLOSED: 141}
+"""Those of shells for a signal; 141 is that of SIGPIPE. For other reasons, it is that of SIGTERM."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -37,6 +47,11 @@ class StopRequests:
         self._interrupt = interrupt
         self._requested_at = 0.0
         self._graceful = False
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a process whose run was asked to end."""
+        return EXIT_CODES.get(self.reason or "", 143)
 
     def allow_checkpoint(self) -> None:
         """Record that workers are training, and can save a checkpoint before they stop."""
@@ -87,21 +102,32 @@ class StopRequests:
 
 @contextlib.contextmanager
 def sigterm_stops(control: StopRequests) -> Iterator[None]:
-    """Turn SIGTERM into a request within the block. Does nothing outside the main thread."""
+    """Turn SIGTERM, and SIGHUP unless it is ignored, into a request within the block.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def terminate(*_: Any) -> None:
+    def terminate(number: int, _: Any) -> None:
         if control.immediate():
+            control.reason = control.reason or signal.Signals(number).name
             raise Terminated
-        control.request("SIGTERM")
+        control.request(signal.Signals(number).name)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    numbers = [item for item in (signal.SIGTERM, signal.SIGHUP) if not (item == signal.SIGHUP and hangup_ignored())]
+    before = {number: signal.signal(number, terminate) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def hangup_ignored() -> bool:
+    """Return True if this process should outlive its terminal, as under nohup."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def interrupt_main() -> None:

@@ -1,6 +1,10 @@
 """A run in a terminal: the driver with signals, a log, and what the user sees."""
 
 import contextlib
+import errno
+import os
+import select
+import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,7 +38,14 @@ from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.planning import RunPlan, planned
 from mlx_runtime.training.request import RunConfig
-from mlx_runtime.training.stop_requests import StopRequests, Terminated, interrupt_main, sigterm_stops
+from mlx_runtime.training.stop_requests import (
+    OUTPUT_CLOSED,
+    StopRequests,
+    Terminated,
+    hangup_ignored,
+    interrupt_main,
+    sigterm_stops,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ def fit(
         WorkerLoopError: user code raised an exception.
         WorkerLostError: workers were lost more than `cfg.max_failures` times.
         HangError: the workers deadlocked.
-        RunStopped: Ctrl-C, SIGTERM or `mlx xp stop`; the run is marked STOPPED.
+        RunStopped: Ctrl-C, SIGTERM, a closed terminal or pipe, or `mlx xp stop`; the run is marked STOPPED.
     """
     with planned(experiment, config, cluster) as plan:
         terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
@@ -106,6 +117,18 @@ def prepare(config: RunConfig) -> None:
         display.print("nothing was prepared")
 
 
+def _closed(stream: TextIO | None) -> str:
+    """Return `pipe` or `terminal` if the reader of a stream is gone, else nothing."""
+    try:
+        descriptor = stream.fileno() if stream is not None else -1
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        gone = any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
+        return "" if not gone else "pipe" if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else "terminal"
+    except (OSError, ValueError):  # it has no descriptor, as in a notebook
+        return ""
+
+
 class _Terminal:
     """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type."""
 
@@ -124,20 +147,46 @@ class _Terminal:
             except KeyboardInterrupt as error:
                 if self.driver.recorder is None:
                     raise  # before there was a run to stop
-                raise RunStopped(self._stopped(), 143 if isinstance(error, Terminated) else 130) from None
+                raise RunStopped(self._stopped(), self._exit_code if isinstance(error, Terminated) else 130) from None
             except MlxError as error:
                 error.hint = error.hint or self._hint(error)
                 raise
             assert isinstance(ended, RunEnded)
             if ended.status == "STOPPED":
-                raise RunStopped(self._stopped(), 143)
+                raise RunStopped(self._stopped(), self._exit_code)
             return ended
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self._open(event.run)
+        self._follow_output()
         if self._lines is not None:
-            self._lines.handle(event)
+            try:
+                self._lines.handle(event)
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
+                self._follow_output()
+
+    def _follow_output(self) -> None:
+        """Stop the run once nobody can read its output, as SIGPIPE stops other commands.
+
+        A terminal that was closed sends SIGHUP for that, and a run that ignores it goes on.
+        """
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if closed := _closed(stream):
+                assert stream is not None
+                with Path(os.devnull).open("w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+                if closed == "pipe" and stream is sys.__stdout__ and not hangup_ignored():
+                    text = f"{OUTPUT_CLOSED}; stopping with a checkpoint. Redirect it to a file to train on"
+                    print(text, file=sys.stderr)
+                    self.driver.control.request(OUTPUT_CLOSED)
+
+    @property
+    def _exit_code(self) -> int:
+        self._follow_output()
+        return self.driver.control.exit_code
 
     def _open(self, run: RunInfo) -> None:
         """Open the log and the display."""

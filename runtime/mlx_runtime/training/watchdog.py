@@ -43,9 +43,14 @@ class Watchdog:
         self._closed.set()
 
     def position(self) -> WorkerPosition:
-        """Return the position of the watched thread."""
-        frame = sys._current_frames().get(self._thread)
-        frames = [item for item, _ in traceback.walk_stack(frame)] if frame is not None else []  # innermost first
+        """Return the position of the watched thread, or of another one in which user code waits for other workers."""
+        stacks = {
+            key: [item for item, _ in traceback.walk_stack(frame)] for key, frame in sys._current_frames().items()
+        }
+        frames = stacks.pop(self._thread, [])  # innermost first
+        if _collective(frames) is None:
+            waiting = (item for item in stacks.values() if _collective(item) and _users_line(item, self._project))
+            frames = next(waiting, frames)
         return dataclasses.replace(
             self._progress(),
             at=_users_line(frames, self._project),

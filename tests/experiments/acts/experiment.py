@@ -1,5 +1,6 @@
 """Workers that perform one action, selected by `cfg.act`, and write down its result."""
 
+import asyncio
 import ctypes
 import json
 import os
@@ -86,6 +87,8 @@ class Experiment(BaseModule):
         print(f"rank {self.rank}: printed to stderr", file=sys.stderr)
         os.write(2, f"rank {self.rank}: to descriptor 2\n".encode())
         subprocess.run(["echo", f"rank {self.rank}: by a child"], check=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()  # as scripts for torchrun do at their end, which prints nothing
 
     def crash_in_mid_line(self):
         self.wait_for_all()
@@ -108,6 +111,12 @@ class Experiment(BaseModule):
 
     def exit_politely(self):
         sys.exit(0)
+
+    def be_cancelled(self):
+        raise asyncio.CancelledError("by a task")
+
+    def interrupt_itself(self):
+        raise KeyboardInterrupt
 
     def wait_to_be_killed(self):
         """Wait, with a child that waits as well."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -34,6 +35,7 @@ from mlx_runtime.training.engines.base import backend_of
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import CHUNK_BYTES, Output
 from mlx_runtime.training.engines.placement import engine_for
+from mlx_runtime.training.engines.scratch import Scratch
 from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.local
@@ -531,6 +533,27 @@ class TestStart:
         assert "rank 1: by libc" in log_of(acts, 1).splitlines()
 
 
+@pytest.mark.pure
+def test_temporary_folders_without_an_owner_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of a run that is alive, those that a run is just creating, links, or other names."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive, abandoned, elsewhere = Scratch("mlx-local-"), Scratch("mlx-local-"), Scratch("other-")
+    assert alive.path.stat().st_mode & 0o777 == 0o700
+    (alive.path / "0").mkdir()
+    (abandoned.path / "0").mkdir()
+    for scratch in (abandoned, elsewhere):
+        os.close(scratch._lock)  # as when its owner is killed
+    (tmp_path / "mlx-local-new").mkdir()
+    (tmp_path / "mlx-local-link").symlink_to(elsewhere.path)
+    last = Scratch("mlx-local-")
+    left = {alive.path, last.path, elsewhere.path, tmp_path / "mlx-local-new", tmp_path / "mlx-local-link"}
+    assert set(tmp_path.iterdir()) == left
+    last.close()
+    alive.close()
+    assert not alive.path.exists()
+    assert not last.path.exists()
+
+
 @pytest.mark.kills
 class TestNothingIsLeft:
     """Whichever process is killed, no process of the run survives, and one line says how it ended."""
@@ -545,13 +568,19 @@ class TestNothingIsLeft:
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_the_driver_is_killed_while_it_trains(
-        self, method: str, start_group: StartGroup, acts: Path, tmp_path: Path
+        self, method: str, start_group: StartGroup, acts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Processes that workers have started end as well."""
-        process = start_group(acts, *self.WAITING, MLX_START_METHOD=method)
+        """Processes that workers have started end as well, and the next run removes its temporary folder."""
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        process = start_group(acts, *self.WAITING, MLX_START_METHOD=method, TMPDIR=str(temporary))
         wait_for(lambda: len(marked(tmp_path)) >= 6, 120)
         process.kill()
         wait_for(lambda: not marked(tmp_path), 15)
+        (left,) = temporary.glob("mlx-local-*")
+        monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+        Scratch("mlx-local-").close()
+        assert not left.exists()
 
     def test_the_fork_server_is_killed(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
         process = start_group(acts, *self.WAITING)
@@ -601,12 +630,22 @@ class TestNothingIsLeft:
         assert done.stderr == (f"error: a worker was lost: {why}; no replacements are left (cfg.max_failures=3)\n")
         assert record(acts)["failures"] == 3
 
-    def test_worker_loop_must_not_exit(self, mlx: Mlx, acts: Path) -> None:
-        done = mlx(acts, "train", "run", "cfg.act=exit_politely", "cfg.start_workers=1")
+    @pytest.mark.parametrize(
+        ("act", "error"),
+        [
+            ("exit_politely", "SystemExit: 0 (return instead of exiting)"),
+            ("be_cancelled", "CancelledError: by a task"),
+            ("interrupt_itself", "KeyboardInterrupt"),
+        ],
+    )
+    def test_worker_loop_must_not_end_by_any_exception(self, act: str, error: str, mlx: Mlx, acts: Path) -> None:
+        """Even those that are not an `Exception` are failures of user code, and no worker is replaced."""
+        done = mlx(acts, "train", "run", f"cfg.act={act}", "cfg.start_workers=1", "cfg.max_failures=1")
         lines = done.stderr.splitlines()
-        assert lines[0] == "error: SystemExit: 0 (return instead of exiting) (raised on rank 0)"
-        assert any(re.fullmatch(r"  src/experiment.py:\d+ in exit_politely", line) for line in lines)
+        assert lines[0] == f"error: {error} (raised on rank 0)"
+        assert any(re.fullmatch(rf"  src/experiment.py:\d+ in {act}", line) for line in lines)
         assert record(acts)["status"] == "FAILED"
+        assert record(acts).get("failures") is None
 
 
 @pytest.mark.kills

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -250,6 +251,44 @@ class TestTwoWorkers:
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 143, errors
+        self.check_stopped(folder)
+
+    def test_a_closed_output_ends_it_in_the_same_way(self, start: Start, folder: Path) -> None:
+        """As `mlx train run | head` does."""
+        process = start(folder, "train", "run", "cfg.pause_s=0.2", PYTHONUNBUFFERED="1")  # a new interpreter
+        wait_for(lambda: len(steps_of(folder)) > 4)
+        assert isinstance(process, subprocess.Popen)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+        lines = process.stderr.read().splitlines()
+        assert lines[0] == ("standard output was closed; stopping with a checkpoint. Redirect it to a file to train on")
+        assert lines[-1].startswith("error: stopped; faults run_001 is marked STOPPED")
+        assert len(lines) == 2
+        self.check_stopped(folder)
+
+    @pytest.mark.parametrize("ignored", [False, True], ids=["", "under nohup"])
+    def test_so_does_a_closed_terminal(self, ignored: bool, environment: dict[str, str], folder: Path) -> None:
+        """Unless it ignores SIGHUP, whatever its output goes to."""
+        overrides = ["cfg.pause_s=0.05", "cfg.num_epochs=1"] if ignored else ["cfg.pause_s=0.2"]
+        command = [sys.executable, "-m", "mlx_runtime", "train", "run", "-q", *overrides]
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(folder)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+            os.execve(sys.executable, command, environment)
+        wait_for(lambda: len(steps_of(folder)) > 4)
+        os.close(terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code == (0 if ignored else 129)
+        if ignored:
+            assert record(folder)["status"] == "SUCCEEDED"
+        else:
+            self.check_stopped(folder)
+
+    def check_stopped(self, folder: Path) -> None:
+        """It was stopped with a checkpoint of its last step."""
         assert record(folder)["status"] == "STOPPED"
         (saved,) = (run_of(folder) / "checkpoints").iterdir()
         last = max(note["step"] for note in steps_of(folder))

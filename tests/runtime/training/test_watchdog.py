@@ -58,6 +58,24 @@ def test_a_watchdog_reports_again_and_again_but_not_while_there_are_steps() -> N
         assert not thread.is_alive()
 
 
+def test_user_code_that_waits_in_another_thread_is_found(tmp_path: Path) -> None:
+    """The thread that is watched may wait for it, which is no collective."""
+    folder = tmp_path / "mlx_runtime" / "distributed"
+    waiting, wanted = threading.Event(), threading.Event()
+    scope: dict[str, Any] = {"waiting": waiting, "wanted": wanted}
+    exec(compile("def agree():\n    waiting.set()\n    wanted.wait()", str(folder / "collectives.py"), "exec"), scope)
+    exec(compile("def report():\n    agree()", str(tmp_path / "src" / "training.py"), "exec"), scope)
+    watch = Watchdog(60.0, lambda event: None, lambda: WorkerPosition(0), tmp_path / "src")
+    thread = threading.Thread(target=scope["report"])
+    thread.start()
+    waiting.wait()
+    position = watch.position()
+    wanted.set()
+    thread.join()
+    watch.close()
+    assert (position.waits_in, position.at) == ("agree of mlx_runtime", "training.py:2 in report")
+
+
 def test_one_that_took_a_step_just_now_is_at_work() -> None:
     assert verdict({0: answer(waits_in="all_reduce", seconds=0.5), 1: answer(1)}, 2, busy_s=5) is None
 

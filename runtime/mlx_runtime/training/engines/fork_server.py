@@ -195,9 +195,8 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
             kill_group(worker)
         os._exit(0)  # without waiting for a worker that is starting, which dies with this process
 
-    for number in (signal.SIGHUP, signal.SIGQUIT):  # they end the driver, too
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, end)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:  # it ends the driver, too
+        signal.signal(signal.SIGQUIT, end)
     if sys.platform == "linux":
         signal.signal(signal.SIGRTMIN + 1, end)  # sent by `close`; `die_with_parent` uses SIGRTMIN
     die_with_parent(end)
@@ -263,9 +262,8 @@ def _become_worker(control: "Channel[Any, Any] | None", request: Start, streams:
         control.close()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGQUIT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if sys.platform == "linux":  # the server's handlers, which kill its workers
         for real_time in (signal.SIGRTMIN, signal.SIGRTMIN + 1):
             signal.signal(real_time, signal.SIG_DFL)

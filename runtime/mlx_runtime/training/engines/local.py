@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shutil
 import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +16,7 @@ from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of, los
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.processes import exit_reason, memory_kills, unsafe_to_fork
+from mlx_runtime.training.engines.scratch import Scratch
 
 ORIGIN_S = 3.0
 """How long to wait for the cause when a worker reports only that it lost another one."""
@@ -93,7 +92,7 @@ class LocalGroup:
     def __init__(self, engine: Local, job: Any, handle: Handle) -> None:
         self._engine, self._job, self._handle = engine, job, handle
         self._ranks = range(engine.cfg.start_workers)
-        self._scratch = Path(tempfile.mkdtemp(prefix="mlx-local-"))
+        self._scratch = Scratch("mlx-local-")
         self._output = Output(job.folder, len(self._ranks))
         self._failures = 0
         self._attempt: _Attempt | None = None
@@ -125,13 +124,13 @@ class LocalGroup:
             self._kill()
         self._output.close()
         self._forward_output()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.close()
 
     def _start(self) -> None:
         from mlx_runtime.training.engines.worker import WorkerJob, run
 
         engine = self._engine
-        results = self._scratch / str(self._failures)
+        results = self._scratch.path / str(self._failures)
         results.mkdir()
         backend = backend_of(use_gpu=engine.use_gpu)
         # Each attempt gets a new store: the old one has the addresses of lost workers.

@@ -1,8 +1,6 @@
 """The Ray engine: Ray Train places workers on a cluster and replaces lost ones."""
 
 import pickle
-import shutil
-import tempfile
 import threading
 import uuid
 from typing import Any
@@ -14,6 +12,7 @@ from mlx_runtime.distributed.ray_private import TrimmedTrainer
 from mlx_runtime.settings import environment
 from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of
 from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.scratch import Scratch
 from mlx_runtime.training.failures import Failures, error_of
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.worker import train
@@ -37,11 +36,11 @@ class OnRay:
         self._cfg, self._cluster, self._timeout_s = cfg, cluster, timeout_s
         self._sizes = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
         self._elastic = self._sizes[0] != self._sizes[1]
-        self._scratch = ""  # until a run starts
+        self._scratch: Scratch | None = None  # until a run starts
         self._error: BaseException | None = None
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "OnRay":
-        self._error, self._scratch = None, tempfile.mkdtemp(prefix="mlx-ray-")
+        self._error, self._scratch = None, Scratch("mlx-ray-")
         # In the main thread, Ray Train would take over Ctrl-C.
         self._thread = threading.Thread(target=self._fit, args=(self._trainer(job),), name="fit", daemon=True)
         self._thread.start()
@@ -55,7 +54,8 @@ class OnRay:
         return False
 
     def close(self) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def _fit(self, trainer: ray.train.torch.TorchTrainer) -> None:
         # A smaller group starts only once Ray has given up on a larger one.
@@ -68,6 +68,7 @@ class OnRay:
 
     def _trainer(self, job: Job) -> ray.train.torch.TorchTrainer:
         """Return a trainer that only starts and replaces workers; the runtime handles checkpoints."""
+        assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
         resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": self._cluster.gpu_share} if use_gpu else {})
         return TrimmedTrainer(
@@ -82,7 +83,7 @@ class OnRay:
             ),
             run_config=ray.train.RunConfig(
                 name=uuid.uuid4().hex,  # under a known name, Ray would look for its own checkpoints
-                storage_path=self._scratch,
+                storage_path=str(self._scratch.path),
                 logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
                 failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
                 callbacks=[Failures(*job.receiver)],

@@ -17,6 +17,9 @@ FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 
 _PR_SET_PDEATHSIG = 1
 
+_OF_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run, which a terminal sends to all of its processes."""
+
 
 def unsafe_to_fork() -> str | None:
     """Return why workers cannot be forked from this process, or None if they can."""
@@ -45,8 +48,8 @@ def _thread_names() -> Iterator[str]:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Hold back Ctrl-C and SIGTERM from processes started in the block until they call `leave_the_terminal`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Hold back `_OF_THE_DRIVER` from processes started in the block until they call `leave_the_terminal`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_DRIVER)
     try:
         yield
     finally:
@@ -54,10 +57,11 @@ def held_signals() -> Iterator[None]:
 
 
 def leave_the_terminal() -> None:
-    """Ignore Ctrl-C and SIGTERM, which the driver handles. Processes started from here handle them as usual."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Ignore signals that the driver handles. Processes started from here handle them as usual."""
+    for number in _OF_THE_DRIVER:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_DRIVER)
     os.register_at_fork(after_in_child=_restore_signals)
 
 
@@ -66,7 +70,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _restore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _OF_THE_DRIVER:
         if signal.getsignal(number) is _ignore:
             signal.signal(number, signal.SIG_DFL)
 

@@ -12,7 +12,7 @@ import torch.distributed
 
 from mlx_runtime.distributed.ray_private import enter_ray_train
 from mlx_runtime.distributed.torch_private import keep_groups_private
-from mlx_runtime.errors import MlxError, WorkerLostError, short_message
+from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
 from mlx_runtime.training.channel import Remote
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.worker import train_to
@@ -50,13 +50,16 @@ def run(shared: WorkerJob, rank: int) -> int:
         train_to(Remote(*shared.job.receiver, rank), shared.job)
     except MlxError as caught:
         error = caught
+    except KeyboardInterrupt as caught:  # of user code: signals do not raise it in workers
+        trace = user_traceback(caught, shared.job.project)
+        error = WorkerLoopError(f"KeyboardInterrupt (raised on rank {rank})\n{trace}".rstrip())
     except BaseException as caught:
         traceback.print_exception(caught)  # into the log of this rank
         error = WorkerLostError(f"rank {rank} failed: {type(caught).__name__}: {short_message(caught)}")
     part = shared.results / f"{rank}.part"
     part.write_bytes(pickle.dumps(error))
     part.replace(shared.results / str(rank))
-    if error is None:
+    if error is None and torch.distributed.is_initialized():  # user code may have destroyed the group
         torch.distributed.destroy_process_group()
     return 0 if error is None else 1
 
