@@ -1,5 +1,6 @@
 """Alternating measurements, so that other load on the machine affects all contenders alike."""
 
+import math
 import statistics
 import time
 from collections import Counter
@@ -52,6 +53,20 @@ def repeated(measure: Callable[[str], Found], name: str) -> Found:
 
 def median(values: Iterable[float]) -> float:
     return statistics.median(values)
+
+
+def compared(
+    own: Sequence[float], base: Sequence[float], *, at_most: float = math.inf, at_least: float = 0.0, digits: int = 2
+) -> str:
+    """Return the ratio of two medians, with the least and the greatest of all rounds: `1.45x (1.41-1.52)`.
+
+    A ratio that misses its goal, `at_most` or `at_least`, is marked.
+    """
+    ratio = median(own) / median(base)
+    each = [one / other for one, other in zip(own, base, strict=True)]
+    spread = f" ({min(each):.{digits}f}-{max(each):.{digits}f})" if len(each) > 1 else ""
+    missed = "" if at_least <= round(ratio, digits) <= at_most else " **missed**"
+    return f"{ratio:.{digits}f}x{spread}{missed}"
 
 
 def _short(found: object) -> str:

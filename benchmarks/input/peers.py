@@ -7,21 +7,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from src.workload import Mlp, cases, make_dataset, measured, over_all_workers, train_step, write
 
 
-def plain(num_workers: int) -> dict[str, float]:
-    """DistributedDataParallel and DataLoader, as in the tutorials."""
+def plain(num_workers: int, *, batched: bool = False) -> dict[str, float]:
+    """DistributedDataParallel and DataLoader, as in the tutorials; `batched` indexes the dataset once per batch."""
     dist.init_process_group("gloo")
     rates = {}
     for data, model, batch_size in cases():
         dataset = make_dataset(data)
         sampler = DistributedSampler(dataset)
-        loader = DataLoader(
-            dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0
-        )
+        if batched:
+            loader = DataLoader(dataset, batch_size=None, sampler=BatchSampler(sampler, batch_size, drop_last=False))
+        else:
+            loader = DataLoader(
+                dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0
+            )
         step = _trained_by(data) if model == "mlp" else lambda batch: None
 
         def batches(epoch, sampler=sampler, loader=loader):
@@ -105,6 +108,7 @@ if __name__ == "__main__":
     contenders = {
         "torchrun": lambda: plain(0),
         "torchrun-2": lambda: plain(2),
+        "torchrun-batched": lambda: plain(0, batched=True),
         "accelerate": accelerate,
         "lightning": lightning,
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commands import environment, found_by, mlx, torchrun, workplace
 from page import table
-from rounds import alternating, median
+from rounds import alternating, compared, median
 
 TITLE = "Texts of different lengths"
 
@@ -25,17 +25,17 @@ def section(rounds: int, only: Collection[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="bench-") as parent:
         folder = workplace(Path(parent), "text")
         found = alternating(_contenders(), only, rounds, lambda contender: _measured(contender, folder))
-    rates = {name: median(item["tokens_per_s"] for item in measured) for name, measured in found.items()}
+    rates = {name: [item["tokens_per_s"] for item in measured] for name, measured in found.items()}
     first = rates["torchrun-longest"]
     rows = []
     for name, rate in rates.items():
-        speed = f"{rate:,.0f} tokens/s" if name == "torchrun-longest" else f"{rate / first:.2f}x"
+        speed = f"{median(rate):,.0f} tokens/s" if name == "torchrun-longest" else compared(rate, first)
         rows.append([CONTENDERS[name], speed, f"{100 * median(item['used'] for item in found[name]):.0f} %"])
     texts = found["torchrun-longest"][0]["texts"]
     without = "" if "torchrun-grouped" in found else " Without transformers, which was not installed."
     return f"""Tokens per second of both workers, without padding. A transformer with two layers of width 64 learns
 {texts:,} docstrings of Python's standard library, of up to 512 bytes, which are the tokens; 16 texts per worker
-and step. Medians of {rounds} alternating rounds.{without}
+and step. Medians of {rounds} alternating rounds, with the least and the greatest ratio.{without}
 
 {table(["", "speed", "of a batch are tokens"], rows)}
 """

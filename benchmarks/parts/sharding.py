@@ -1,6 +1,7 @@
 """Sharded training: the speed of steps, the memory of workers, and checkpoints."""
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Collection
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from commands import Command, environment, found_by, mlx, torchrun, workplace
 from page import table
-from rounds import alternating, median
+from rounds import alternating, compared, median
 
 TITLE = "Sharding"
 
@@ -72,7 +73,11 @@ def section(rounds: int, only: Collection[str]) -> str:
         for name in small
     ]
     checkpoints = [
-        [CONTENDERS[name], *(_seconds(stored, name, key) for key in ("blocked", "written", "restored"))]
+        [
+            CONTENDERS[name],
+            _seconds(stored, name, "blocked") + _waiting(stored, name),
+            *(_seconds(stored, name, key) for key in ("written", "restored")),
+        ]
         for name in small
     ]
     return f"""A GPT whose blocks are sharded, with float32 and Adam. The step is the median one with
@@ -122,17 +127,21 @@ def measured(contender: str, folder: Path, work: Work, *more: str) -> Found:
     return found_by(command, folder, out, variables)
 
 
-def _median(found: dict[str, list[Found]], name: str, kind: str, key: str) -> float:
-    return median(item[kind][key] for item in found[name])
-
-
 def _seconds(found: dict[str, list[Found]], name: str, key: str) -> str:
     """Return the median of a contender, with the ratio to the first one."""
-    own, base = (_median(found, item, "seconds", key) for item in (name, "plain"))
-    return f"{own:.2f} s" if name == "plain" else f"{own:.2f} s, {own / base:.2f}x"
+    own, base = ([item["seconds"][key] for item in found[title]] for title in (name, "plain"))
+    goal = 1.05 if (name, key) == ("mlx", "step") else math.inf
+    return f"{median(own):.2f} s" + ("" if name == "plain" else f", {compared(own, base, at_most=goal)}")
+
+
+def _waiting(found: dict[str, list[Found]], name: str) -> str:
+    """Return how much of the time of writing the loop waits."""
+    share = median(item["seconds"]["blocked"] / item["seconds"]["written"] for item in found[name])
+    return f", {100 * share:.0f} % of writing" + (" **missed**" if name == "mlx" and share > 0.05 else "")
 
 
 def _peak(found: dict[str, list[Found]], name: str) -> str:
     """Return the peak of a contender's memory, with the ratio to the first one."""
-    own, base = (_median(found, item, "peak_mb", "training") for item in (name, "plain"))
-    return f"{own:,.0f}" if name == "plain" else f"{own:,.0f}, {own / base:.2f}x"
+    own, base = ([item["peak_mb"]["training"] for item in found[title]] for title in (name, "plain"))
+    goal = 1.1 if name == "mlx" else math.inf
+    return f"{median(own):,.0f}" + ("" if name == "plain" else f", {compared(own, base, at_most=goal)}")

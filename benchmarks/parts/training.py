@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commands import Command, environment, found_by, mlx, torchrun, workplace
 from page import table
-from rounds import alternating, median
+from rounds import alternating, compared, median
 
 TITLE = "Training"
 
@@ -37,7 +37,8 @@ def section(rounds: int, only: Collection[str]) -> str:
     heads = [f"{setting}<br>median step / all steps" for setting in SETTINGS]
     return f"""Samples per second of a transformer with 1 M parameters: five layers of width 128, 64 characters of a
 generated text, 12 samples per worker and step, Adam. Computed from the median step, and from the time of all
-steps, which includes everything that interrupts them. Medians of {rounds} alternating rounds.
+steps, which includes everything that interrupts them. Medians of {rounds} alternating rounds, with the least and the
+greatest ratio.
 
 {table(["", *heads], rows)}
 
@@ -60,7 +61,9 @@ def _measured(contender: str, folder: Path, workers: int, threads: int) -> Rates
 def _cell(found: dict[str, list[Rates]], name: str) -> str:
     if name not in found:
         return ""
-    rates = [(median(item[kind] for item in found[name]), kind) for kind in ("median", "all")]
+    rates = {kind: [item[kind] for item in found[name]] for kind in ("median", "all")}
     if name == "torchrun":
-        return f"{' / '.join(f'{rate:.0f}' for rate, _ in rates)} samples/s"
-    return " / ".join(f"{rate / median(item[kind] for item in found['torchrun']):.2f}x" for rate, kind in rates)
+        return f"{' / '.join(f'{median(rate):.0f}' for rate in rates.values())} samples/s"
+    goal = 0.99 if name == "mlx-local" else 0.0
+    bases = {kind: [item[kind] for item in found["torchrun"]] for kind in rates}
+    return " / ".join(compared(rate, bases[kind], at_least=goal) for kind, rate in rates.items())

@@ -114,10 +114,14 @@ def over_all_workers(seconds: float, rows: int) -> tuple[float, int]:
 
 
 def memory_mb() -> dict[str, float]:
-    """Return the memory of this process: private, and resident including shared and mapped pages."""
+    """Return the memory of this process: what only it has, its share of what several have, and all that is resident.
+
+    Forked workers have most pages of their driver in common, until they write to them.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines}
-    return {"anonymous": sizes["Anonymous"], "resident": sizes["Rss"]}
+    own = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return {"own": own, "proportional": sizes["Pss"], "resident": sizes["Rss"]}
 
 
 def write(path: Path, rates: dict[str, float]) -> None:
