@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import re
 import unicodedata
@@ -69,6 +70,14 @@ def word(text: str) -> str:
     if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise click.BadParameter(f"{text!a} contains a control character")
     return text
+
+
+def gpus(text: str) -> float:
+    """Convert a number of GPUs, as the type of an option."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise click.BadParameter(f"{text!r} is no number of GPUs; write 0, 1, or 0.5 to share one")
 
 
 def duration_s(text: str) -> float:

@@ -71,6 +71,7 @@ def run(
         "++cfg.profile=true": profile,
         f"--from={origin}": origin,
     }
+    lookup.refuse_empty({"--resume": resume, "--from": origin})
     resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
     words = [*_words(variants), *(option for option, given in implied.items() if given), *resumed]
     projects.run(AN_EXPERIMENT, [*overrides, *words])
@@ -85,7 +86,7 @@ def run(
 @click.option("--mode", type=click.Choice(["max", "min"]), help="Which is best. Default: cfg.mode.")
 @click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
 @click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
-@click.option("--gpus-per-trial", metavar="X", type=click.FloatRange(min=0), help="Below 1, runs share a GPU.")
+@click.option("--gpus-per-trial", metavar="X", type=options.gpus, help="Below 1, runs share a GPU.")
 @click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
 @click.option(
     "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
@@ -119,6 +120,7 @@ def sweep_request(
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
+    lookup.refuse_empty({"--resume": resume, "--from": origin})
     if resume and not lookup.names_run(resume):  # an override; the sweep has no name
         resume, overrides = "latest", (resume, *overrides)
     if resume is None and (retry_failed or force):
@@ -164,6 +166,7 @@ def launch(
     **settings: Any,
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
+    lookup.refuse_empty({"--resume": resume, "--from": origin})
     implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
     implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.projects import commands
@@ -59,6 +59,8 @@ class Checker:
             yield Problem(key, f"{key}: ??? must be given a value; {owner} has no default for it")
         elif isinstance(value, dict) and "_target_" in value:
             yield from self._node(value, hint, key, owner)
+        elif isinstance(value, dict | list) and _takes_scalars(hint):
+            yield Problem(key, f"{key} is a {type(value).__name__}; {owner} takes {type_name(hint)}")
         elif isinstance(value, dict) and any(isinstance(item, dict | list) for item in value.values()):
             for name, item in value.items():
                 yield from self._value(item, Any, f"{key}.{name}", owner)
@@ -75,6 +77,9 @@ class Checker:
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"
+        if not isinstance(path, str):
+            yield Problem(target_key, f"{target_key} is {path!r:.100}, not the dotted path of a class or function")
+            return
         try:
             target = self._object_at(path)
         except (ImportError, AttributeError) as error:
@@ -117,6 +122,11 @@ class Checker:
                 here = f"{key}.{item.name}"
                 text = f"{here}: missing, and {path} has no default for it; add it with: {commands()} bind"
                 yield Problem(here, text)
+
+
+def _takes_scalars(hint: Any) -> bool:
+    """Return True for a type or a union of types of numbers and text."""
+    return {*(get_args(hint) or (hint,))} <= {bool, float, int, str, type(None)}
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

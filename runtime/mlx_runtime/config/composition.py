@@ -4,6 +4,7 @@ Precedence: constructor default < conf.yaml < `--variant` < `MLX_STORAGE` < comm
 the signatures of the constructors before anything starts, and all problems are reported at once.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage.documents import DEPTH
 from mlx_runtime.storage.redaction import redacted_tree
 
 SELECTED = "mlx-selected"
@@ -183,11 +185,30 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides in Hydra's grammar; ConfigError names the one that is not in it."""
+    for item in overrides:
+        if not _is_unicode(item):
+            raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
+        if _nesting(item) > DEPTH:
+            raise ConfigError(f"the override {item!r:.100} is nested more than {DEPTH} levels deep")
     try:
         return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
     except OverrideParseException as error:
         why = f": {short_message(error.__cause__)}" if error.__cause__ else "; write key=value"
         raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
+
+
+def _is_unicode(text: str) -> bool:
+    """Return False for text with half of a surrogate pair, which a shell makes of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _nesting(text: str) -> int:
+    """Return the maximum number of open brackets and braces."""
+    return max(itertools.accumulate((letter in "[{") - (letter in "]}") for letter in text), default=0)
 
 
 def storage_override(root: str) -> str:

@@ -50,6 +50,8 @@ def path_of(thing: Any) -> str:
 def object_at(path: str) -> Any:
     """Import the class, function or constant at a dotted path; ImportError or AttributeError if it is not there."""
     parts = _current(path)
+    if not all(parts):
+        raise ImportError(f"{path!r} is not a dotted path")
     for split in range(len(parts) - 1, 0, -1):
         module_name = ".".join(parts[:split])
         try:

@@ -180,7 +180,7 @@ class Store:
         Raises StorageError if the storage did not answer, or another version wrote the manifest.
         """
         try:
-            manifest = Manifest.parsed(self.storage.read(name, MANIFEST))
+            manifest = Manifest.parsed(self.storage.document(name, MANIFEST))
             if manifest.name != name:
                 raise ValueError(f"{MANIFEST} describes {manifest.name}")
             sizes = {info.base_name: info.size or 0 for info in self.storage.listed(name)}

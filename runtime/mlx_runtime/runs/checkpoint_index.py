@@ -2,12 +2,15 @@
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlx_runtime.errors import printable
 from mlx_runtime.storage.documents import COUNT, FLAG, NAME, NUMBER, TEXT, from_json, mapping_of
-from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.files import Storage, joined, storage_errors
+from mlx_runtime.storage.local import IrregularError
 
 STATE = "state.pt"
 ABOUT = "checkpoint.json"
@@ -87,10 +90,21 @@ def position(entry: Mapping[str, Any]) -> str:
     return f"epoch {entry['epoch'] + 1}{step}"
 
 
-def list_checkpoints(root: str | Storage) -> list[Checkpoint]:
-    """Return the complete checkpoints in a folder or URI, oldest first."""
-    checkpoints = checkpoints_by_name(root if isinstance(root, Storage) else Storage(root)).values()
-    return sorted((item for item in checkpoints if item is not None), key=lambda item: item.order)
+def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[Checkpoint]:
+    """Return the complete checkpoints in a folder or URI, oldest first.
+
+    With `report`, those without a readable description are named on stderr, because a user asked for one of them all.
+    """
+    storage = root if isinstance(root, Storage) else Storage(root)
+    checkpoints = checkpoints_by_name(storage)
+    for name in (name for name, item in checkpoints.items() if item is None and report):
+        print(printable(f"warning: left out {name}: {undescribed(storage, name)}", one_line=True), file=sys.stderr)
+    return sorted((item for item in checkpoints.values() if item is not None), key=lambda item: item.order)
+
+
+def undescribed(storage: Storage, name: str) -> str:
+    """Return what is wrong with a checkpoint without a readable description."""
+    return f"{joined(storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
 
 
 def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
@@ -106,8 +120,8 @@ def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
 def read_description(storage: Storage, name: str) -> Checkpoint | None:
     """Return the description of a checkpoint, or None if there is no readable one; OSErrors are raised."""
     try:
-        fields = from_json(storage.read(name, ABOUT), _SHAPE, needs=("metrics",))
+        fields = from_json(storage.document(name, ABOUT), _SHAPE, needs=("metrics",))
         fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}
         return Checkpoint(**fields)
-    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, IrregularError, ValueError, TypeError):
         return None

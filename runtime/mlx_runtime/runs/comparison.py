@@ -35,7 +35,7 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
         epoch: int | None
         path: str | None
         facts = {"metric": chosen, "mode": chosen_mode, "experiment": row.folder.experiment, "run": row.folder.name}
-        if saved := best_first(list_checkpoints(row.folder.checkpoints), chosen, chosen_mode):
+        if saved := best_first(list_checkpoints(row.folder.checkpoints, report=True), chosen, chosen_mode):
             item, value, epoch = saved[0], saved[0].metrics[chosen], saved[0].epoch + 1
             path, step = joined(row.folder.checkpoints, item.name), None if item.finished else item.global_step
         else:
@@ -115,7 +115,7 @@ def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any
     if row.problem:
         raise StorageError(row.problem)
     with reading(folder, folder.conf.name):
-        config = redacted_tree(parsed(folder.read(folder.conf.name), environment=False))
+        config = redacted_tree(parsed(folder.document(folder.conf.name), environment=False))
     record = row.record
     git = record.get("git") or {}
     facts = {

@@ -21,6 +21,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import Storage, parent_of, to_json
+from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
 RECORD = "job.json"
@@ -212,8 +213,8 @@ def job_status(record: Mapping[str, Any]) -> str:
 def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
     """Return the `job.json` of a folder, or None if it has no readable one."""
     try:
-        return records.parsed(storage.read(*parts, RECORD))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return records.parsed(storage.document(*parts, RECORD))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, IrregularError, ValueError):
         return None
 
 

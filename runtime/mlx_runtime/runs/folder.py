@@ -36,6 +36,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
 from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
+from mlx_runtime.storage.local import open_regular
 
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
@@ -94,7 +95,14 @@ class RunFolder:
 
     def read(self, *parts: str) -> bytes:
         """Return the content of a file of the run; raise OSError if there is none, or the storage does not answer."""
-        return self.path.joinpath(*parts).read_bytes() if self.uri is None else Storage(self.uri).read(*parts)
+        if self.uri is not None:
+            return Storage(self.uri).read(*parts)
+        with open_regular(str(self.path.joinpath(*parts))) as file:
+            return file.read()
+
+    def document(self, *parts: str) -> bytes:
+        """Return the same, of a file that is small unless somebody has replaced it."""
+        return Storage(self.location).document(*parts)
 
     def push(self, *files: Path, must: bool = False) -> None:
         """Copy files to the object store, if the run is on one. Without `must`, failures are ignored."""
@@ -187,7 +195,7 @@ def has_begun(run: RunFolder) -> bool:
 def in_sweep(run: RunFolder) -> bool:
     """Return True if the record of a run says that it belongs to a sweep."""
     with contextlib.suppress(OSError, ValueError):
-        return bool(from_json(run.read(run.record.name), {}).get("sweep"))
+        return bool(from_json(run.document(run.record.name), {}).get("sweep"))
     return False
 
 
@@ -309,7 +317,10 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     Root and experiment are those to look in if the text does not name them.
     """
     base, options = split_options(text.rstrip("/"))
-    if is_uri(text) or any(Path(text, name).is_file() for name in ("run.json", RESERVE)):  # claimed, at least
+    claimed = False
+    with contextlib.suppress(OSError):  # too long for a path
+        claimed = any(Path(text, name).is_file() for name in ("run.json", RESERVE))
+    if is_uri(text) or claimed:
         parts = base if is_uri(text) else str(Path(base).resolve())
         if parts.count("/") < 2 + 2 * is_uri(text):
             raise UsageError(f"{text!r} is not the folder of a run; those end with name/run_003")

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,13 @@ NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_S
 def names_run(word: str) -> bool:
     """Return True if a word of a command line is the name, path or URI of a run, rather than an override or option."""
     return not _OVERRIDE.match(word)
+
+
+def refuse_empty(names: Mapping[str, str | None]) -> None:
+    """Refuse the empty name of a run after an option; a shell puts it in place of a variable that is not set."""
+    for option, name in names.items():
+        if name is not None and not name.strip():
+            raise UsageError(f"{option} names no run: {name!r}; write {option} run_003, or {option} latest")
 
 
 RUNS = "runs"
@@ -87,7 +94,7 @@ def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
     folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
-    known = [item.name for item in list_checkpoints(folder.checkpoints)]
+    known = [item.name for item in list_checkpoints(folder.checkpoints, report=True)]
     if not known:
         raise UsageError(f"{folder.title} has no checkpoint yet")
     name = match[2] if match else known[-1]

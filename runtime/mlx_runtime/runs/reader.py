@@ -71,7 +71,7 @@ class Run:
             StorageError: it cannot be read.
         """
         with reading(self._folder, "conf.yaml"):
-            return parsed(self._folder.read("conf.yaml"))
+            return parsed(self._folder.document("conf.yaml"))
 
     def metrics(self, by: Literal["report", "epoch"] = "report") -> "pandas.DataFrame":
         """Return all recorded metrics, with `step`, `epoch` (from 0), `timestamp` (seconds since 1970) and a column per
@@ -109,7 +109,7 @@ class Run:
         """
         with reading(self._folder, EVALUATIONS):
             names = Storage(self._folder.location).names(EVALUATIONS)
-            return [from_json(self._folder.read(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
+            return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
     def state(self, which: Which = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
@@ -180,19 +180,21 @@ class _MirroredRun(Run):
         self._mirrored = mirrored
 
     def state(self, which: Which = "latest") -> State:
-        _, checkpoint = find_checkpoint(self._folder, which)
+        saved, checkpoint = find_checkpoint(self._folder, which)
         self._mirrored.fetch_checkpoint(checkpoint.name)
-        return super().state(which)
+        return saved.load(checkpoint)
 
 
 def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpoint]:
     """Return the checkpoints of a run, and one of them: the `latest`, the `best`, or the one of a name.
 
+    Those that are left out because their description is damaged are named on stderr.
+
     Raises:
         UsageError: there is no such checkpoint.
     """
     saved = Checkpoints(folder.checkpoints)
-    found = saved.all()
+    found = saved.all(report=True)
     if which == "best":
         cfg = Run(folder).config["cfg"]
         found = best_first(found, cfg["monitor"], cfg["mode"])[:1]

@@ -230,7 +230,7 @@ class Record:
 def recorded(folder: RunFolder) -> dict[str, Any]:
     """Return the stored record of a run; raise StorageError if it cannot be read."""
     with reading(folder, folder.record.name):
-        return parsed(folder.read(folder.record.name))
+        return parsed(folder.document(folder.record.name))
 
 
 def parsed(content: bytes) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
 def _read_lease(folder: RunFolder, attempt: int) -> bytes:
     with storage_errors(f"cannot read {folder.location}"):
         try:
-            return folder.read(attempt_name(attempt))
+            return folder.document(attempt_name(attempt))
         except (FileNotFoundError, IsADirectoryError):
             return b""
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ Point = tuple[int, float | None, int]
 def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
     """Render the page of a run: facts, config, curves, checkpoints and the end of its log, as far as readable."""
     [row] = summarize([folder], ask)
-    charts = group_charts(read_curves(_text(folder, folder.metrics.name) or ""), row.monitor)
+    charts = group_charts(read_curves(_text(folder.read, folder.metrics.name) or ""), row.monitor)
     return render(
         PAGES / "run.html",
         title=folder.title,
@@ -65,7 +65,7 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
         checkpoints=_checkpoints(row),
-        config=_text(folder, folder.conf.name),
+        config=_text(folder.document, folder.conf.name),
         log=_log(folder),
     )
 
@@ -203,15 +203,15 @@ def _checkpoints(row: Row) -> list[dict[str, str]]:
 
 def _log(folder: RunFolder) -> str | None:
     """Return the last lines of the driver's log, without escape sequences."""
-    content = _text(folder, logs.log_name())
+    content = _text(folder.read, logs.log_name())
     if content is None:
         return None
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "\n".join(content.splitlines()[-LOG_LINES:]))
 
 
-def _text(folder: RunFolder, name: str) -> str | None:
+def _text(read: Callable[[str], bytes], name: str) -> str | None:
     with contextlib.suppress(OSError, StorageError):
-        return folder.read(name).decode(errors="replace")
+        return read(name).decode(errors="replace")
     return None
 
 

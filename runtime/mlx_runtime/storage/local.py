@@ -10,7 +10,11 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
+
+
+class IrregularError(OSError):
+    """What should be a document is a pipe, a device, or huge."""
 
 
 def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
@@ -30,6 +34,25 @@ def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] =
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def open_regular(path: str) -> BinaryIO:
+    """Open a file for reading. Raises IrregularError for a pipe or a device, which could block the reader for ever."""
+
+    def opener(path: str, flags: int) -> int:
+        try:
+            descriptor = os.open(path, flags | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a socket
+                raise IrregularError(errno.EINVAL, "it is not a regular file", path) from error
+            raise
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(kind) or stat.S_ISDIR(kind):  # `open` refuses folders
+            return descriptor
+        os.close(descriptor)
+        raise IrregularError(errno.EINVAL, "it is not a regular file", path)
+
+    return open(path, "rb", opener=opener)
 
 
 def discard_unfinished(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_runtime.config.composition import parse_overrides, raise_if
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.errors import ConfigError, UsageError, short_message
 from mlx_runtime.training.request import load_config
 
 Values = dict[str, str]
@@ -187,7 +187,10 @@ def _dimension(override: Any, text: str) -> Dimension:
     if override.is_interval_sweep():
         integer = isinstance(sweep.start, int) and isinstance(sweep.end, int)
         return Dimension(key, text, low=sweep.start, high=sweep.end, log="log" in sweep.tags, integer=integer)
-    choices = dict.fromkeys(itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1))
+    try:
+        choices = dict.fromkeys(itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1))
+    except ArithmeticError as error:  # `range(1, 10, nan)`
+        raise UsageError(f"{text}: {short_message(error)}; the ends and the step of a range are finite") from error
     if not 0 < len(choices) <= MOST_VALUES:
         raise UsageError(f"{text}: an override lists 1 to {MOST_VALUES:,} values")
     return Dimension(key, text, tuple(choices))
@@ -196,6 +199,8 @@ def _dimension(override: Any, text: str) -> Dimension:
 def _refusal(override: Any, sweep: Any) -> str:
     """Return why an override cannot be swept, or nothing."""
     interval = override.is_interval_sweep()
+    if any(hasattr(value, "tags") for value in getattr(sweep, "list", None) or ()):
+        return "a function like choice(...) stands alone, and a list holds only values: choice(a, b, c) or a,b,c"
     if override.is_delete():
         return "a key is deleted in all trials or in none"
     if override.key_or_group in COMMON:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
 
 MINIMUM = {
@@ -47,6 +48,11 @@ class _Checked:
             f"cfg.{name} is {value!r}; the minimum is {minimum}"
             for name, minimum in MINIMUM.items()
             if (value := getattr(cfg, name, minimum)) is not None and value < minimum
+        ]
+        problems += [
+            f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}"
+            for name in MINIMUM
+            if (value := getattr(cfg, name, None)) is not None and value >= LARGEST
         ]
         least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
         if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import resource
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from mlx_runtime.training.engines.placement import Cluster, on_ray, start_ray
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
+
+OPEN_FILES = 48, 16
+"""Files that a driver has open at once: without workers, and for each of them."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,9 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         DatasetError: a dataset cannot be batched.
         ConfigError: the engine cannot train this, the checkpoints to resume from are gone, or the rows of
             `datasets.train` cannot be split into folds.
-        UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with.
+        UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
     """
+    _refuse_too_few_files(config.cfg)
     config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
@@ -75,6 +80,13 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         fold = _fold(config)
         mirror = _mirror(config) if config.kept else None
         yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, mirror, fold)
+
+
+def _refuse_too_few_files(cfg: TrainConfig) -> None:
+    """Raise UsageError if the system lets a process open fewer files than a run needs, which would fail anywhere."""
+    needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != limit < needed:
+        raise UsageError(f"a process may open {limit} files here, and the run needs {needed}: run ulimit -n 1024 first")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
-from mlx_runtime.runs.lookup import names_run
+from mlx_runtime.runs.lookup import names_run, refuse_empty
 from mlx_runtime.runs.mirrors import restoring as mirrors
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.files import Storage, storage_root
@@ -184,10 +184,12 @@ def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     typed: list[str] = []
     open_option = ""
     for item in overrides:
-        name, _, value = item.partition("=")
+        name, mark, value = item.partition("=")
         if name in options:
+            refuse_empty({name: value if mark else None})
             options[name], open_option = value or "latest", "" if value else name
         elif open_option and names_run(item):
+            refuse_empty({open_option: item})
             options[open_option], open_option = item, ""
         else:
             typed.append(item)
@@ -203,7 +205,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         return
     title = f"{folder.location}/{folder.conf.name}"
     try:
-        content = Storage(folder.location).read(folder.conf.name)
+        content = Storage(folder.location).document(folder.conf.name)
     except OSError as error:
         raise StorageError(f"cannot read {title}: {short_message(error)}") from error
     if folder.uri is None:

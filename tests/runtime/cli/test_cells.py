@@ -1,8 +1,14 @@
 """The module of `%%mlx` cells: their order, and what a cell that is run again replaces."""
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
+from mlx_runtime.cli.notebook import register
 from mlx_runtime.cli.verbs.cells import Cell, placed
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -47,6 +53,24 @@ def test_imports_that_other_definitions_need_stay() -> None:
     first, *rest = texts(Cell(NET), Cell(new))
     assert (first.strip(), rest) == ("import torch", [new])
     assert texts(Cell(NET), Cell(f"{NET}\n"), Cell(f"{NET}\n\n")) == [f"{NET}\n\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        *((name, "write %%mlx, or %%mlx NAME") for name in ("x" * 300, "é" * 120, "a/b", "..", "/x", "a\0", "-x")),
+        *((name, "would hide the module") for name in ("torch", "json", "pytest", "mlx_runtime")),
+    ],
+)
+def test_names_of_modules_are_checked(name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    magics: dict[str, Callable[[str, str], None]] = {}
+    register(SimpleNamespace(register_magic_function=lambda function, kind, name: magics.update({name: function})))
+    with pytest.raises(UsageError, match=problem) as caught:
+        magics["mlx"](name, "X = 1")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_cell_that_is_not_python_is_refused() -> None:

@@ -17,8 +17,9 @@ import torch
 import torchmetrics
 from torch import nn
 
+from mlx_runtime import open_run
 from mlx_runtime.errors import ConfigError, StorageError
-from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs import checkpoints, comparison, lookup
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
 from mlx_runtime.runs.checkpoints import (
     PARTS,
@@ -31,6 +32,8 @@ from mlx_runtime.runs.checkpoints import (
     state_of,
     store,
 )
+from mlx_runtime.runs.consolidation import consolidate
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.hashing import HashingReader
 
 pytestmark = pytest.mark.pure
@@ -259,6 +262,29 @@ def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
     saved._storage.remove_file("epoch_0001", ABOUT)
     with pytest.raises(ConfigError, match="No other checkpoint is left"):
         saved.newest(pytest.fail)
+
+
+def test_readers_name_those_that_they_leave_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
+    folder = RunFolder(tmp_path / "digits" / "run_001")
+    scores = ({"loss": 2.0}, {"loss": 1.0})
+    stored(folder.checkpoints, *(Checkpoint(epoch, True, epoch + 1, found) for epoch, found in enumerate(scores)))
+    folder.record.write_text('{"status": "FAILED", "monitor": "loss", "mode": "min"}')
+    folder.conf.write_text("cfg: {monitor: loss, mode: min}")
+    damaged = Path(folder.checkpoints, "epoch_0002", ABOUT)
+    damaged.write_text("{}")
+    for reader in (
+        lambda: open_run(folder.path).state(),
+        lambda: open_run(folder.path).state("best"),
+        lambda: consolidate(folder, "latest", tmp_path / "weights", force=True),
+        lambda: comparison.best("digits"),
+        lambda: lookup.resolve_checkpoint(str(folder.path)),
+    ):
+        reader()
+        problem = f"{damaged} is damaged: it does not describe a checkpoint"
+        assert capsys.readouterr().err == f"warning: left out epoch_0002: {problem}\n"
 
 
 def test_no_checkpoint_is_none_at_all(root: str) -> None:

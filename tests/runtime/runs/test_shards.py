@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs.checkpoint_index import INDEX, list_checkpoints
+from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints import Checkpoints, read
 from mlx_runtime.runs.consolidation import consolidate
 from mlx_runtime.runs.folder import RunFolder
@@ -179,7 +179,16 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+def without_index(file: Path) -> None:
+    about = json.loads(file.read_text())
+    file.write_text(json.dumps({name: about[name] for name in about if "index" not in name and "shards" not in name}))
+
+
 DAMAGES = {
+    "a description without the index": (
+        lambda folder: without_index(folder / ABOUT),
+        "it names no index",
+    ),
     "a byte of a shard": (lambda folder: flip(folder / "shard_00001.safetensors"), "SHA-256"),
     "half of a shard": (lambda folder: os.truncate(folder / "shard_00000.safetensors", 2000), "has 2,000 bytes of"),
     "a lost shard": (lambda folder: (folder / "shard_00001.safetensors").unlink(), "there is no such file"),

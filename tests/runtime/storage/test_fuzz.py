@@ -2,7 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import json
+import os
+import random
+import shutil
+import socket
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +31,15 @@ from mlx_runtime.runs.checkpoints.shards import Shards
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import DEPTH
 from mlx_runtime.storage.files import Storage
+from mlx_runtime.sweeps import space
 
 pytestmark = pytest.mark.process
 
 LONGEST_S = 60.0
 """Maximum time of all commands for one input, the first of which may import libraries."""
+
+ALL = "MLX_FUZZ" in os.environ
+"""Try all combinations instead of a sample of them."""
 
 ODD: tuple[Any, ...] = (
     *(None, True, 0, -1, 2**70, 10**400, 0.5, float("inf"), float("-inf"), float("nan"), "", "text", "x" * 100_000),
@@ -175,22 +184,74 @@ def untouched(storage: Path, *commands: Sequence[str]) -> None:
 
 
 def test_records(storage: Path, tmp_path: Path) -> None:
-    def act(content: bytes) -> None:
-        (storage / "digits/run_001/run.json").write_bytes(content)
+    """Each batch of records is listed at once; then each run meets one of the other commands, or all (`MLX_FUZZ=1`)."""
+    page = str(tmp_path / "page.html")
+    good = (storage / "digits/run_002/run.json").read_bytes()
+    others: list[Callable[[str], tuple[str, ...]]] = [
+        lambda run: ("xp", "diff", f"digits/{run}", "digits/2"),
+        lambda run: ("xp", "report", "digits", run, "-o", page),
+        *(lambda run, verb=verb: ("xp", verb, "digits", run) for verb in ("stop", "rm", "logs")),  # type: ignore[misc]
+        lambda run: ("data", "rm", f"digits/{run}"),
+    ]
+
+    def act(batch: list[bytes]) -> None:
+        runs = [f"run_{number:03d}" for number in range(3, 3 + len(batch))]
+        for run, content in zip(runs, batch, strict=True):
+            (storage / "digits" / run).mkdir(exist_ok=True)
+            (storage / "digits" / run / "run.json").write_bytes(content)
+        assert (storage / "digits/run_002/run.json").read_bytes() == good
         code, listed = mlx("xp", "ls")
-        assert (code, listed.count("run_002")) == (0, 1), content[:200]
+        assert (code, listed.count("run_002")) == (0, 1)
         code, found = mlx("xp", "ls", "--json")
-        assert (code, [row["run"] for row in json.loads(found)]) == (0, ["run_001", "run_002"])
-        assert mlx("xp", "ls", "--html", str(tmp_path / "page.html"))[0] == 0
-        assert mlx("xp", "best", "digits")[0] == 0
+        assert (code, {row["run"] for row in json.loads(found)}) == (0, {"run_001", "run_002", *runs})
+        assert mlx("xp", "ls", "--html", page)[0] == 0
+        assert mlx("xp", "best", "digits")[0] in (0, 2)  # the runs may monitor nothing in common
+        assert mlx("data", "show")[0] == 0
+        before = files(storage)
+        for number, run in enumerate(runs):
+            for other in others if ALL else [others[number % len(others)]]:
+                mlx(*other(run))
+        assert files(storage) == before
+        for run in runs:
+            shutil.rmtree(storage / "digits" / run)
+
+    size = 25  # no multiple of the number of values, so that each of them meets several commands
+    each(storage, [RECORDS[start : start + size] for start in range(0, len(RECORDS), size)], act)
+
+
+IRREGULAR: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "huge": lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 10**12),
+    "loop": lambda path: path.symlink_to(path),
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_documents_that_are_no_files(storage: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command waits for a pipe, reads a device for ever, or fills the memory."""
+    monkeypatch.chdir(storage)  # the path of a socket is short
+    for name in ("run.json", "conf.yaml", f"checkpoints/epoch_0001/{ABOUT}", "../../data/job.json"):
+        file = Path("digits/run_001", name)
+        content = file.read_bytes()
+        file.unlink()
+        IRREGULAR[kind](file)
+        code, listed = mlx("xp", "ls")
+        assert (code, listed.count("run_001"), listed.count("run_002")) == (0, 1, 1)
+        assert ("UNREADABLE" in listed) == (name == "run.json")
         assert mlx("data", "show")[0] == 0
         run = ("digits", "run_001")
-        page = ("xp", "report", *run, "-o", str(tmp_path / "page.html"))
-        others = (("xp", verb, *run) for verb in ("stop", "rm", "logs"))
-        removed = ("data", "rm", "digits/run_001")
-        untouched(storage, ("xp", "diff", "digits/1", "digits/2"), page, *others, removed)
-
-    each(storage, RECORDS, act)
+        mlx("xp", "best", "digits")
+        mlx("xp", "report", *run, "-o", str(tmp_path / "page.html"))
+        for words in (("xp", "diff", "digits/1", "digits/2"), ("xp", "rm", *run), ("data", "rm", "data")):
+            mlx(*words)
+        for read in (lambda found: found.record, lambda found: found.config, lambda found: found.state()):
+            with contextlib.suppress(MlxError):
+                read(open_run(storage / "digits/run_001"))
+        file.rmdir() if kind == "folder" else file.unlink()
+        file.write_bytes(content)
 
 
 def test_checkpoints(storage: Path, tmp_path: Path) -> None:
@@ -354,6 +415,64 @@ def test_names_in_stored_code(storage: Path, tmp_path: Path) -> None:
     }
 
 
+VALUES = (
+    *("choice(a,b),c", "1,choice(2,3)", "interval(1,2),3", "range(1,10,nan)", "range(inf,1)", "interval(1,nan)"),
+    *("\ud800", "'\ud800'", "${oc.env:\ud800}", "{\ud800:1}", "[" * 500 + "]" * 500, "{" * 100, "glob(*)", "\0"),
+    *("nan", "inf", "1e400", str(10**23), str(-(10**30)), "null", "'\n'", "x" * 100_000, "'a\0b'", "\u202e", "???"),
+    *("{_target_:'..'}", "{_target_:''}", "{_target_:5}", "{_target_:os.system}", "[1,{a:b}]", "{a:{b:c}}", "${a}"),
+    *("int(nan)", "sort(1,2)", "", "' '", "${"),
+)
+"""Values of overrides."""
+
+KEYS = (
+    *("cfg.seed", "cfg.name", "cfg.num_epochs", "cfg.storage_path", "cfg.monitor", "cfg.resume", "cfg.splitter"),
+    *("cfg.mirror", "cfg.trackers", "cfg.mode", "cfg.gradient_clip", "models.net.bias", "models.net", "\ud800"),
+    *("cfg", "models"),
+)
+
+
+def test_overrides(storage: Path, tmp_path: Path) -> None:
+    """Overrides of runs are refused with the key or the text; those of sweeps, too."""
+    conf = tmp_path / "here/conf.yaml"
+    net = "{_target_: torch.nn.Linear, in_features: 2, out_features: 2, bias: true}"
+    models = f"{{_target_: {__name__}.Models, net: {net}}}"
+    conf.write_text(f"cfg: {{_target_: mlx_runtime.TrainConfig, name: digits, storage_path: x}}\nmodels: {models}\n")
+    assert load_config(Small, ["models.net.bias=false", "++cfg.seed=5"], conf).cfg.seed == 5
+    pairs = [(key, value) for key in KEYS for value in VALUES]
+    chosen = pairs if ALL else random.Random(0).sample(pairs, 50)
+    chosen += [("cfg.seed", value) for value in VALUES[::2] if ("cfg.seed", value) not in chosen]
+
+    def act(pair: tuple[str, str]) -> None:
+        text = "++{}={}".format(*pair)
+        for read in (lambda: space.parse([text]), lambda: load_config(Small, [text], conf)):
+            problem = ""
+            try:
+                read()
+            except MlxError as error:
+                problem = str(error)
+            assert "\n" not in problem or " problems:\n" in problem
+            assert "\ud800" not in problem, "half of a surrogate pair"
+
+    each(storage, chosen, act)
+    for seed in (10**23, -1):
+        with pytest.raises(MlxError, match=r"cfg\.seed is .*; the (maximum|minimum) is"):
+            load_config(Small, [f"++cfg.seed={seed}"], conf)
+
+
+def test_options_without_a_value(storage: Path, tmp_path: Path) -> None:
+    conf = tmp_path / "here/conf.yaml"
+    conf.write_text("cfg: {_target_: mlx_runtime.TrainConfig, name: digits, storage_path: x}\n")
+    for name in ("--resume", "--from"):
+        for words in ([name, ""], [f"{name}="], [f"{name}= "]):
+            with pytest.raises(MlxError, match=rf"{name} names no run: ' ?'; write {name} run_003, or"):
+                load_config(Small, words, conf)
+            for verb in (("train", "run"), ("train", "sweep", "a=1,2"), ("train", "launch")):
+                code, _ = mlx(*verb, *words)
+                assert code == 2 if len(words) == 1 and name == "--resume" else code in (1, 2)
+    for number in ("nan", "inf", "-1", "x", "", "1e999"):
+        assert mlx("train", "sweep", "a=1,2", "--gpus-per-trial", number)[0] == 2
+
+
 @dataclass
 class Models:
     net: nn.Linear = nn.Linear(2, 2)
@@ -367,9 +486,11 @@ class Small(BaseModule):
 def test_configs_to_train_with(storage: Path, tmp_path: Path) -> None:
     conf = tmp_path / "here/conf.yaml"
 
+    choices = itertools.cycle(([], ["cfg.seed=1"], ["models.net.bias=false"]))
+
     def act(content: bytes) -> None:
         conf.write_bytes(content)
-        for overrides in ([], ["cfg.seed=1"], ["models.net.bias=false"]):
+        for overrides in itertools.islice(choices, 3 if ALL else 1):
             with pytest.raises(MlxError):
                 load_config(Small, overrides, conf)
 

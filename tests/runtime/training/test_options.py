@@ -1,9 +1,12 @@
 """Settings of `cfg` that contradict each other."""
 
+import resource
 from typing import Any
 
 import pytest
 
+from mlx_runtime.errors import UsageError
+from mlx_runtime.training import planning
 from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.pure
@@ -60,3 +63,21 @@ def test_what_a_strategy_cannot_do_is_refused(settings: dict[str, Any], problem:
 )
 def test_what_fits_is_accepted(settings: dict[str, Any]) -> None:
     assert TrainConfig.out_of_range(TrainConfig(**settings)) == []
+
+
+@pytest.mark.parametrize("name", ["seed", "num_epochs", "log_every_steps"])
+def test_numbers_that_no_record_can_hold_are_refused(name: str) -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(**{name: 10**23}))
+    assert problem == f"cfg.{name} is {10**23}; the maximum is {2**63 - 1}"
+    assert TrainConfig.out_of_range(TrainConfig(**{name: 2**63 - 1})) == []
+
+
+def test_too_low_a_limit_of_open_files_is_refused() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="may open 24 files here, and the run needs 80: run ulimit -n 1024 first"):
+            planning._refuse_too_few_files(TrainConfig(start_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    planning._refuse_too_few_files(TrainConfig(start_workers=2))

@@ -147,6 +147,13 @@ def has_stored(value: Any) -> bool:
     return isinstance(value, StoredTensor)
 
 
+def has_placeholders(value: Any) -> bool:
+    """Return True if plain values contain a placeholder, whose tensor is in a shard."""
+    if isinstance(value, dict):
+        return value.keys() == {_PLACEHOLDER} or any(map(has_placeholders, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_placeholders, value))
+
+
 # -- read
 
 

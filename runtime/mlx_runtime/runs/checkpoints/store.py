@@ -22,9 +22,10 @@ from mlx_runtime.runs.checkpoint_index import (
     checkpoints_by_name,
     list_checkpoints,
     read_description,
+    undescribed,
 )
 from mlx_runtime.runs.checkpoints.groups import State
-from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full
+from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full, has_placeholders
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
@@ -58,9 +59,9 @@ class Checkpoints:
         self._rejected: dict[str, str] = {}  # problems by name
         self._newest: tuple[Checkpoint, State] | None = None
 
-    def all(self) -> list[Checkpoint]:
-        """Return the complete checkpoints, oldest first."""
-        return list_checkpoints(self._storage)
+    def all(self, *, report: bool = False) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first; see `list_checkpoints`."""
+        return list_checkpoints(self._storage, report=report)
 
     def any(self) -> bool:
         """Return True if there are checkpoints, even damaged ones."""
@@ -163,9 +164,7 @@ class Checkpoints:
         """
         checkpoints = checkpoints_by_name(self._storage)
         problems = {
-            name: f"{joined(self._storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
-            for name, item in checkpoints.items()
-            if item is None
+            name: undescribed(self._storage, name) for name, item in checkpoints.items() if item is None
         } | self._rejected
         self._newest = None
         for item in sorted(filter(None, checkpoints.values()), key=lambda item: item.order, reverse=True):
@@ -339,6 +338,8 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
         raise ConfigError(f"{path} was not saved by this version: it has no {', '.join(sorted(missing))}")
     shards = _shards(storage, name, about)
     if shards is None:
+        if has_placeholders(state):
+            raise DamagedError(f"{joined(storage.root, name, ABOUT)} is damaged: it names no index of the shards")
         return cast("State", state)
     shards.check_files()
     try:
