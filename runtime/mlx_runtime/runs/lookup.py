@@ -10,6 +10,7 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
+from mlx_runtime.runs.mirrors.downloads import fetched_checkpoint
 from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
@@ -75,7 +76,10 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
     second word is then ignored.
     """
     if is_hub(name):
-        raise UsageError(f"{name} is the mirror of a run, which only mlx xp ls, mlx xp release and open_run read")
+        raise UsageError(
+            f"{name} is the mirror of a run, which has no logs and no driver; mlx xp ls, mlx train eval, --from, "
+            "cfg.restore_checkpoint_path and open_run read it"
+        )
     if run is not None and "/" not in name:
         return find_run(storage_root(), name, run)
     if is_uri(name) or Path(name, "run.json").is_file():
@@ -87,10 +91,13 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
 
 
 def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
-    """Find a checkpoint by its folder or URI, or the latest of a run that `resolve_run` finds.
+    """Find a checkpoint by its folder or URI, or the latest of a run that `resolve_run` finds or that is mirrored.
 
     Return its run, and its folder or URI.
     """
+    if is_hub(text):
+        _, folder, name = fetched_checkpoint(text)
+        return folder, joined(folder.checkpoints, name)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
     folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)

@@ -104,7 +104,8 @@ class TrainConfig(_Checked):
         resume: `auto` resumes the latest run of this name unless it has succeeded, and starts a new one if there is
             none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one. The
             latest run is never one of a sweep, which has its own `--resume`.
-        restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from; None starts from scratch.
+        restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
+            `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
         restore_strict: everything must match that checkpoint; `false` loads the weights that match, lists the others,
             and initializes everything else.
         start_epoch: first epoch; set by the runtime when a checkpoint is restored.

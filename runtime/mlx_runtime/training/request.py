@@ -3,7 +3,7 @@
 import contextlib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
 from mlx_runtime.runs.lookup import names_run, refuse_empty
 from mlx_runtime.runs.mirrors import restoring as mirrors
+from mlx_runtime.runs.mirrors.downloads import MirroredRun, pinned_checkpoint
+from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
@@ -102,7 +104,11 @@ def load_config(
     if fast:
         overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
     checkpoint = next((item.removeprefix(EVAL) for item in overrides if item.startswith(EVAL)), None)
-    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)], look=look or fast)
+
+    def check(typed: Sequence[str]) -> None:
+        load(experiment, typed, path, look=True, title=title, project=path)
+
+    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)], check, look=look or fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
@@ -116,6 +122,8 @@ def load_config(
         config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
+        if not look and is_hub(str(config.cfg.restore_checkpoint_path)):
+            _pin_checkpoint(config)
         if not look:
             file = parsed(read_from.read_text(encoding="utf-8"))
             before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
@@ -139,10 +147,16 @@ def load_config(
     )
 
 
-def _choose(path: Path, overrides: Sequence[str], *, look: bool = False) -> _Choice:
+def _choose(
+    path: Path,
+    overrides: Sequence[str],
+    check: Callable[[Sequence[str]], object] = lambda typed: None,
+    *,
+    look: bool = False,
+) -> _Choice:
     """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`, and download it if its mirror is ahead.
 
-    With `look`, mirrors are ignored.
+    `check` is called with the overrides before a download. With `look`, mirrors are ignored.
     """
     options, typed = _options(overrides)
     composed = read(path, typed).tree.get("cfg")
@@ -155,11 +169,16 @@ def _choose(path: Path, overrides: Sequence[str], *, look: bool = False) -> _Cho
     if options["--from"] and options["--resume"]:
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
     if options["--from"] or claimed:
-        origin = named_run(options["--from"], root, experiment) if options["--from"] else None
+        origin = None
+        if is_hub(options["--from"]):
+            origin = MirroredRun.find(options["--from"]).cached()
+        elif options["--from"]:
+            origin = named_run(options["--from"], root, experiment)
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     if name == "auto" and cfg.get("mirror") and not look:
+        check(typed)
         with sigterm_stops(StopRequests()):  # it removes what it has downloaded
             mirrored, notes = mirrors.latest(str(cfg["mirror"]), root, experiment)
         choice = choice._replace(notes=tuple(notes))
@@ -215,6 +234,14 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         conf = Path(temporary, folder.conf.name)
         conf.write_bytes(content)
         yield conf
+
+
+def _pin_checkpoint(config: Config) -> None:
+    """Let the run start from the present state of a mirror, whatever is uploaded to it while its workers start."""
+    pinned_uri = pinned_checkpoint(str(config.cfg.restore_checkpoint_path))
+    config.cfg.restore_checkpoint_path = pinned_uri
+    for tree in (config.tree, config.unresolved):
+        tree["cfg"]["restore_checkpoint_path"] = pinned_uri
 
 
 def _refuse_hidden(config: Config) -> None:

@@ -24,13 +24,13 @@ from faults import differences, final_state, reports
 from hub_server import Faults, Hub
 from huggingface_hub import HfApi
 
-from mlx_runtime import open_run
+from mlx_runtime import BaseModule, TrainConfig, open_run
 from mlx_runtime.cli.xp import push
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import ConfigError, MlxError, UsageError
 from mlx_runtime.events import WarningNotice
-from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, Checkpoints
+from mlx_runtime.runs.checkpoints import PARTS, Checkpoints, read
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.runs.listing import list_rows
 from mlx_runtime.runs.mirrors import card, claims, hub, mirror, pushing, restoring
@@ -598,8 +598,62 @@ class TestReading:
         assert found.state()["epoch"] == 1
         assert [path for _, path in server.requests[asked:] if path.endswith(".pt")]  # only now
         assert open_run(f"{URI}@{first}").state("best")["epoch"] == 0
+        assert lookup.resolve_checkpoint(URI)[1].endswith("/digits/run_001/checkpoints/epoch_0002")
+        assert read(URI)["epoch"] == 1
+        assert read(f"{URI}/checkpoints/epoch_0001")["epoch"] == 0
+        with pytest.raises(UsageError, match="hf://alice/digits has no checkpoint epoch_0009"):
+            read(f"{URI}/checkpoints/epoch_0009")
+        (tmp_path / "conf.yaml").write_text("cfg: {name: digits}\n")
+        origin = request._choose(tmp_path / "conf.yaml", [f"--from={URI}"]).origin
+        assert origin is not None
+        assert origin.conf.read_text() == CONF
+        last = server.repositories["models/alice/digits"].commits[-1].sha
+        config = SimpleNamespace(
+            cfg=SimpleNamespace(restore_checkpoint_path=URI), tree={"cfg": {}}, unresolved={"cfg": {}}
+        )
+        request._pin_checkpoint(config)  # type: ignore[arg-type]
+        assert config.cfg.restore_checkpoint_path == f"{URI}@{last}/checkpoints/epoch_0002"
+        assert config.tree == config.unresolved == {"cfg": vars(config.cfg)}
+        assert read(config.cfg.restore_checkpoint_path)["epoch"] == 1
+        with pytest.raises(UsageError, match="which has no logs and no driver; mlx xp ls, mlx train eval"):
+            lookup.resolve_run(URI)
         (row,) = list_rows(URI)
         assert (row.status, row.fields()["place"], row.best) == ("SUCCEEDED", URI, 0.5)
+
+
+class Digits(BaseModule):
+    cfg: TrainConfig
+
+
+def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path / "a")
+    training.save(0)
+    training.record.finish("STOPPED")
+    pushing.push(training.folder, URI)
+    asked = len(server.requests)
+    (tmp_path / "conf.yaml").write_text(
+        f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+    )
+    with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
+        request.load_config(Digits, ["cfg.num_epoch=3"], tmp_path / "conf.yaml")
+    assert len(server.requests) == asked
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "exists", "token"),
+    [("hf://bob/digits", True, "token-alice"), ("hf://bob/digits", False, "token-alice"), (URI, True, "read-alice")],
+)
+def test_a_token_that_may_not_write_is_refused_before_anything_is_written(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, uri: str, exists: bool, token: str
+) -> None:
+    if exists:
+        server.create(uri.removeprefix("hf://"), private=False)
+    monkeypatch.setenv("HF_TOKEN", token)
+    before = {name: len(found.commits) for name, found in server.repositories.items()}
+    with pytest.raises(UsageError, match=f"your token has no access to {uri}, or may only read it; set HF_TOKEN"):
+        Mirror(uri)
+    assert {name: len(found.commits) for name, found in server.repositories.items()} == before
 
 
 RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}

@@ -27,6 +27,8 @@ from mlx_runtime.runs.checkpoint_index import (
 from mlx_runtime.runs.checkpoints.groups import State
 from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full, has_placeholders
 from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.runs.mirrors.downloads import fetched_checkpoint
+from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
@@ -283,7 +285,10 @@ class AsyncCheckpointer:
 
 
 def read(path: str, *, whole: bool = True) -> State:
-    """Return the state of the checkpoint in any folder or URI; see `Checkpoints.load`."""
+    """Return the state of the checkpoint in any folder, URI or mirror; see `Checkpoints.load`."""
+    if is_hub(path):
+        _, folder, name = fetched_checkpoint(path)
+        path = joined(folder.checkpoints, name)
     storage, name = parent_of(path)
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)

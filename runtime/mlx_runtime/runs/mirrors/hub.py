@@ -126,6 +126,20 @@ class Repository:
             )
         self._call(api.whoami, cache=True)
 
+    def require_write(self, head: Head | None) -> None:
+        """Check that the token may write to the repository, or create it if there is none. Nothing is written."""
+        from huggingface_hub import CommitOperationAdd
+
+        if head is not None:  # asking how a small file would be uploaded needs the same rights as its commit
+            probe = [CommitOperationAdd(".gitattributes", b"\n")]
+            self._call(self._api.preupload_lfs_files, self.address.name, probe, revision="main")
+            return
+        who = self._call(self._api.whoami, cache=True)
+        owners = {who.get("name"), *(item.get("name") for item in who.get("orgs") or ())}
+        role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+        if self.address.name.partition("/")[0] not in owners or role == "read":
+            raise self._forbidden()
+
     def head(self) -> Head | None:
         """Return the latest commit, or that of the address's revision; None if there is no such repository."""
         from_error: type[Exception] = self._errors.RepositoryNotFoundError
@@ -279,10 +293,7 @@ class Repository:
                     "or run hf auth login"
                 )
             case 403:
-                return UsageError(
-                    f"your token has no access to {self.address}, or may only read it; set HF_TOKEN to one with write "
-                    "access, or name a repository of your own"
-                )
+                return self._forbidden()
         if isinstance(cause, errors.OfflineModeIsEnabled):
             return UsageError(f"{self.address} needs the network, and HF_HUB_OFFLINE is set; unset it")
         if isinstance(cause, errors.RevisionNotFoundError):
@@ -293,6 +304,12 @@ class Repository:
         if isinstance(cause, OSError) and cause.errno is not None:
             return StorageError(f"cannot copy files of {self.address}: {cause}")
         return UsageError(f"{self.address}: {short_message(cause)}")
+
+    def _forbidden(self) -> UsageError:
+        return UsageError(
+            f"your token has no access to {self.address}, or may only read it; set HF_TOKEN to one with write access, "
+            "or name a repository of your own"
+        )
 
     def _unknown(self) -> UsageError:
         return UsageError(

@@ -78,6 +78,7 @@ class Mirror:
         self._found = MirroredRun.of(self.repository) if self._head is not None else None
         if self._found is not None:
             self._head = self._found.head
+        self.repository.require_write(self._head)
 
     @property
     def uri(self) -> str:
