@@ -5,6 +5,7 @@ import os
 import socket
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,16 @@ def cuda_survives_fork() -> bool:
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())
     return os.waitpid(child, 0)[1] == 0
+
+
+def record_allocations(*, enabled: bool) -> None:
+    """Record where memory of GPUs is allocated, for `dump_memory`, or no longer."""
+    torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=100_000)
+
+
+def dump_memory(file: Path) -> None:
+    """Write what the memory of GPUs is used for, as https://pytorch.org/memory_viz reads it."""
+    torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:

@@ -43,7 +43,7 @@ class SyncMessage:
 
     position: tuple[str, int]  # name of the pass, and step
     groups: frozenset[str]  # what user code asked to record, of `losses` and `metrics`
-    number: float = 0.0  # reduced to the maximum over all workers
+    numbers: tuple[float, ...] = ()  # each is reduced to its maximum over all workers
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
 
@@ -62,7 +62,7 @@ class MetricSync:
         if self._group is None:
             self._local = [message]
             return
-        head = encode((message.position, sorted(message.groups), message.number))
+        head = encode((message.position, sorted(message.groups), message.numbers))
         body = encode(dict(message.snapshots))
         buffer = torch.zeros(self._buffer_bytes, dtype=torch.uint8)
         data = len(head).to_bytes(4, "big") + len(body).to_bytes(8, "big") + head
@@ -81,8 +81,8 @@ class MetricSync:
         messages, sizes, bodies, needed = [], [], [], 0
         for part in (tensor.numpy() for tensor in received):
             head, size = int.from_bytes(part[:4].tobytes(), "big"), int.from_bytes(part[4:12].tobytes(), "big")
-            position, groups, number = decode(part[12 : 12 + head].tobytes())
-            messages.append(SyncMessage(position, frozenset(groups), number))
+            position, groups, values = decode(part[12 : 12 + head].tobytes())
+            messages.append(SyncMessage(position, frozenset(groups), values))
             needed = max(needed, 12 + head + size)
             sizes.append(size)
             bodies.append(part[12 + head : 12 + head + size])
@@ -92,7 +92,7 @@ class MetricSync:
         if self._rank != 0:
             return messages
         return [
-            SyncMessage(item.position, item.groups, item.number, decode(part.tobytes()))
+            SyncMessage(item.position, item.groups, item.numbers, decode(part.tobytes()))
             for item, part in zip(messages, bodies, strict=True)
         ]
 

@@ -13,9 +13,13 @@ from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.pretrained import without_weights
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import dump_memory
 from mlx_runtime.distributed.wrapping import is_sharded, local_part
+from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.storage.files import size_text
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import joined, size_text
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
 """In the message of the plain RuntimeError that torch raises when there is no memory left on the CPU."""
@@ -69,6 +73,39 @@ def out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def peak_gb(device: torch.device) -> float:
+    """Return the peak memory of tensors on a GPU since `reset_peak`, 0 for a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to measure the peak memory of a GPU anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def utilization(device: torch.device) -> dict[str, float]:
+    """Return the percentage of time in which a GPU was busy, as a number to record; {} if NVML does not tell it."""
+    with contextlib.suppress(Exception):  # nvidia-ml-py is optional, and has errors of its own
+        return {"gpu/utilization_pct": float(torch.cuda.utilization(device))}
+    return {}
+
+
+def snapshot(folder: RunFolder, topology: Topology) -> str:
+    """Store what the memory of this worker's GPU is used for. Return a line about it, empty if there is none."""
+    if topology.device.type != "cuda":
+        return ""
+    file = folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        dump_memory(file)
+        folder.push(file, must=True)
+    except (OSError, RuntimeError, StorageError) as error:
+        return f"A snapshot of the GPU's memory could not be stored: {short_message(error)}"
+    location = joined(folder.location, "profile", file.name)
+    return f"Snapshot of the GPU's memory, for https://pytorch.org/memory_viz: {location}"
 
 
 def ways_to_save(cfg: Any) -> str:

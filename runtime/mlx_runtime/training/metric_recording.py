@@ -5,8 +5,6 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of
@@ -19,6 +17,7 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
+from mlx_runtime.training import memory
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.passes import Pass
 from mlx_runtime.training.reporting import Reporter
@@ -154,7 +153,8 @@ class MetricRecorder:
         waited = 100 * item.part.waited_s / item.part.seconds if item.part is not None and item.training else 0.0
         progress = self._context.progress
         self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates)
-        self._sync.send(SyncMessage((item.name, item.step), groups, waited, taken))
+        numbers = waited, memory.peak_gb(self._context.topology.device)
+        self._sync.send(SyncMessage((item.name, item.step), groups, numbers, taken))
         record.new, record.snapshots = set(), {}
         record.sent_at, record.sent_step = time.monotonic(), item.step
 
@@ -183,8 +183,11 @@ class MetricRecorder:
         if not self._context.topology.writes:
             return
         rates = dict(exchange.rates)
+        waited, peak_gb = map(max, zip(*(message.numbers for message in messages), strict=True))
+        if item.training and self._context.topology.device.type == "cuda":
+            rates["gpu/memory"] = peak_gb
         if item.training and item.loader is not None:
-            rates["time/data_wait_pct"] = waited = max(message.number for message in messages)
+            rates["time/data_wait_pct"] = waited
             # The time of a single step is mostly that of starting to read.
             if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
@@ -217,5 +220,5 @@ class MetricRecorder:
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":
-            rates["gpu/memory"] = torch.cuda.max_memory_allocated(self._context.topology.device) / 1e9
+            rates |= memory.utilization(self._context.topology.device)
         return rates

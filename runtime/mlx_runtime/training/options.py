@@ -133,7 +133,8 @@ class TrainConfig(_Checked):
         splitter: splits the rows into folds: a class of `sklearn.model_selection`, or one with the same methods; labels
             and groups come from the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`,
             shuffled by `seed`.
-        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard.
+        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
+            snapshot of its memory then has the lines of code that have allocated it.
         loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
             processes per worker.
         prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones

@@ -26,6 +26,7 @@ from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
 from mlx_runtime.training.checkpointer import Checkpointer
 from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.memory import reset_peak
 from mlx_runtime.training.metric_recording import MetricRecorder
 from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import Pass, PassTracker
@@ -222,6 +223,7 @@ class Session:
         if not self.progress.interrupted:
             self._end_epoch()
             self.progress.epoch = epoch
+        reset_peak(self.context.topology.device)
         self.progress.interrupted = False
 
     def step_finished(self, item: Pass, batch: Batch) -> None:

@@ -19,6 +19,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.ray_private import quiet_ray_train
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import record_allocations
 from mlx_runtime.distributed.wrapping import raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
@@ -31,7 +32,7 @@ from mlx_runtime.training.channel import Remote, Sink
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
-from mlx_runtime.training.memory import memory_needs, needs_of_config, out_of_memory, ways_to_save
+from mlx_runtime.training.memory import memory_needs, needs_of_config, out_of_memory, snapshot, ways_to_save
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.profiling import profiled
 from mlx_runtime.training.session import Session
@@ -67,7 +68,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
             stack.enter_context(at_breakpoint(no_pdb(sink)))
-        with loop_errors(topology.rank, job.project, partial(_needed_in_all, job)):
+        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
@@ -79,7 +80,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
         session = experiment._run = Session(context, strategy, sink, tracking)
         _observe(session, job, sink, stack)
-        with loop_errors(topology.rank, job.project, partial(_needed_here, groups)):
+        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_here, groups))):
             if topology.writes:
                 sink.send(_started(groups, topology, strategy))
             if strategy.notice is not None:
@@ -128,6 +129,12 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         raise type(error)(f"{error}\n{needed()}".rstrip()) from None
 
 
+def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
+    """Return what is needed, and on a GPU where a snapshot of its memory is stored."""
+    stored = snapshot(job.folder, topology)  # first, because the next line frees memory
+    return f"{needed()}\n{stored}".rstrip()
+
+
 def _needed_here(groups: Mapping[str, Any]) -> str:
     needs = memory_needs(groups.get("models"), groups.get("optimizers"))
     return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
@@ -156,6 +163,9 @@ def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: co
 def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
     cfg, topology = session.context.cfg, session.context.topology
+    if cfg.profile and topology.device.type == "cuda":
+        record_allocations(enabled=True)
+        stack.callback(record_allocations, enabled=False)
     if cfg.profile and topology.writes:
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))

@@ -96,9 +96,9 @@ def _values(rank: int) -> dict[str, object]:
     before = {name: copy.deepcopy(metric.metric_state) for name, metric in metrics.items()}
     found: dict[str, object] = {}
     for part in ("a first time", "again"):  # a message that did not fit at first fits the next time
-        sync.send(SyncMessage(("train", 3), frozenset({"metrics"}), float(rank), states_of(metrics)))
+        sync.send(SyncMessage(("train", 3), frozenset({"metrics"}), (float(rank),), states_of(metrics)))
         heard = sync.receive()
-        assert [item.number for item in heard] == [0.0, 1.0]
+        assert [item.numbers for item in heard] == [(0.0,), (1.0,)]
         if rank == 0:
             found[part] = {
                 name: SyncedMetric(metric).value(name, [item.snapshots[name] for item in heard])

@@ -111,6 +111,10 @@ def test_strategies_and_precisions_learn(run: Run, folder: Path, device: str, ov
     second = run(device, *overrides, "--resume=run_001", "cfg.num_epochs=3", "optimizers.adam.lr=0.01")
     assert sum(second["losses"][-3:]) < sum(first["losses"][:3])
     assert record(folder, "run_001")["status"] == "SUCCEEDED"
+    lines = (folder / "runs" / "gpu" / "run_001" / "metrics.jsonl").read_text().splitlines()
+    peaks = [reported["gpu/memory"] for line in lines if "gpu/memory" in (reported := json.loads(line))]
+    assert bool(peaks) == (device == "cuda")
+    assert all(0 < peak < 10 for peak in peaks)
 
 
 @pytest.mark.gpu

@@ -21,12 +21,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.engines import processes
 from mlx_runtime.training.engines.local import _ProcessDied
 from mlx_runtime.training.engines.processes import memory_kills
 from mlx_runtime.training.failures import error_of
-from mlx_runtime.training.memory import memory_needs, out_of_memory, ways_to_save
+from mlx_runtime.training.memory import memory_needs, out_of_memory, snapshot, utilization, ways_to_save
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies.sharded import _explain_errors
 from mlx_runtime.training.worker import _needed_here, loop_errors
@@ -159,6 +161,37 @@ class TestErrors:
         with pytest.raises(WorkerLoopError, match=r"^ValueError: x \(raised on rank 0\)"):  # noqa: SIM117
             with loop_errors(0, tmp_path, lambda: pytest.fail("asked for what is needed")):
                 raise ValueError("x")
+
+
+@pytest.mark.pure
+def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, gpu = RunFolder(tmp_path / "digits" / "run_001"), Topology(1, 2, torch.device("cuda", 1))
+    assert snapshot(folder, Topology(0, 1, torch.device("cpu"))) == ""
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda file: Path(file).write_text("snapshot"))
+    line = snapshot(folder, gpu)
+    (file,) = tmp_path.rglob("*.pickle")
+    assert file.read_text() == "snapshot"
+    assert (file.name, line.rsplit(": ", 1)[1]) == ("memory_rank_1.pickle", f"{file}")
+
+    def fail(file: str) -> None:
+        raise OSError(28, "No space left on device", file)
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
+    assert "could not be stored" in snapshot(folder, gpu)
+    assert "No space left" in snapshot(folder, gpu)
+
+
+@pytest.mark.pure
+def test_utilization_is_recorded_only_if_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 100 * device.index - 3)
+    assert utilization(gpu) == {"gpu/utilization_pct": 97.0}
+
+    def fail(device: torch.device) -> None:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+
+    monkeypatch.setattr(torch.cuda, "utilization", fail)
+    assert utilization(gpu) == {}
 
 
 @pytest.mark.pure
