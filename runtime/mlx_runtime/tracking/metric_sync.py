@@ -20,6 +20,7 @@ from mlx_runtime.runs.metric_states import (
     AnyMetric,
     State,
     compute_from,
+    is_average,
     is_updated,
     keeps_rows,
     merge_states,
@@ -129,14 +130,23 @@ class SyncedMetric:
             part["states"] = {name: _copied(value) for name, value in part["states"].items()}
         return state
 
-    def value(self, name: str, snapshots: Sequence[Snapshot]) -> dict[str, float] | None:
-        """Return its value over all workers, as numbers by name; None if it has seen no data on any of them."""
+    @cached_property
+    def is_average(self) -> bool:
+        """True if what it has seen since an earlier state has a value of its own; see `state_since`."""
+        return is_average(self.metric)
+
+    def merged(self, name: str, snapshots: Sequence[Snapshot]) -> Snapshot:
+        """Return its state over all workers; None if it has seen no data on any of them."""
         states = [item for item in snapshots if item is not None]
         if not states:
             return None
         if len(states) < len(snapshots):
             raise MlxError(UPDATED_ON_SOME.format(name))
-        return numbers(name, compute_from(self.metric, merge_states(self.metric, states)))
+        return merge_states(self.metric, states)
+
+    def value(self, name: str, state: State) -> dict[str, float]:
+        """Return its value for a state, as numbers by name."""
+        return numbers(name, compute_from(self.metric, state))
 
 
 UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worker, or its value cannot be computed"

@@ -185,6 +185,8 @@ class Checkpointer:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
                 self._reporter.events.notice(f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
         self._load_rank(prepared, metrics=not state["finished"])
+        if not state["finished"]:
+            self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = not state["finished"]
 
     def _find(self) -> tuple[State, State] | None:

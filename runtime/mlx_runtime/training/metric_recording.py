@@ -1,5 +1,6 @@
 """Metrics of a pass: read at one step, exchanged between workers in the background, and reported at the next step."""
 
+import math
 import time
 import weakref
 from collections.abc import Collection, Mapping
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.errors import MlxError
-from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of
+from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of, state_since
 from mlx_runtime.tracking.metric_sync import (
     UPDATED_ON_SOME,
     MetricSync,
@@ -58,6 +59,7 @@ class MetricRecorder:
         self._in_flight: Exchange | None = None
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
         self._evaluated = False  # since that reset
+        self._before = reporter.states  # of averages of training, when they were recorded last
 
     def begin(self, item: Pass) -> None:
         """Begin a pass at its current step, which a restart may have moved."""
@@ -83,9 +85,12 @@ class MetricRecorder:
 
     def before_reset(self, around: Pass | None) -> None:
         """Record what was saved, and set it aside if the loop is within a step of a pass, where it may now evaluate."""
+        self.receive()
         self.flush()
         self._evaluated = False
-        if around is not None and self._set_aside is None:
+        if around is None:
+            self._before.clear()
+        elif self._set_aside is None:
             metrics = self._of(("losses", "metrics")).items()
             self._set_aside = around, {name: state_of(item.metric) for name, item in metrics}
 
@@ -99,6 +104,8 @@ class MetricRecorder:
         if before is item and self._evaluated:
             for name, metric in self._of(("losses", "metrics")).items():
                 load_state(metric.metric, states[name])
+        else:
+            self._before.clear()
 
     def save(self, item: Pass, groups: tuple[str, ...]) -> None:
         """Record groups of metrics of a pass, now or when numbers are recorded next."""
@@ -166,18 +173,24 @@ class MetricRecorder:
         messages = self._sync.receive()
         if not messages[0].groups:
             return
+        item = exchange.item
         values: dict[str, float] = {}
+        intervals: dict[str, float] = {}
         for name, metric in self._of(messages[0].groups).items():
             title = f"{exchange.name}/{name}"
             found: dict[str, float] | None = {}
             if metric.syncs_itself:
                 found = self._value_synced_by_itself(title, metric)
             elif self._context.topology.writes and name in messages[0].snapshots:
-                found = metric.value(title, [message.snapshots[name] for message in messages])
+                state = metric.merged(title, [message.snapshots[name] for message in messages])
+                found = None if state is None else metric.value(title, state)
+                if state is not None and item.training and metric.is_average:
+                    since = metric.value(f"{title}_interval", state_since(state, self._before.get(name)))
+                    intervals |= {key: value for key, value in since.items() if math.isfinite(value)}
+                    self._before[name] = state
             if found is None:
                 self._reporter.events.notice(f"{title} is skipped: it was not updated")
             values |= found or {}
-        item = exchange.item
         self._records[item].values |= values
         self._reporter.collect(values)
         if not self._context.topology.writes:
@@ -191,7 +204,7 @@ class MetricRecorder:
             # The time of a single step is mostly that of starting to read.
             if (item.finished or not item.active) and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
-        self._reporter.record(values | rates, exchange.step, exchange.epoch)
+        self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 
     def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
         """Return the metrics of some groups by name, in the same order on all workers."""

@@ -66,6 +66,7 @@ class Reporter:
     def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
         self._context, self.events, self.tracking = context, events, tracking
         self.latest: dict[str, float] = {}  # last value of every recorded number
+        self.states: dict[str, Any] = {}  # of metrics when they were recorded last; see `MetricRecorder`
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
@@ -90,6 +91,7 @@ class Reporter:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
         self._of_epoch = dict(state["numbers"]["unreported"])
+        self.states.update(state["numbers"]["states"])
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Remove what was recorded after a checkpoint of this run, as soon as recording begins."""
@@ -102,11 +104,16 @@ class Reporter:
     def forget(self) -> None:
         """Drop all numbers, so that an evaluation reports only its own."""
         self.latest, self._of_epoch = {}, {}
+        self.states.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
         return {
-            "numbers": {"latest": dict(self.latest), "unreported": dict(self._of_epoch)},
+            "numbers": {
+                "latest": dict(self.latest),
+                "unreported": dict(self._of_epoch),
+                "states": dict(self.states),
+            },
             "tracking": self.tracking.state() if self.tracking is not None else None,
         }
 

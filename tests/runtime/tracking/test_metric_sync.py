@@ -64,6 +64,13 @@ def states_of(metrics: dict[str, Metric | MetricCollection], *, whole_pass: bool
     return snapshots({name: SyncedMetric(metric) for name, metric in metrics.items()}, whole_pass=whole_pass)
 
 
+def value_of(metric: Any, name: str, states: list[Snapshot]) -> dict[str, float] | None:
+    """Return the value over all workers, or None if the metric has seen no data."""
+    synced = SyncedMetric(metric)
+    merged = synced.merged(name, states)
+    return None if merged is None else synced.value(name, merged)
+
+
 @pytest.fixture(scope="module")
 def on_workers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The results of each of `WORKS` on each of two processes, by name. Each had a separate gloo group."""
@@ -101,7 +108,7 @@ def _values(rank: int) -> dict[str, object]:
         assert [item.numbers for item in heard] == [(0.0,), (1.0,)]
         if rank == 0:
             found[part] = {
-                name: SyncedMetric(metric).value(name, [item.snapshots[name] for item in heard])
+                name: value_of(metric, name, [item.snapshots[name] for item in heard])
                 for name, metric in metrics.items()
             }
     alike = {name: str(before[name]) == str(metric.metric_state) for name, metric in metrics.items()}
@@ -176,10 +183,10 @@ WORKS: dict[str, Callable[[int], Any]] = {"values": _values, "large": _large, "a
 def test_one_that_was_not_updated_has_no_value() -> None:
     metrics = {"mean": tm.MeanMetric(), "group": MetricCollection([tm.MeanMetric()])}
     states = states_of(metrics)
-    assert [SyncedMetric(metric).value(name, [states[name]]) for name, metric in metrics.items()] == [None, None]
+    assert [value_of(metric, name, [states[name]]) for name, metric in metrics.items()] == [None, None]
     metrics["mean"].update(1.0)
     with pytest.raises(MlxError, match="train/mean was updated on some workers only"):
-        SyncedMetric(metrics["mean"]).value("train/mean", [states["mean"], states_of(metrics)["mean"]])
+        value_of(metrics["mean"], "train/mean", [states["mean"], states_of(metrics)["mean"]])
 
 
 def test_those_that_keep_rows_wait_for_the_end() -> None:
@@ -200,7 +207,7 @@ def test_what_was_packed_does_not_change_with_the_metric() -> None:
     metric.update(1.0)
     states = states_of({"mean": metric})
     metric.update(5.0)
-    assert SyncedMetric(metric).value("mean", [states["mean"]]) == {"mean": 1.0}
+    assert value_of(metric, "mean", [states["mean"]]) == {"mean": 1.0}
     assert metric.compute() == 3.0
 
 

@@ -333,7 +333,7 @@ class TestRecords:
         loop.module.metrics = SimpleNamespace(mean=MeanMetric(), rows=CatMetric())
 
         def report(values: dict[str, float], step: int, epoch: int) -> None:
-            recorded.append(({name: value for name, value in values.items() if "mean" in name or "rows" in name}, step))
+            recorded.append(({name: value for name, value in values.items() if name.endswith(("mean", "rows"))}, step))
 
         monkeypatch.setattr(loop.session.reporter, "record", report)
         return recorded
