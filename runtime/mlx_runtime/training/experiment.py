@@ -1,10 +1,11 @@
 """`BaseModule`: what an experiment inherits, and everything that user code calls during training."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
 import torch
+from torch import nn
 
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader
 from mlx_runtime.errors import MlxError
@@ -171,6 +172,30 @@ class BaseModule:
                 counted, and a training dataset that it reads continues afterwards with the same order and position.
         """
         return self._session.stage(name, training=training)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Evaluate in a `with` block: metrics and losses reset, gradients disabled, all `self.models` in eval mode.
+
+        Afterwards each part of a model is in the mode that it was in, so an evaluation within an epoch needs nothing
+        else:
+
+            with self.evaluation():
+                for batch_idx, batch in enumerate(val):
+                    self.metrics.accuracy.update(self.models.net(batch["image"]), batch["label"])
+                    self.save_metrics_and_losses(batch_idx, epoch)
+        """
+        models = members(self.models, nn.Module).values()
+        modes = {part: part.training for model in models for part in model.modules()}
+        self.reset_all_metrics_and_losses()
+        for model in models:
+            model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
 
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Record your own numbers. Only the values of rank 0 are used; workers are not synchronized.

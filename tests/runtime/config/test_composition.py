@@ -294,6 +294,16 @@ def test_one_node_interpolated_twice_is_two_objects(conf: Path) -> None:
     assert models.net.layer.weight is not models.other.layer.weight
 
 
+def test_a_model_refers_to_a_fact_of_the_data(conf: Path) -> None:
+    """As docs/guides/config.md shows: one number for both, which binding keeps and the command line changes."""
+    conf.write_text(conf.read_text().replace("    width: 2\n", "    width: ${tools.first}\n"))
+    bind(Experiment, conf).write()
+    assert "    width: ${tools.first}\n" in conf.read_text()
+    assert load_config(Experiment, ["tools.first=7"], conf).tree["models"]["other"]["width"] == 7
+    with pytest.raises(ConfigError, match="models.other.width is 'many'"):
+        load_config(Experiment, ["+tools.text=many", "models.other.width=${tools.text}"], conf)
+
+
 class TiedNet(nn.Module):
     """The right way: share the module in the constructor of the network."""
 

@@ -292,6 +292,30 @@ class TestEvaluationWithinAnEpoch:
         assert [step for step, _ in recorded["val/mean"]] == [2, 4, 6, 6, 8, 10, 12, 12, 14, 16, 18, 18]
         assert {value for _, value in recorded["val/mean"]} == {1001.5}
 
+    def test_a_block_for_evaluation_changes_nothing_else(self, tmp_path: Path, recorded: dict[str, Any]) -> None:
+        class Block(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                net = self.models.net
+                net[1].eval()  # a frozen part
+                before = [part.training for part in net.modules()]
+                with contextlib.suppress(KeyError), self.evaluation():
+                    assert not any(part.training for part in net.modules())
+                    assert not torch.is_grad_enabled()
+                    assert self.metrics.mean.update_count == 0
+                    for batch_idx, batch in enumerate(loader):
+                        self.update(batch["x"])
+                        self.save_metrics_and_losses(batch_idx, epoch)
+                    raise KeyError
+                assert [part.training for part in net.modules()] == before
+                assert torch.is_grad_enabled()
+
+        run(Experiment(evaluate_every_steps=2), tmp_path / "written")
+        expected = dict(recorded)
+        recorded.clear()
+        run(Block(evaluate_every_steps=2), tmp_path / "block")
+        names = [name for name in expected if "/mean" in name]
+        assert {name: recorded[name] for name in names} == {name: expected[name] for name in names}
+
     @pytest.mark.parametrize("evaluates", [None, 3])
     def test_averages_are_recorded_of_each_interval_as_well(
         self, tmp_path: Path, recorded: dict[str, Any], evaluates: int | None
