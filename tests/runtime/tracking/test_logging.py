@@ -174,6 +174,7 @@ def test_numbers_of_log_and_of_checkpoints_are_recorded_like_others(mlx: Mlx, ex
     start, loop, rest = source.read_text().partition("self.cfg.num_epochs):\n")
     body = """\
             for batch in train:
+                self.optimizers.sgd.step()
                 self.log({"gan/critic": 0.5 + epoch, "penalty": 3.0})
             self.save_checkpoint(epoch=epoch, metrics={"gan/judge": 0.25 * epoch})
 
