@@ -120,7 +120,8 @@ def _imported(project: Path) -> set[Path]:
     text = conf.read_text(encoding="utf-8", errors="replace") if conf.is_file() else ""
     for name in {"src.experiment", "main", *re.findall(r"\bsrc(?:\.\w+)+", text)}:
         while name and name not in finder.modules:
-            with contextlib.suppress(ImportError, SyntaxError, ValueError):  # a class in a module, or broken code
+            # A class in a module, or broken code; modulefinder knows no packages without `__init__.py`.
+            with contextlib.suppress(ImportError, SyntaxError, ValueError, AttributeError):
                 finder.import_hook(name)
             name = name.rpartition(".")[0]
     files = [getattr(module, "__file__", None) for module in [*finder.modules.values(), *sys.modules.values()]]
