@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -68,6 +69,11 @@ def _saves_all_values(model: nn.Module) -> bool:
     except TypeError:  # of a method of the user's own
         return False
     return all(id(parameter) in saved for parameter in model.parameters())
+
+
+def silence_load_reports() -> None:
+    """Let transformers report missing and unexpected weights in other workers only, whose models have the same."""
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
 
 
 def builder(target: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.declarations import is_pretrained
-from mlx_runtime.config.pretrained import built_to_be_restored
+from mlx_runtime.config.pretrained import built_to_be_restored, silence_load_reports
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.huggingface import constructing_each
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
@@ -48,6 +48,8 @@ def build_experiment(
         stack.enter_context(matmul_precision(cfg.matmul_precision))
     if cfg.deterministic:
         stack.enter_context(deterministic())
+    if not topology.writes:
+        silence_load_reports()
     groups: dict[str, Any] = {"cfg": cfg}
     seed_everything(cfg.seed)
     for name, node in job.tree.items():

@@ -1,5 +1,6 @@
 """Models of libraries as defaults: declared, pinned to commits, downloaded once, and built without weights."""
 
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.pins import Pin, pin_defaults, pinned, recorded
-from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
+from mlx_runtime.config.pretrained import built_to_be_restored, silence_load_reports, without_weights
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.config.text import commented_map
 from mlx_runtime.errors import ConfigError, MlxError
@@ -41,6 +42,23 @@ def conf(**net: Any) -> dict[str, Any]:
 
 def missing(pin: Pin) -> str:
     raise ConfigError(f"{pin.key}: the Hub cannot be reached")
+
+
+def test_load_reports_of_other_workers_are_silent(tmp_path: Path) -> None:
+    """The base model leaves out the weights of the classifier that was saved, which transformers reports."""
+    save_tiny_bert(tmp_path)
+    logger, reports = logging.getLogger("transformers.modeling_utils"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: reports.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for count in (1, 1):
+            build({"_target_": BERT, "pretrained_model_name_or_path": str(tmp_path)}, "net")
+            assert sum("LOAD REPORT" in text for text in reports) == count
+            silence_load_reports()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
 
 
 class TestPins:

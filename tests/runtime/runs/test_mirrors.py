@@ -173,6 +173,7 @@ class TestWhatLeaves:
             assert place in text
         assert "src/keys.py" not in text
         assert "read secrets from the environment: ${oc.env:NAME}" in text
+        assert "later: newer checkpoints and metrics, and the weights of the best at the end" in text
         assert "to change this: cfg.mirror, cfg.keep_checkpoints, cfg.code_files" in text
         assert "/alice/digits/settings" in text
         training.record.finish("SUCCEEDED")

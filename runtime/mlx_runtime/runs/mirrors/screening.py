@@ -86,6 +86,8 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
     lines = [f"mirror    first upload to {title}:"]
     for kind, found in sorted(sizes.items()):
         lines.append(f"          {kind:<{width}}  {len(found)} file{'s' * (len(found) != 1)}, {size_text(sum(found))}")
+    if WEIGHTS not in files:
+        lines.append("          later: newer checkpoints and metrics, and the weights of the best at the end")
     if hidden:
         lines.append(redactions(hidden))
     lines.append("          to change this: cfg.mirror, cfg.keep_checkpoints, cfg.code_files, .gitignore;")
