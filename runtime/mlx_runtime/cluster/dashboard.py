@@ -33,6 +33,7 @@ ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
+SILENCE_S = 8.0  # how long to wait for a cluster that stopped answering while it is checked
 AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
 SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
 
@@ -105,21 +106,22 @@ class Dashboard:
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
         """Run a short job whose id begins with a name, and that prints its answer as one line of JSON after a marker.
 
-        Raises `NoAnswerError` if it does not print one.
+        Raises `NoAnswerError` if it does not print one, and `ClusterError` once the cluster has not answered for
+        `SILENCE_S`. A job that has ended is removed from the dashboard: it is not one of the user's.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
         deadline = time.monotonic() + timeout_s
-        while not (state := self.state(job, deadline)).ended:
+        while not (state := self.state(job, min(deadline, time.monotonic() + SILENCE_S))).ended:
             if time.monotonic() > deadline:
                 self.stop(job)
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
             time.sleep(0.2)
         log = self.log(job)
+        with contextlib.suppress(ClusterError):
+            self._request("DELETE", f"jobs/{job}")
         for line in log.splitlines():
             if line.startswith(marker):
-                with contextlib.suppress(ClusterError):
-                    self._request("DELETE", f"jobs/{job}")
                 return json.loads(line.removeprefix(marker))
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise NoAnswerError(f"the job {job} failed: {reason}", log)

@@ -132,7 +132,7 @@ def check_nodes(
         found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
         written = sum(name.startswith(f"{file}-") for name in storage.names())
     except (ClusterError, OSError) as error:
-        return [Check("nodes", short_message(error), "Look at the dashboard, or try again")]
+        return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
     finally:
         with contextlib.suppress(OSError):
             for name in storage.names():

@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.cluster import dashboard as dashboard_module
 from mlx_runtime.cluster.addresses import Address, remember
 from mlx_runtime.cluster.dashboard import Dashboard, job_statuses
+from mlx_runtime.cluster.jobs import JobSpec
 from mlx_runtime.cluster.launch import SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
 from mlx_runtime.runs import listing, records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import leases
+from mlx_runtime.storage.uploads import Upload
 
 pytestmark = pytest.mark.pure
 
@@ -108,6 +111,70 @@ def test_a_busy_cluster_is_asked_again() -> None:
         Busy.asked = 0
         assert SubmittedJob(dashboard, "digits-run_001", {}, lambda: False).wait() == "SUCCEEDED"
         server.shutdown()
+
+
+class Checked(HTTPServer):
+    """A cluster that takes a job and then does what the test wants: it answers no more, or the job fails.
+
+    Attributes:
+        jobs: those that it knows.
+    """
+
+    def __init__(self, *, dies: bool) -> None:
+        self.jobs: set[str] = set()
+        jobs = self.jobs
+
+        class Handler(Busy):
+            def do_GET(self) -> None:
+                if dies and "/jobs/" in self.path:
+                    return
+                self.answer({"ray_version": "2.60", "status": "FAILED", "message": "it broke", "logs": "no torch\n"})
+
+            def do_PUT(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                jobs.add(json.loads(self.body())["submission_id"])
+                self.answer({})
+
+            def do_DELETE(self) -> None:
+                jobs.remove(self.path.rpartition("/")[2])
+                self.answer({})
+
+            def body(self) -> bytes:
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+            def answer(self, facts: dict[str, str]) -> None:
+                content = json.dumps(facts).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __enter__(self) -> "Checked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.mark.parametrize(("dies", "message"), [(True, "does not answer"), (False, "failed: no torch")])
+def test_a_check_that_fails_is_told_soon_and_leaves_no_job(
+    dies: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(dashboard_module, "SILENCE_S", 1.0)
+    with Checked(dies=dies) as cluster:
+        dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{cluster.server_port}", "here"))
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match=message):
+            dashboard.ask("mlx-check", JobSpec(["true"], Upload.of(tmp_path)), marker="mlx ", timeout_s=60)
+        assert time.monotonic() - started < 15
+        assert bool(cluster.jobs) == dies
 
 
 class Asked(HTTPServer):
