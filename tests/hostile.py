@@ -1,4 +1,4 @@
-"""Names that somebody may write into a document to lead a reader elsewhere, or that no file can have."""
+"""What somebody may write into a document: names that lead elsewhere or that no file can have, and broken JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,16 @@ TEXTS = (
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 2**70, 1e308, float("nan"), [], ["a"], [".."], {}, {"..": ".."})
 """Values that are not even text."""
+
+
+BROKEN_JSON: tuple[bytes, ...] = (
+    *(b"", b" ", b"null", b"true", b"5", b"1e999", b'"text"', b"[]", b"[{}]", b"{}", b"{", b'{"status"', b"}", b"NaN"),
+    *(b"\x00", b"\xff\xfe\x00", b'{"status": "\xff"}', b'\xef\xbb\xbf{"status": "FAILED"}', b'{"status": NaN}'),
+    *(b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"9" * 5_000, b'{"status": 1e999}'),
+    *(b'{"status": "RUNNING"}', b'{"status": "PENDING", "heartbeat": 5}', b'{"status": "\\u001b]0;x\\u0007"}'),
+    *('{"status": "FAILED"}'.encode("utf-16"), b'{"status": "FAILED"} {}', b"{'status': 'FAILED'}", b'{"a": 01}'),
+)
+"""Content that is no document, or one of another shape."""
 
 
 def names(outside: Path) -> list[Any]:

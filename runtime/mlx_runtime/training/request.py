@@ -17,12 +17,13 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run
+from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run, reading
 from mlx_runtime.runs.lookup import names_run, refuse_empty
 from mlx_runtime.runs.mirrors import restoring as mirrors
 from mlx_runtime.runs.mirrors.downloads import MirroredRun, pinned_checkpoint
 from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.storage.detection import HIDDEN
+from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import Storage, storage_root
 from mlx_runtime.training import resuming
 from mlx_runtime.training.options import TrainConfig
@@ -122,6 +123,8 @@ def load_config(
         config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
+        if run is not None and conf is not None:
+            _check_stored(run, conf)
         if not look and is_hub(str(config.cfg.restore_checkpoint_path)):
             _pin_checkpoint(config)
         if not look:
@@ -254,6 +257,14 @@ def _refuse_hidden(config: Config) -> None:
         )
 
 
+def _check_stored(run: RunFolder, conf: Path) -> None:
+    """Raise StorageError unless the config of a run can be compared with another one. Anybody may have written it."""
+    with reading(run, run.conf.name):
+        cfg = parsed(conf.read_bytes()).get("cfg", {})
+        if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
+            raise ValueError(f"cfg: {problem}")
+
+
 def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: bool) -> None:
     """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
 
@@ -262,7 +273,7 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: 
     record, before = records.refuse_living(run), OmegaConf.load(conf)
     epochs, steps = (OmegaConf.select(before, f"cfg.{name}") for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
-    if record.get("status") == "SUCCEEDED" and cfg.num_epochs <= epochs and not more_steps:
+    if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
         limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
         further = f", with {limits}. To train further, raise it" if epochs else ""  # 0: a function decides
         raise RunFinished(

@@ -736,6 +736,26 @@ class TestHostileRepositories:
             assert "\n" not in str(caught.value)
             assert os.listdir(tmp_path / "runs" / "digits") == ["run_001"]
 
+    @pytest.mark.parametrize("file", ["mirror.json", "run.json", "conf.yaml", "metrics.jsonl"])
+    def test_broken_documents(self, server: Hub, tmp_path: Path, outside: Path, file: str) -> None:
+        """Each is read, or refused in one line; a listing has one row in any case."""
+        before = hostile.tree(outside)
+        for number, content in enumerate(hostile.BROKEN_JSON[::4]):
+            self.offered(server, {file: content + b"\n"}, id=str(number))
+            readers: list[Callable[[], Any]] = [lambda: open_run(URI).record, lambda: open_run(URI).config]
+            readers += [lambda: open_run(URI).metrics()]
+            readers += [lambda: restoring.latest(URI, str(tmp_path / "runs"), "digits")]
+            for reader in readers:
+                try:
+                    reader()
+                    problem = ""
+                except MlxError as error:
+                    problem = str(error)
+                assert "\n" not in problem
+            if file != "mirror.json":
+                assert len(list_rows(URI)) == 1
+        assert hostile.tree(outside) == before
+
     @pytest.mark.parametrize("link", ["hub/alice--digits", "hub/alice--digits/{commit}/digits/run_001"])
     def test_links_in_the_cache(self, server: Hub, tmp_path: Path, outside: Path, link: str) -> None:
         self.offered(server)

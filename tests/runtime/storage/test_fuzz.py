@@ -19,6 +19,7 @@ import hostile
 import pytest
 import torch
 from click.testing import CliRunner
+from hostile import BROKEN_JSON
 from torch import nn
 
 from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
@@ -48,14 +49,6 @@ ODD: tuple[Any, ...] = (
     [[[[[[[[[[]]]]]]]]]],
 )
 """Values of wrong types for a field."""
-
-BROKEN_JSON: tuple[bytes, ...] = (
-    *(b"", b" ", b"null", b"true", b"5", b"1e999", b'"text"', b"[]", b"[{}]", b"{}", b"{", b'{"status"', b"}", b"NaN"),
-    *(b"\x00", b"\xff\xfe\x00", b'{"status": "\xff"}', b'\xef\xbb\xbf{"status": "FAILED"}', b'{"status": NaN}'),
-    *(b"[" * 100_000, b'{"a":' * 100_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"9" * 5_000, b'{"status": 1e999}'),
-    *(b'{"status": "RUNNING"}', b'{"status": "PENDING", "heartbeat": 5}', b'{"status": "\\u001b]0;x\\u0007"}'),
-    *('{"status": "FAILED"}'.encode("utf-16"), b'{"status": "FAILED"} {}', b"{'status': 'FAILED'}", b'{"a": 01}'),
-)
 
 BOMB = b"a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
     b"a%d: &a%d [%s]\n" % (level, level, b",".join([b"*a%d" % (level - 1)] * 10)) for level in range(1, 12)
@@ -113,8 +106,14 @@ def variants(good: dict[str, Any], names: Iterable[str]) -> list[bytes]:
 
 RECORDS = [*BROKEN_JSON, *variants(RECORD, records.SHAPE)]
 CHECKPOINTS = [*BROKEN_JSON, *variants(CHECKPOINT, [*CHECKPOINT, "file", "unknown"])]
-JOBS = [*BROKEN_JSON, *variants({"status": "SUCCEEDED", "heartbeat": RECORD["heartbeat"]}, ["files", "status", "end"])]
-REPORTS = [*BROKEN_JSON, *variants({"step": 1, "epoch": 0, "val/loss": 0.5}, ["step", "epoch", "val/loss", "\x1b/\n"])]
+JOBS = [
+    *BROKEN_JSON,
+    *variants({"status": "SUCCEEDED", "heartbeat": RECORD["heartbeat"]}, ["files", "status", "end"]),
+]
+REPORTS = [
+    *BROKEN_JSON,
+    *variants({"step": 1, "epoch": 0, "val/loss": 0.5}, ["step", "epoch", "val/loss", "\x1b/\n"]),
+]
 
 COUNT = sum(map(len, (RECORDS, CHECKPOINTS, JOBS, REPORTS, BROKEN_YAML, BROKEN_YAML, BROKEN_YAML, WORDS)))
 
@@ -172,7 +171,7 @@ def each(storage: Path, inputs: Sequence[Any], act: Callable[[Any], None]) -> No
 
 
 def test_there_are_many_inputs() -> None:
-    assert COUNT >= 400
+    assert COUNT >= 1_000
 
 
 def untouched(storage: Path, *commands: Sequence[str]) -> None:
@@ -495,6 +494,23 @@ def test_configs_to_train_with(storage: Path, tmp_path: Path) -> None:
                 load_config(Small, overrides, conf)
 
     each(storage, BROKEN_YAML, act)
+
+
+def test_configs_to_resume_with(storage: Path, tmp_path: Path) -> None:
+    """The conf.yaml of a run that `cfg.resume=auto` chooses, perhaps from a mirror."""
+    conf, net = tmp_path / "here/conf.yaml", "{_target_: torch.nn.Linear, in_features: 2, out_features: 2, bias: true}"
+    cfg = f"{{_target_: mlx_runtime.TrainConfig, name: digits, storage_path: {storage}, resume: auto}}"
+    conf.write_text(f"cfg: {cfg}\nmodels: {{_target_: {__name__}.Models, net: {net}}}\n")
+    (storage / "digits/run_002/run.json").write_text(json.dumps(RECORD | {"status": "SUCCEEDED"}))
+    odd = [f"cfg: {{num_epochs: {value}}}".encode() for value in ("x", "null", "[1]", "1e400", 10**23)]
+
+    def act(content: bytes) -> None:
+        (storage / "digits/run_002/conf.yaml").write_bytes(content)
+        with pytest.raises(MlxError) as caught:
+            load_config(Small, [], conf)
+        assert "\n" not in str(caught.value) or "cannot resume with other values" in str(caught.value)
+
+    each(storage, [*(BROKEN_YAML if ALL else BROKEN_YAML[::4]), *odd], act)
 
 
 def test_words(storage: Path, tmp_path: Path) -> None:
