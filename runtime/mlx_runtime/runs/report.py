@@ -46,6 +46,9 @@ MAX_POINTS = 2_000
 GROUP = "lr"
 """Prefix, as in `lr/adam`, whose curves share a chart. Other charts have one per metric: `train/loss`, `val/loss`."""
 
+INTERVAL = "_interval"
+"""Ends the name of an average since the previous record, which is drawn with the average that it is named after."""
+
 LAST_CHARTS = (GROUP, "time", "samples_per_s")
 """Prefixes and names of numbers that are drawn below the metrics."""
 
@@ -233,6 +236,8 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
     for name, points in curves.items():
         group, _, short = name.partition("/")
         title, label = (group, short) if group == GROUP or not short else (short, group)
+        if name.endswith(INTERVAL) and name.removesuffix(INTERVAL) in curves:
+            title, label = title.removesuffix(INTERVAL), f"{label} interval"
         chart = charts.setdefault(title, {"title": title, "order": 2 if group in LAST_CHARTS else 1, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
         steps, values, epochs = zip(*thin(points), strict=True)
