@@ -23,6 +23,11 @@ prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="P
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
 )
+code_option = click.option(
+    "--code",
+    type=click.Choice(["stored"]),
+    help="Use the code that the run stored. Anyone who can write to its storage could have put any code there.",
+)
 from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 
@@ -44,6 +49,7 @@ def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -
 @prepare_option
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
+@code_option
 @from_option
 @variant_option
 @click.argument("overrides", nargs=-1)
@@ -54,6 +60,7 @@ def run(
     make: bool,
     never: bool,
     resume: str | None,
+    code: str | None,
     origin: str | None,
     variants: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -74,7 +81,10 @@ def run(
     lookup.refuse_empty({"--resume": resume, "--from": origin})
     resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
     words = [*_words(variants), *(option for option, given in implied.items() if given), *resumed]
-    projects.run(AN_EXPERIMENT, [*overrides, *words])
+    if code and not resume:
+        raise UsageError("--code=stored goes with --resume: it is the code of that run")
+    named = resume if resume and lookup.names_run(resume) else "latest"
+    projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=lookup.resolve_run(named) if code else None)
 
 
 @group.command(context_settings=commands.OVERRIDES)
@@ -133,9 +143,10 @@ def sweep_request(
 
 @group.command("eval", context_settings=commands.OVERRIDES)
 @options.verbosity
+@code_option
 @variant_option
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
-def evaluate(variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def evaluate(code: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
 
     RUN is run_003, 3 or latest (the default), or name/run_003; its latest checkpoint is evaluated. PATH is the folder
@@ -144,7 +155,7 @@ def evaluate(variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     named = [item for item in arguments[:1] if lookup.names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
     words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
-    projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]])
+    projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)
 
 
 @group.command(context_settings=commands.OVERRIDES)

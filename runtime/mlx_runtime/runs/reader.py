@@ -2,14 +2,15 @@
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlx_runtime.config.building import build
+from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.interpolation import parsed, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message, suggest
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first
 from mlx_runtime.runs.checkpoints import Checkpoints, State
@@ -21,8 +22,6 @@ from mlx_runtime.storage.files import Storage, is_uri
 
 if TYPE_CHECKING:
     import pandas
-
-Which = Literal["latest", "best"]
 
 
 def open_run(run: str | Path) -> "Run":
@@ -111,26 +110,26 @@ class Run:
             names = Storage(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
-    def state(self, which: Which = "latest") -> State:
+    def state(self, checkpoint: str = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
 
         Names in state dicts are those of the model itself, without the prefix of DDP.
 
         Args:
-            which: the `latest`, or the `best` by `cfg.monitor`.
+            checkpoint: the `latest`, the `best` by `cfg.monitor`, or one by its name, like `epoch_0002`.
 
         Raises:
-            UsageError: there is no checkpoint yet, or none with a value of `cfg.monitor`.
+            UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
             ConfigError: it is damaged.
         """
-        saved, checkpoint = find_checkpoint(self._folder, which)
-        return saved.load(checkpoint)
+        saved, found = find_checkpoint(self._folder, checkpoint)
+        return saved.load(found)
 
-    def load_models(self, which: Which = "latest", *, trust: bool = False) -> Any:
+    def load_models(self, checkpoint: str = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
 
         Args:
-            which: the same as for `state`.
+            checkpoint: the same as for `state`.
             trust: use the code that was stored with the run, from any working directory. Anyone who can write to the
                 storage could have put any code there. The default is the code in the working directory.
 
@@ -140,11 +139,43 @@ class Run:
         """
         if "models" not in self.config:
             raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
-        state = self.state(which)
-        node = self._importable("models", trust)
-        models = built_to_be_restored(lambda: build(node, "models"))
-        checkpoints.load_into(models, state["models"], "models")
+        state = self.state(checkpoint)
+        with self._matching("load_models", "models", trust) as node:
+            models = built_to_be_restored(lambda: build(node, "models"))
+            checkpoints.load_into(models, state["models"], "models")
         return models
+
+    def load_datasets(self, *, trust: bool = False) -> Any:
+        """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
+
+        Args:
+            trust: the same as for `load_models`.
+
+        Raises:
+            UsageError: there is no such code, or the run has no datasets.
+            ConfigError: the code does not match the run.
+        """
+        if "datasets" not in self.config:
+            raise UsageError(f"{self._folder.title} has no group of datasets")
+        with self._matching("load_datasets", "datasets", trust) as node:
+            return build_group(node, "datasets", lambda name: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def _matching(self, method: str, group: str, trust: bool) -> Iterator[Any]:
+        """Provide the node of a group to build, and raise a ConfigError with the way out if the code has none like it.
+
+        Errors of importing the code and of its constructors are those of code that does not match.
+        """
+        node = self._importable(group, trust)
+        try:
+            yield node
+        except (ConfigError, ImportError, AttributeError) as error:
+            stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
+            code = "the stored code" if trust else f"the code in {Path.cwd()}"
+            why = (
+                f"{group} of {self._folder.title} cannot be built with {code}: {snapshots.public(full_message(error))}"
+            )
+            raise ConfigError(why if trust else why + stored) from error
 
     def _importable(self, group: str, trust: bool) -> Any:
         """Return a group of the config whose `_target_`s can be imported here."""
@@ -179,10 +210,10 @@ class _MirroredRun(Run):
         super().__init__(mirrored.cached())
         self._mirrored = mirrored
 
-    def state(self, which: Which = "latest") -> State:
-        saved, checkpoint = find_checkpoint(self._folder, which)
-        self._mirrored.fetch_checkpoint(checkpoint.name)
-        return saved.load(checkpoint)
+    def state(self, checkpoint: str = "latest") -> State:
+        saved, found = find_checkpoint(self._folder, checkpoint)
+        self._mirrored.fetch_checkpoint(found.name)
+        return saved.load(found)
 
 
 def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpoint]:

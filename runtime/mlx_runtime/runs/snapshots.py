@@ -91,6 +91,17 @@ def unpacked(folder: RunFolder) -> Path:
     return Path(_unpacked[digest].name)
 
 
+def is_unpacked(project: Path) -> bool:
+    """Return True if a folder is the unpacked code of a run."""
+    return str(project) in {temporary.name for temporary in _unpacked.values()}
+
+
+def project_of(cls: type) -> Path:
+    """Return the folder of the project that a class is from: the unpacked code of a run, or the working directory."""
+    file = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+    return next((folder for folder in file.parents if is_unpacked(folder)), Path.cwd())
+
+
 def _files(project: Path, listed: Sequence[str]) -> list[tuple[Path, int]]:
     """Return the files of a project that belong to its code, with their sizes in bytes."""
     files = Upload.of(project).files
@@ -152,6 +163,11 @@ def private(tree: Any, project: Path) -> Any:
         package.__path__ = [str(project)]
         sys.modules[prefix] = package
     return _renamed(tree, prefix)
+
+
+def public(text: str) -> str:
+    """Return a message with the names that modules have in their own code."""
+    return re.sub(rf"{PREFIX}\w+\.", "", text)
 
 
 def _renamed(node: Any, prefix: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_runtime.config.building import build_cfg
 from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import checkpoints, records
+from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.hub import UnreachableError
 from mlx_runtime.runs.mirrors.mirror import WITHOUT, Mirror
@@ -65,7 +65,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
             f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
             "write it in src/experiment.py, like worker_loop without the training"
         )
-    project, settings = Path.cwd(), Settings.read()
+    project, settings = snapshots.project_of(experiment), Settings.read()
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_able_to_read(config, cluster, project))
         engine = _engine(config, cluster)

@@ -16,7 +16,7 @@ from mlx_runtime.config.pins import pinned
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
-from mlx_runtime.runs import records
+from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run, reading
 from mlx_runtime.runs.lookup import names_run, refuse_empty
 from mlx_runtime.runs.mirrors import restoring as mirrors
@@ -120,7 +120,9 @@ def load_config(
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
         title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
-        config = load(experiment, [*choice.overrides, *implied], read_from, look=look, title=title, project=path)
+        words = [*choice.overrides, *implied]
+        with _way_out(experiment, run is not None or checkpoint is not None):
+            config = load(experiment, words, read_from, look=look, title=title, project=path)
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
@@ -148,6 +150,17 @@ def load_config(
         checkpoint=checkpoint,
         notes=choice.notes,
     )
+
+
+@contextlib.contextmanager
+def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
+    """Add to an error of the config how to use the code that the run stored, unless that is what is used."""
+    try:
+        yield
+    except ConfigError as error:
+        if has_code and error.problems and not snapshots.is_unpacked(snapshots.project_of(experiment)):
+            error.hint = "if the code has changed since that run, use the code that it stored: add --code=stored"
+        raise
 
 
 def _choose(

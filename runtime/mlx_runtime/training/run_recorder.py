@@ -68,7 +68,7 @@ class RunRecorder:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
             if hub := pins.recorded(self._plan.config.tree):
                 self.record.update(hub=hub)
-            if self._plan.config.kept:
+            if self._plan.config.kept and not snapshots.is_unpacked(self._plan.project):  # it has its code
                 snapshots.store(self._plan.project, self.record.folder, self._plan.config.cfg.code_files)
 
     def succeed(self) -> events.RunEnded:

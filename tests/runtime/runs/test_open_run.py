@@ -13,6 +13,7 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import MlxError, open_run
+from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import comparison, listing, report
 from mlx_runtime.runs.mirrors import card
 
@@ -120,6 +121,31 @@ def test_its_stored_code_runs_anywhere_but_only_for_those_who_trust_it(
     models = open_run(run).load_models("best", trust=True)
     assert models.net.eval()(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
     assert type(models.net).__module__ != "src.models"
+
+
+def test_code_that_has_changed_since_is_one_line_with_the_way_out(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(run.parents[2] / "src", tmp_path / "src")
+    monkeypatch.chdir(tmp_path)
+    found, names = open_run(run), sorted(item.name for item in (run / "checkpoints").iterdir() if item.is_dir())
+    datasets = found.load_datasets()
+    assert len(datasets.train[0]) == 2
+    assert found.load_models(checkpoint=names[0]).net.training
+    assert found.state(checkpoint=names[0])["global_step"] == 8
+    for name, old, new in (("models", "DigitsNet", "Net"), ("datasets", "class Datasets", "class Data")):
+        code = tmp_path / "src" / f"{name}.py"
+        code.write_text(code.read_text().replace(old, new))
+        shutil.copytree(tmp_path, again := tmp_path.with_name(f"{name}_again"))  # modules are imported once per folder
+        monkeypatch.chdir(again)
+        with pytest.raises(ConfigError) as caught:
+            getattr(found, f"load_{name}")()
+        assert str(caught.value).startswith(f"{name} of digits/run_001 cannot be built with the code in {again}: ")
+        assert str(caught.value).endswith(f", use the code that the run stored: load_{name}(trust=True)")
+        assert "_mlx_code_" not in str(caught.value)
+        assert getattr(found, f"load_{name}")(trust=True)
+    with pytest.raises(UsageError, match=r"has no checkpoint epoch_0009\. "):
+        found.state(checkpoint="epoch_0009")
 
 
 def test_what_is_not_there_is_told(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

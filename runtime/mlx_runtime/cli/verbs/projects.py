@@ -22,6 +22,7 @@ from mlx_runtime.training.engines.processes import unsafe_to_fork
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding import Binding
+    from mlx_runtime.runs.folder import RunFolder
 
 PACKAGED = Path(__file__).parents[2] / "template"
 CHECKOUT = Path(__file__).parents[4]
@@ -148,14 +149,18 @@ def prepare(overrides: Sequence[str]) -> None:
     terminal.prepare(load_config(experiment, [*overrides, "cfg.prepared=make"]))
 
 
-def run(kind: Kind, overrides: Sequence[str]) -> None:
-    """Run the `main.py` of the working directory with these overrides."""
+def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None) -> None:
+    """Run the `main.py` of the working directory with these overrides, or that of the code stored with a run."""
     folder = kind.folder()
     refuse_options(kind, overrides, "run")
     prepare_fork()
     if kind == AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
     bind_first(kind, folder)
+    if code_of is not None:
+        from mlx_runtime.runs import snapshots
+
+        folder = snapshots.unpacked(code_of)
     main_class(kind, folder)  # explains errors of the import better than main.py would
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.training.engines import local
