@@ -1,5 +1,6 @@
 """`mlx train`."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,16 @@ prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="P
 variant_option = click.option(
     "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
 )
+
+
+def _variants_here() -> str | None:
+    """Return a line about the variants of the experiment in the working directory, for `--help`."""
+    folder = Path("src/variants")
+    names = [f"--variant {file.stem}" for file in sorted(folder.glob("*.yaml"))]
+    names += [f"{file.parent.name}={file.stem}" for file in sorted(folder.glob("*/*.yaml"))]
+    return f"Variants: {', '.join(names)}" if names else None
+
+
 code_option = click.option(
     "--code",
     type=click.Choice(["stored"]),
@@ -31,7 +42,7 @@ code_option = click.option(
 from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 
-@group.command(context_settings=commands.OVERRIDES)
+@group.command(context_settings=commands.OVERRIDES, epilog=_variants_here())
 @options.json
 @options.debug
 @variant_option
@@ -41,7 +52,7 @@ def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -
     click.echo(projects.show([*arguments, *_words(variants)], as_json=as_json), nl=False)
 
 
-@group.command(context_settings=commands.OVERRIDES)
+@group.command(context_settings=commands.OVERRIDES, epilog=_variants_here())
 @options.verbosity
 @click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that all code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")

@@ -1,5 +1,6 @@
 """Check a config against the signatures of the constructors that it names; all problems at once."""
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import MISSING, convert, parameters, takes_any_keyword, type_name
+from mlx_runtime.config.signatures import MISSING, choices, convert, parameters, takes_any_keyword, type_name
 from mlx_runtime.config.targets import loaded_object_at, namesake, object_at, path_of
 from mlx_runtime.errors import suggest
 
@@ -48,6 +49,19 @@ class Checker:
                 free = {f"{name}.{optimizer}.params" for optimizer in tree[name]} if name == "optimizers" else ()
                 yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)
 
+    def lacks(self, tree: Tree, key: str, base: type) -> bool:
+        """Return True if code has an argument for a key that its node in the config does not have yet."""
+        *parents, name = key.split(".")
+        node: Any = tree
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        path = node.get("_target_") if isinstance(node, dict) else None
+        if not isinstance(path, str) or name in node or not self._is_callable(path):
+            return False
+        target: Any = self._object_at(path)
+        items = [*(parameters(target) or []), *((parameters(base) or []) if parents == ["cfg"] else [])]
+        return name in {item.name for item in items}
+
     def _is_callable(self, path: Any) -> bool:
         try:
             return callable(self._object_at(path))
@@ -73,7 +87,10 @@ class Checker:
             except TypeError:
                 names = ", ".join(self._variants.get(key, ())) if isinstance(value, str) else ""
                 choice = f", or one of the variants: {names}" if names else ""
-                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}{choice}")
+                words = [word for word in choices(hint) if isinstance(word, str)] if isinstance(value, str) else []
+                near = difflib.get_close_matches(value, words, n=1, cutoff=0.54) if words else []
+                meant = f". Did you mean {near[0]}?" if near else ""
+                yield Problem(key, f"{key} is {value!r}; {owner} takes {type_name(hint)}{choice}{meant}")
 
     def _node(self, node: Tree, hint: Any, key: str, owner: str) -> Iterator[Problem]:
         path, target_key = node["_target_"], f"{key}._target_"

@@ -97,6 +97,10 @@ def load(
     reported = {problem.key for problem in problems}
     ignored = _ignored_settings([tree.get("cfg"), unresolved.get("cfg")], classes["cfg"], base)
     checker = Checker(imports=not look, variants=selection.variants.nodes)
+    for index, (key, _) in enumerate(problems):
+        if checker.lacks(tree, key, base):
+            cure = f"run: {commands(path)} bind" if project in (None, path) else f"add it with +{key}=..."
+            problems[index] = Problem(key, f"{key} is newer than the file, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
     words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
     raise_if([*words, *(problem.text + _in(selection.source(problem.key)) for problem in problems)], title)

@@ -85,6 +85,15 @@ def groups(experiment: type) -> dict[str, type]:
     return hints
 
 
+def choices(hint: Any) -> list[Any]:
+    """Return the values that an annotation lists, as in `Literal["a", "b"] | None`."""
+    arguments = list(typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return arguments
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return [value for item in arguments for value in choices(item)] if is_union else []
+
+
 def convert(value: Any, hint: Any) -> Any:
     """Convert a YAML value to an annotated type; TypeError if it does not fit."""
     if hint in (Any, MISSING, object) or isinstance(hint, typing.TypeVar):

@@ -156,6 +156,10 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig takes int"),
         (["models.net.kind=c"], "models.net.kind is 'c'; {here}.Net takes Literal['a', 'b']"),
         (
+            ["cfg.precision=float16"],
+            "cfg.precision is 'float16'; mlx_runtime.TrainConfig takes Literal[32, 'bf16', 'fp16']. Did you mean fp16?",
+        ),
+        (
             ["models.net.width=???"],
             "models.net.width: ??? must be given a value or removed, as {here}.Net has a default",
         ),
@@ -178,6 +182,18 @@ def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: lis
     with pytest.raises(ConfigError) as caught:
         load_config(Experiment, [item.replace("{here}", __name__) for item in overrides], conf)
     assert str(caught.value) == f"{conf}: {message.replace('{here}', __name__)}"
+
+
+@pytest.mark.parametrize("key", ["cfg.max_steps", "models.net.width"])
+def test_what_a_file_lacks_since_it_was_bound_is_added_by_bind(conf: Path, key: str) -> None:
+    name = key.rpartition(".")[2]
+    lines = conf.read_text().splitlines(keepends=True)
+    conf.write_text("".join(item for item in lines if not item.strip().startswith(f"{name}:")))
+    message = f"{conf}: {key} is newer than the file, which does not have it yet; run: mlx train bind"
+    for look in (True, False):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Experiment, [f"{key}=3"], conf, look=look)
+        assert str(caught.value) == message
 
 
 def test_all_problems_are_told_at_once(conf: Path) -> None:

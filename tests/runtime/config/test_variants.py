@@ -546,7 +546,10 @@ def test_the_commands(digits: Path, mlx: Mlx) -> None:
         assert (done.returncode, wrong in done.stderr, file.name in done.stderr) == (1, True, True), command
     assert not (digits / "runs").exists()
     for command in ("run", "show", "eval", "launch", "prepare"):
-        assert "--variant NAME" in mlx(digits, "train", command, "--help").stdout
+        shown = mlx(digits, "train", command, "--help").stdout
+        assert "--variant NAME" in shown
+        names = "Variants: --variant debug, optimizers.adam=sgd"
+        assert (names in shown) == (command in ("run", "show"))
 
 
 @pytest.mark.local
