@@ -19,6 +19,7 @@ from mlx_runtime.errors import MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.training import stopping
 from mlx_runtime.training.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -150,7 +151,7 @@ def test_a_step_is_recorded_then_saved_then_the_run_stops(tmp_path: Path, monkey
         monkeypatch.setattr(
             part, name, lambda *args, call=call, name=name, **kw: (order.append(name), call(*args, **kw))[1]
         )
-    session.stopping._consensus.due = lambda: True
+    monkeypatch.setattr(stopping, "MAX_STEPS_PER_VOTE", 1)
     shard = DatasetShard("train", SimpleNamespace(train=Rows()), ALONE, follow=session.watch)
     with pytest.raises(LoopStopped):
         experiment.worker_loop(DatasetShards({"train": shard}))
