@@ -657,6 +657,20 @@ def test_a_token_that_may_not_write_is_refused_before_anything_is_written(
     assert {name: len(found.commits) for name, found in server.repositories.items()} == before
 
 
+@pytest.mark.parametrize("hidden", ["…", "postgres://…@host/db"])
+def test_what_a_mirror_does_not_hold_is_asked_for(tmp_path: Path, hidden: str) -> None:
+    origin, conf = Training(tmp_path / "runs").folder, tmp_path / "conf.yaml"
+    cfg = "cfg: {_target_: mlx_runtime.TrainConfig, name: digits, resume: null"
+    origin.conf.write_text(f"{cfg}, storage_path: runs, monitor: '{hidden}'}}\n", encoding="utf-8")
+    conf.write_text(f"{cfg}, storage_path: '{tmp_path / 'runs'}'}}\n")
+    asked = [f"--from={origin.path}"]
+    with pytest.raises(
+        ConfigError, match=r"does not hold the secret cfg.monitor; pass it again, like cfg.monitor=…, or"
+    ):
+        request.load_config(Digits, asked, conf)
+    assert request.load_config(Digits, [*asked, "cfg.monitor=loss"], conf).cfg.monitor == "loss"
+
+
 RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}
 
 
