@@ -127,7 +127,7 @@ def load_config(
             _refuse_hidden(config)
         if run is not None and conf is not None:
             _check_stored(run, conf)
-        if not look and is_hub(str(config.cfg.restore_checkpoint_path)):
+        if not look and is_hub(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look:
             file = parsed(read_from.read_text(encoding="utf-8"))
