@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from types import UnionType
+from typing import Any, NamedTuple, Union, get_args, get_origin
 
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.projects import commands
@@ -143,7 +144,8 @@ class Checker:
 
 def _takes_scalars(hint: Any) -> bool:
     """Return True for a type or a union of types of numbers and text."""
-    return {*(get_args(hint) or (hint,))} <= {bool, float, int, str, type(None)}
+    is_union = get_origin(hint) in (Union, UnionType)
+    return all(item in (bool, float, int, str, type(None)) for item in (get_args(hint) if is_union else (hint,)))
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _DECLARED = "__declared__"
+_DEFERRED = "__deferred__"
 
 
 class Declaration:
@@ -93,10 +94,10 @@ def returns_hf_dataset(function: Any) -> bool:
     return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
 
 
-def declared(callee: Callable[..., Any], nested: bool = False) -> Callable[..., Any]:
+def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
     """Return what to call for `callee`: a Declaration of data or of trained weights, else `callee` itself.
 
-    This is decided before Python evaluates the arguments. `nested` means that there are calls among them.
+    This is decided before Python evaluates the arguments.
     """
     global _loads_weights
     if is_pretrained(callee):
@@ -104,8 +105,19 @@ def declared(callee: Callable[..., Any], nested: bool = False) -> Callable[..., 
         return functools.partial(_declared_pretrained, callee)
     if _is_data(callee):
         return functools.partial(Declaration, callee)
-    may_load = (_loads_weights or nested) and _spreads(callee)
+    may_load = _loads_weights and _spreads(callee)
     return functools.partial(declared_with_arguments, callee) if may_load else callee
+
+
+def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """Return a function of the arguments that returns what to call without any.
+
+    For a callee with calls among its arguments, which are evaluated before it is decided. The module itself makes the
+    last call, so that a warning names it.
+    """
+    if is_pretrained(callee) or _is_data(callee) or not _spreads(callee):
+        return functools.partial(functools.partial, declared(callee))
+    return functools.partial(_call_or_declaration, callee)
 
 
 _loads_weights = False
@@ -162,11 +174,16 @@ def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: An
 
 def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a class or function, or declare the call if one of its arguments or defaults is declared to be loaded."""
+    return _call_or_declaration(callee, *args, **kwargs)()
+
+
+def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
     defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
-    if any(map(is_loaded_later, (args, kwargs, *defaults))):
-        return Declaration(callee, *args, **kwargs)
-    return callee(*args, **kwargs)
+    loads = any(map(is_loaded_later, (args, kwargs, *defaults)))
+    return (
+        functools.partial(Declaration, callee, *args, **kwargs) if loads else functools.partial(callee, *args, **kwargs)
+    )
 
 
 def is_loaded_later(value: Any) -> bool:
@@ -199,9 +216,10 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         arguments = [*node.args, *(item.value for item in node.keywords)]
-        nested = ast.Constant(any(isinstance(part, ast.Call) for item in arguments for part in ast.walk(item)))
-        node.func = ast.copy_location(ast.Call(ast.Name(_DECLARED, ast.Load()), [node.func, nested], []), node.func)
-        return node
+        nested = any(isinstance(part, ast.Call) for item in arguments for part in ast.walk(item))
+        rule = ast.Name(_DEFERRED if nested else _DECLARED, ast.Load())
+        node.func = ast.copy_location(ast.Call(rule, [node.func], []), node.func)
+        return ast.copy_location(ast.Call(node, [], []), node) if nested else node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -223,7 +241,7 @@ class SourceLoader(SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)[_DECLARED] = declared
+        vars(module).update({_DECLARED: declared, _DEFERRED: deferred})
         super().exec_module(module)
 
 

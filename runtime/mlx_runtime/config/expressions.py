@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_runtime.config.declarations import declared
+from mlx_runtime.config.declarations import deferred
 
 _RECORDING = "__mlx_recording__"
 
@@ -46,7 +46,7 @@ class Recording:
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        result = declared(function, nested=True)(*args, **kwargs)
+        result = deferred(function)(*args, **kwargs)()
         if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.calls:
             self.calls[id(result)] = Call(function, args, kwargs, result, self.calls.get(id(result)))
         return result

@@ -38,7 +38,9 @@ class TestAMessage:
         assert encode(found) == encode(tensor)
         assert torch.equal(found.to(torch.complex64), tensor.to(torch.complex64))
 
-    @pytest.mark.parametrize("value", [object(), {1, 2}, torch.Size([1]), print], ids=repr)
+    @pytest.mark.parametrize(
+        "value", [object(), {1, 2}, torch.Size([1]), print], ids=lambda value: type(value).__name__
+    )
     def test_holds_nothing_else(self, value: Any) -> None:
         with pytest.raises(TypeError, match="cannot be sent to other workers"):
             encode([value])
