@@ -91,7 +91,7 @@ class Reporter:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
         self._of_epoch = dict(state["numbers"]["unreported"])
-        self.states.update(state["numbers"]["states"])
+        self.states.update(state["numbers"].get("states", {}))  # a former version stored none
 
     def rewind(self, state: Mapping[str, Any]) -> None:
         """Remove what was recorded after a checkpoint of this run, as soon as recording begins."""

@@ -269,7 +269,7 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     [
         (
             ["cfg.seed=???"],
-            "src/conf.yaml: cfg.seed: ??? must be given a value; src.experiment.TrainConfig has no default",
+            "src/conf.yaml: cfg.seed: ??? must be given a value or removed",
         ),
         (
             ["cfg.num_epoch=3"],
@@ -374,7 +374,7 @@ def test_losses_and_metrics_may_be_saved_apart_and_loaders_read_side_by_side(mlx
     done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
     assert done.returncode == 0, done.stderr
     lines = [{name for name in line if name.startswith(("train/", "test/", "lr/"))} for line in reports(folder)]
-    assert lines[:2] == [{"train/mse", "lr/adam", "lr/sgd"}] * 2
+    assert lines[:2] == [{"train/mse", "train/mse_interval", "lr/adam", "lr/sgd"}] * 2
     assert [line["step"] for line in reports(folder)][:2] == [3, 6]
 
 
