@@ -26,12 +26,15 @@ variant_option = click.option(
 )
 
 
-def _variants_here() -> str | None:
-    """Return a line about the variants of the experiment in the working directory, for `--help`."""
-    folder = Path("src/variants")
-    names = [f"--variant {file.stem}" for file in sorted(folder.glob("*.yaml"))]
-    names += [f"{file.parent.name}={file.stem}" for file in sorted(folder.glob("*/*.yaml"))]
-    return f"Variants: {', '.join(names)}" if names else None
+class _WithVariants(click.Command):
+    """A command whose `--help` lists the variants of the experiment in the working directory."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        folder = Path("src/variants")
+        names = [f"--variant {file.stem}" for file in sorted(folder.glob("*.yaml"))]
+        names += [f"{file.parent.name}={file.stem}" for file in sorted(folder.glob("*/*.yaml"))]
+        self.epilog = f"Variants: {', '.join(names)}" if names else None
+        super().format_epilog(ctx, formatter)
 
 
 code_option = click.option(
@@ -42,7 +45,7 @@ code_option = click.option(
 from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 
-@group.command(context_settings=commands.OVERRIDES, epilog=_variants_here())
+@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
 @options.json
 @options.debug
 @variant_option
@@ -52,7 +55,7 @@ def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -
     click.echo(projects.show([*arguments, *_words(variants)], as_json=as_json), nl=False)
 
 
-@group.command(context_settings=commands.OVERRIDES, epilog=_variants_here())
+@group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
 @options.verbosity
 @click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that all code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")

@@ -5,12 +5,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple
 
 from mlx_runtime.config.building import Tree, split_cfg
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import MISSING, choices, convert, parameters, takes_any_keyword, type_name
+from mlx_runtime.config.signatures import (
+    MISSING,
+    alternatives,
+    choices,
+    convert,
+    parameters,
+    takes_any_keyword,
+    type_name,
+)
 from mlx_runtime.config.targets import loaded_object_at, namesake, object_at, path_of
 from mlx_runtime.errors import suggest
 
@@ -144,8 +151,7 @@ class Checker:
 
 def _takes_scalars(hint: Any) -> bool:
     """Return True for a type or a union of types of numbers and text."""
-    is_union = get_origin(hint) in (Union, UnionType)
-    return all(item in (bool, float, int, str, type(None)) for item in (get_args(hint) if is_union else (hint,)))
+    return all(item in (bool, float, int, str, type(None)) for item in alternatives(hint))
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

@@ -2,9 +2,10 @@
 `net: PreTrainedModel = AutoModel.from_pretrained(...)` are written without loading anything when `src` is imported.
 
 An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
-that Python executes during the import, such as one in a default, becomes `__declared__(f, False)(x)`, which returns a
+that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
 `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
-weights as an argument. Otherwise it calls `f`. The bodies of functions stay as they are.
+weights as an argument. Otherwise it calls `f`. A call with another one among its arguments, `f(g(x))`, becomes
+`__deferred__(f)(...)()`, which decides once they are known. The bodies of functions stay as they are.
 """
 
 import ast
@@ -180,10 +181,9 @@ def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs:
 def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
     defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
-    loads = any(map(is_loaded_later, (args, kwargs, *defaults)))
-    return (
-        functools.partial(Declaration, callee, *args, **kwargs) if loads else functools.partial(callee, *args, **kwargs)
-    )
+    if any(map(is_loaded_later, (args, kwargs, *defaults))):
+        return functools.partial(Declaration, callee, *args, **kwargs)
+    return functools.partial(callee, *args, **kwargs)
 
 
 def is_loaded_later(value: Any) -> bool:

@@ -85,13 +85,15 @@ def groups(experiment: type) -> dict[str, type]:
     return hints
 
 
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the only one of another annotation."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
 def choices(hint: Any) -> list[Any]:
     """Return the values that an annotation lists, as in `Literal["a", "b"] | None`."""
-    arguments = list(typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return arguments
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return [value for item in arguments for value in choices(item)] if is_union else []
+    literals = [item for item in alternatives(hint) if typing.get_origin(item) is Literal]
+    return [value for item in literals for value in typing.get_args(item)]
 
 
 def convert(value: Any, hint: Any) -> Any:

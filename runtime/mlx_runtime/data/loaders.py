@@ -355,7 +355,7 @@ class Loader:
     def _begin(self) -> WorkerPass:
         """Advance to the next pass, or to what is left of an interrupted one."""
         shard, plan, skip = self.shard, self._whole_pass, 0
-        adopted = self.continues_adopted
+        was_adopted = self.continues_adopted
         state, self._resumed = self._resumed, None
         if state is not None and state["steps"]:
             if state["rows"] != plan.rows:
@@ -377,7 +377,7 @@ class Loader:
                 seed = mix_seeds(shard.options.seed, self.epoch) if shuffles_shares else None
                 plan = replace(plan, read=before.read_after(state["steps"], seed))
         self.current = self._part(plan, skip)
-        self.current.adopted = adopted
+        self.current.adopted = was_adopted
         self.epoch += 1
         return self.current
 

@@ -11,9 +11,14 @@ import torch
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch (all devices)."""
+    _seed_on_cpu(seed)
+    torch.manual_seed(seed)
+
+
+def _seed_on_cpu(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 def random_state() -> tuple[Any, ...]:
@@ -39,9 +44,7 @@ def seeded(seed: int) -> Iterator[None]:
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     if on_gpus is not None:
         torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
+    _seed_on_cpu(seed)
     try:
         yield
     finally:

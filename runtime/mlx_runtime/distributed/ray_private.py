@@ -104,9 +104,8 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
             torch.distributed.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        return pickle.loads(
-            broadcast(pickle.dumps(data))
-        )  # of any type; workers have proved that they belong to the run
+        # Data of any type. The workers have proved that they belong to the run.
+        return pickle.loads(broadcast(pickle.dumps(data)))
 
 
 def enter_ray_train(name: str, rank: int, world_size: int) -> None:

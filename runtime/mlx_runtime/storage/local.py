@@ -37,7 +37,7 @@ def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] =
 
 
 def open_regular(path: str) -> BinaryIO:
-    """Open a file for reading. Raises IrregularError for a pipe or a device, which could block the reader for ever."""
+    """Open a file for reading. Raises IrregularError for a pipe or a device, which could block forever."""
 
     def opener(path: str, flags: int) -> int:
         try:

@@ -88,14 +88,14 @@ class Optimization:
 
     def _counted(self) -> Weight | None:
         """Return what the loss called for this backward pass counts; None for rows, or if several were called."""
-        calls = {name: loss.calls for name, loss in self._losses().items() if loss.calls}
-        counted = [name for name in calls if self._losses()[name].counted is not None]
-        if counted and sum(calls.values()) == 1:
-            return self._losses()[counted[0]].counted
+        called = {name: loss for name, loss in self._losses().items() if loss.calls}
+        counted = [name for name, loss in called.items() if loss.counted is not None]
+        if counted and sum(loss.calls for loss in called.values()) == 1:
+            return called[counted[0]].counted
         if counted:
             self._reporter.events.notice(
                 f"self.backward weighs rows equally, not what losses.{counted[0]} counts, because several losses were "
-                f"called before it: {', '.join(calls)}; pass weight=, or call self.backward after each"
+                f"called before it: {', '.join(called)}; pass weight=, or call self.backward after each"
             )
         return None
 
@@ -109,10 +109,9 @@ class Optimization:
 
     def step(self, name: str | None = None) -> bool:
         """Clip the gradients of an optimizer, step and zero them, if the update is complete. Return True if it is."""
-        optimizer = self._optimizer(name)
+        title, optimizer = self._optimizer(name)
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
-        title = next(key for key, item in self._context.groups.optimizers.items() if item is optimizer)
         self._weighted.assign(title)
         if not self.accumulation.last:
             return False
@@ -134,7 +133,8 @@ class Optimization:
         self.after_update()  # the scaler skips a step whose gradients are not finite
         return True
 
-    def _optimizer(self, name: str | None) -> Optimizer:
+    def _optimizer(self, name: str | None) -> tuple[str, Optimizer]:
+        """Return the name of an optimizer, and the optimizer; None stands for the only one."""
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
@@ -142,7 +142,7 @@ class Optimization:
             raise MlxError(f"self.optimizer_step() needs the name of an optimizer.{suggest('', optimizers)}")
         if name not in optimizers:
             raise MlxError(f"self.optimizer_step({name!r}): there is no such optimizer.{suggest(name, optimizers)}")
-        return optimizers[name]
+        return name, optimizers[name]
 
     def _update_scale(self) -> None:
         """Update the scale, once all optimizers that share it have stepped."""

@@ -129,7 +129,7 @@ class PassTracker:
         block = self._blocks[-1]
         made = Pass(block.name or dataset, training and block.training, dataset, steps=steps, **known)
         outside = self._outside.pop(dataset, None)
-        for kind in {False, made.training}:  # a training pass goes on after an evaluation within it
+        for kind in {False, made.training}:  # a training pass continues after an evaluation within it
             before = self._latest.get((dataset, kind))
             if before is not None:
                 self.end(before)

@@ -21,6 +21,7 @@ from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport
+from mlx_runtime.runs.tables import counted
 from mlx_runtime.tracking.callbacks import hooks_in_workers
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
@@ -213,10 +214,10 @@ class Session:
     def _warn_of_missing_update(self) -> None:
         item, self._without_update = self._without_update, None
         if item is not None:
-            steps = f"{item.part.given} step{'s' * (item.part.given > 1)}"
             self.reporter.events.notice(
-                f"{steps} of a pass over {item.dataset} counted as training, but no optimizer updated a model; if it "
-                f'was not training, read it under torch.no_grad() or in a block `with self.stage("probe"):`'
+                f"{counted(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
+                f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
+                f'`with self.stage("probe"):`'
             )
 
     def _begin_epoch(self, epoch: int) -> None:

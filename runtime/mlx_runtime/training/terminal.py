@@ -171,7 +171,7 @@ class _Terminal:
     def _follow_output(self) -> None:
         """Stop the run once nobody can read its output, as SIGPIPE stops other commands.
 
-        A terminal that was closed sends SIGHUP for that, and a run that ignores it goes on.
+        A closed terminal sends SIGHUP instead, and a run that ignores the signal continues.
         """
         for stream in (sys.__stdout__, sys.__stderr__):
             if closed := _closed(stream):

@@ -129,9 +129,8 @@ class Parts:
 
         Those of a previous checkpoint are overwritten: to allocate memory takes longer than to copy.
         """
-        return {
-            name: _copied(part.to_local().detach(), before.get(name), staging) for name, part in self.tensors.items()
-        }
+        own = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
+        return {name: _copied(part, before.get(name), staging) for name, part in own.items()}
 
 
 def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -> torch.Tensor:

@@ -105,9 +105,8 @@ class MirroredRun:
                 needed.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(opened(root, *parts, create=True))
             fresh = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=cache)))
-            for path in sorted(
-                paths, key=lambda path: (path.endswith(ABOUT), path)
-            ):  # which makes a checkpoint complete
+            # A checkpoint is complete once it has a description, which therefore comes last.
+            for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):
                 if size_below(target, path) != self.files[path].size_bytes:
                     place(self.repository.download(path, self.head.commit, fresh), target, path)
                 notify(self.files[path].size_bytes)

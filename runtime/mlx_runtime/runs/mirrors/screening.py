@@ -10,6 +10,7 @@ from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.runs.folder import EVALUATIONS
 from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.runs.snapshots import CODE
+from mlx_runtime.runs.tables import counted
 from mlx_runtime.storage.detection import HIDDEN, find
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.redaction import hidden_texts, redacted_tree
@@ -85,7 +86,7 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
     width = max(map(len, sizes))
     lines = [f"mirror    first upload to {title}:"]
     for kind, found in sorted(sizes.items()):
-        lines.append(f"          {kind:<{width}}  {len(found)} file{'s' * (len(found) != 1)}, {size_text(sum(found))}")
+        lines.append(f"          {kind:<{width}}  {counted(len(found), 'file')}, {size_text(sum(found))}")
     if WEIGHTS not in files:
         lines.append("          later: newer checkpoints and metrics, and the weights of the best at the end")
     if hidden:
