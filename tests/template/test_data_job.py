@@ -69,9 +69,10 @@ def test_no_template_syntax_is_left(baked_job: Path) -> None:
     assert 'name: str = "shards"' in (baked_job / "src" / "job.py").read_text()
 
 
-@pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "../a", "naïve"])
+@pytest.mark.parametrize("name", ["9lives", 'a"b', "a b", "../a", "naïve", "a" * 101])
 def test_a_wrong_name_leaves_nothing_behind(mlx: Mlx, tmp_path: Path, name: str) -> None:
-    message = f"error: {name!r} is not a valid data job name; use letters, digits, - and _, starting with a letter\n"
+    cure = "use up to 100 letters, digits, - and _, first a letter"
+    message = f"error: {name!r} is not a valid data job name; {cure}\n"
     done = mlx(tmp_path, "data", "new", "--", name)
     assert (done.returncode, done.stderr) == (2, message)
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,8 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -32,7 +33,17 @@ def _apply(context: click.Context, option: click.Parameter, given: bool) -> None
 _applied = functools.partial(click.option, is_flag=True, expose_value=False, callback=_apply)
 
 ADDRESS_HELP = "Dashboard of the cluster, like http://head:8265. Default: RAY_ADDRESS."
-FOLDER = click.Path(file_okay=False)
+
+
+class _Path(click.Path):
+    """A path, which an unset variable of a shell does not name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        return super().convert(word(value) if isinstance(value, str) else value, param, context)
+
+
+FOLDER = _Path(file_okay=False)
+PAGE = _Path(dir_okay=False, path_type=Path)
 
 address = click.option("--ray-address", "--address", "ray_address", metavar="URL", help=ADDRESS_HELP)
 debug = _applied("--debug", help="Show tracebacks.")
@@ -66,7 +77,9 @@ def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
 
 
 def word(text: str) -> str:
-    """Refuse text with control characters, as the type of an option or argument."""
+    """Refuse text that is empty or has control characters, as the type of an option or argument."""
+    if not text.strip():
+        raise click.BadParameter("it is empty, as a variable of the shell is that is not set")
     if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise click.BadParameter(f"{text!a} contains a control character")
     return text

@@ -1,22 +1,21 @@
 """`mlx xp`."""
 
-import functools
+import re
 import sys
 from pathlib import Path
 
 import click
 
 from mlx_runtime.cli import options
-from mlx_runtime.cli.options import confirm, job_statuses, say, word
+from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.errors import MlxError, UsageError, printable
 from mlx_runtime.runs import comparison, listing, lookup
 from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
 
 MODES = click.Choice(["max", "min"])
-PAGE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.group("xp")
@@ -226,7 +225,7 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
     if it has FAILED or is STALE.
     """
     try:
-        code = xp.logs(name, run, functools.partial(click.echo, nl=False), follow=follow, rank=rank, tail=tail)
+        code = xp.logs(name, run, _echo, follow=follow, rank=rank, tail=tail)
     except KeyboardInterrupt:
         click.echo("\nthe run continues; only its log was closed", err=True)
         code = 130
@@ -255,6 +254,12 @@ def stop(name: str, run: str | None) -> None:
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
     xp.board(name, run, port)
+
+
+def _echo(text: str) -> None:
+    """Print a part of a log, of whose escape sequences only those for colors reach a terminal."""
+    parts = re.split(r"(\x1b\[[\d;]*m|\r)", text)
+    click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), nl=False)
 
 
 def _require_run(name: str, run: str | None, verb: str) -> str:

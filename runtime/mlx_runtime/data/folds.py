@@ -8,14 +8,16 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils import data
 from torch.utils.data import IterableDataset
 
-from mlx_runtime.config.building import Tree, build_group
+from mlx_runtime.config.building import Tree, build, build_group
 from mlx_runtime.config.composition import Config
 from mlx_runtime.config.signatures import parameters
 from mlx_runtime.config.targets import object_at
@@ -133,6 +135,25 @@ def fold_rows(config: Config) -> list[Fold]:
         if not all(map(len, fold)) or np.intersect1d(*fold).size:
             raise ConfigError(f"{title}: one part of fold {number} is empty, or both have rows in common")
     return folds
+
+
+def load_fold(datasets: Tree, cfg: Tree) -> Any:
+    """Build the datasets of a run with `cfg.fold`: `train` and `val` are the `Subset`s that it trains on and holds out.
+
+    Raises:
+        ConfigError: As for `fold_rows`.
+        DatasetError: As for `fold_rows`.
+    """
+    splitter = build(cfg["splitter"], "cfg.splitter") if cfg.get("splitter") else None
+    settings = SimpleNamespace(seed=cfg["seed"], folds=cfg["folds"], fold=cfg["fold"], splitter=splitter)
+    config = Config({"datasets": datasets, "cfg": cfg}, {}, settings)
+    rows = fold_rows(config)[settings.fold]
+    nodes = with_held_out(config.tree, settings.fold)["datasets"]
+    group = build_group(nodes, "datasets", constructing_each(nodes, settings.seed))
+    for name, numbers in (("train", rows.train), ("val", rows.held_out)):
+        part = data.Subset(adopted(getattr(group, name), name, nodes[name]), numbers.tolist())
+        object.__setattr__(group, name, part)  # of a frozen dataclass, too
+    return group
 
 
 def _splitter(config: Config) -> Any:

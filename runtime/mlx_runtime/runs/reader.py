@@ -148,16 +148,24 @@ class Run:
     def load_datasets(self, *, trust: bool = False) -> Any:
         """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
 
+        In a run of a fold, `train` and `val` are the `Subset`s of `datasets.train` that it trained on and held out.
+
         Args:
             trust: the same as for `load_models`.
 
         Raises:
             UsageError: there is no such code, or the run has no datasets.
             ConfigError: the code does not match the run.
+            DatasetError: the rows of a fold cannot be read.
         """
-        if "datasets" not in self.config:
+        config = self.config
+        if "datasets" not in config:
             raise UsageError(f"{self._folder.title} has no group of datasets")
         with self._matching("load_datasets", "datasets", trust) as node:
+            if config.get("cfg", {}).get("fold") is not None:
+                from mlx_runtime.data.folds import load_fold
+
+                return load_fold(node, self._importable("cfg", trust))
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
 
     @contextlib.contextmanager

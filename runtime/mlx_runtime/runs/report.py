@@ -5,7 +5,6 @@ The content of runs is not trusted: `pages/*.html` escape every text, and a page
 """
 
 import base64
-import contextlib
 import functools
 import hashlib
 import html
@@ -14,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.runs import logs
 from mlx_runtime.runs.checkpoint_index import list_checkpoints, position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import AskJobs, Row, summarize
-from mlx_runtime.runs.tables import COLUMNS, format_duration, format_number
+from mlx_runtime.runs.tables import COLUMNS, counted, format_duration, format_number
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
 from mlx_runtime.storage.files import Storage, joined, size_text, split_options
 from mlx_runtime.storage.local import write_atomic
@@ -59,7 +58,10 @@ Point = tuple[int, float | None, int]
 def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
     """Render the page of a run: facts, config, curves, checkpoints and the end of its log, as far as readable."""
     [row] = summarize([folder], ask)
-    charts = group_charts(read_curves(_text(folder.read, folder.metrics.name) or ""), row.monitor)
+    problems: list[str] = []
+    text = functools.partial(_text, problems=problems)
+    curves = text(folder.read, folder.metrics.name) or ""
+    charts = group_charts(read_curves(curves, problems), row.monitor)
     return render(
         PAGES / "run.html",
         title=folder.title,
@@ -68,8 +70,9 @@ def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
         charts=charts,
         metrics={name: format_number(value) for name, value in sorted(row.metrics.items())},
         checkpoints=_checkpoints(row),
-        config=_text(folder.document, folder.conf.name),
-        log=_log(folder),
+        config=text(folder.document, folder.conf.name),
+        log=_log(text(folder.read, logs.log_name())),
+        problems=problems,
     )
 
 
@@ -204,29 +207,41 @@ def _checkpoints(row: Row) -> list[dict[str, str]]:
     ]
 
 
-def _log(folder: RunFolder) -> str | None:
-    """Return the last lines of the driver's log, without escape sequences."""
-    content = _text(folder.read, logs.log_name())
+def _log(content: str | None) -> str | None:
+    """Return the last lines of a log, without escape sequences."""
     if content is None:
         return None
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "\n".join(content.splitlines()[-LOG_LINES:]))
 
 
-def _text(read: Callable[[str], bytes], name: str) -> str | None:
-    with contextlib.suppress(OSError, StorageError):
+def _text(read: Callable[[str], bytes], name: str, problems: list[str]) -> str | None:
+    """Return a file of a run; None if there is none, or if it cannot be read, which is added to the problems."""
+    try:
         return read(name).decode(errors="replace")
-    return None
+    except FileNotFoundError:
+        return None
+    except (OSError, StorageError) as error:
+        problems.append(f"{name} cannot be read: {short_message(error)}")
+        return None
 
 
-def read_curves(lines: str) -> dict[str, list[Point]]:
-    """Read the curve of each metric from metrics.jsonl, skipping incomplete lines."""
+def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list[Point]]:
+    """Read the curve of each metric from metrics.jsonl. The number of damaged lines is added to the problems.
+
+    An incomplete last line is none of them: the run may be writing it.
+    """
     found: dict[str, list[Point]] = {}
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError):
+    damaged = 0
+    for line in lines.splitlines(keepends=True):
+        try:
             values = from_json(line.encode(), {"step": COUNT, "epoch": COUNT}, needs=("step", "epoch"))
             for name, value in values.items():
                 if name not in ("step", "epoch", *FACTS) and NUMBER.or_null().fits(value):
                     found.setdefault(name, []).append((values["step"], value, values["epoch"] + 1))
+        except ValueError:
+            damaged += line.endswith("\n")
+    if damaged and problems is not None:
+        problems.append(f"{counted(damaged, 'line')} of metrics.jsonl cannot be read")
     return found
 
 

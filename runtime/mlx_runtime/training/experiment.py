@@ -100,7 +100,14 @@ class BaseModule:
             return self._session.watch(dataset_shards.iter_torch_batches())
         return [self._session.watch(shard.iter_torch_batches()) for shard in dataset_shards]
 
-    def backward(self, loss: torch.Tensor, *, weight: float | torch.Tensor | None = None, **options: Any) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        optimizer: str | None = None,
+        **options: Any,
+    ) -> None:
         """Call `loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` require. Every worker calls it.
 
         The gradient of the update is the mean over the rows of all workers and steps, also where batches differ in
@@ -111,14 +118,16 @@ class BaseModule:
             weight: what the loss is a mean over, if these are not rows: the number of its target tokens, or the sum of
                 its weights; () or a number, 0 or more. None counts the rows of the batch from the leading training
                 loader.
+            optimizer: the only optimizer whose parameters get gradients, by its name in `Optimizers`. For losses that
+                pass through models of others, like that of a generator through its discriminator.
             options: keyword arguments of `torch.Tensor.backward`, like `retain_graph=True`.
 
         Raises:
-            MlxError: gradients should be accumulated, but the loop does not read a loader of `generate_loaders`; or
-                the weight is not a number, or less than 0.
+            MlxError: gradients should be accumulated, but the loop does not read a loader of `generate_loaders`;
+                the weight is not a number, or less than 0; or there is no such optimizer.
         """
         self._session.update_begins()
-        self._session.optimization.backward(loss, weight=weight, **options)
+        self._session.optimization.backward(loss, weight=weight, optimizer=optimizer, **options)
 
     def optimizer_step(self, name: str | None = None) -> bool:
         """Clip the gradients, step and zero them, at the last step of an update. Every worker must call this.

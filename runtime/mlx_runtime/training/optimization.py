@@ -54,10 +54,15 @@ class Optimization:
         self._stepping = False  # an optimizer steps on behalf of `step`
         self._knows_steps = False  # a loader of the runtime was read, which knows the last step of a pass
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
+        self._owners: set[str] = set()  # optimizers that `step` was called for, ever
+        self._last_owners: set[str] = set()  # those since the last backward pass
+        self._without: set[str] = set()  # those without gradients just before it
 
     # -- called by user code
 
-    def backward(self, loss: torch.Tensor, *, weight: Weight | None = None, **options: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, weight: Weight | None = None, optimizer: str | None = None, **options: Any
+    ) -> None:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
         if not self._knows_steps and self._context.cfg.accumulate_grad_batches > 1:
             raise MlxError(
@@ -69,9 +74,43 @@ class Optimization:
             param.grad is None for item in self._context.groups.optimizers.values() for param in _params(item)
         ):
             self._update_scale()
+        self._notice_leftovers()
+        others = self._set_aside(optimizer) if optimizer is not None else []
         loss, undo = self._weigh(loss, weight)
         self._scaler.scale(loss).backward(**options)  # type: ignore[no-untyped-call]  # torch has not annotated it
         undo()
+        for param, gradient in others:
+            param.grad = gradient
+
+    def _set_aside(self, name: str) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
+        """Remove the gradients of all parameters but those of an optimizer. Return them, to be restored."""
+        if self._strategy.shards and self.accumulation.steps > 1:
+            raise MlxError(
+                "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
+                "cfg.accumulate_grad_batches=1 and cfg.keep_global_batch=false, or use cfg.strategy=ddp"
+            )
+        _, optimizer = self._optimizer(name, f"backward(loss, optimizer={name!r})")
+        own = set(_params(optimizer))
+        others = [param for item in self._context.groups.optimizers.values() for param in _params(item)]
+        kept = [(param, param.grad) for param in dict.fromkeys(others) if param not in own]
+        for param, _ in kept:
+            param.grad = None
+        return kept
+
+    def _notice_leftovers(self) -> None:
+        """Notice gradients that a loss has left in parameters whose optimizer did not step after it, as in a GAN."""
+        owners, self._last_owners = self._last_owners, set()
+        optimizers = self._context.groups.optimizers
+        if len(optimizers) < 2:
+            return
+        found = {name for name, item in optimizers.items() if any(param.grad is not None for param in _params(item))}
+        for name in sorted(self._without & found & self._owners - owners) if owners else ():
+            last = ", ".join(sorted(owners))
+            self._reporter.events.notice(
+                f"the loss of {last} left gradients in parameters of {name}, too, which are added to its next update; "
+                f'if they do not belong there: self.backward(loss, optimizer="{last}")'
+            )
+        self._without = set(optimizers) - found
 
     def _weigh(self, loss: torch.Tensor, weight: Weight | None) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a loss as a part of the update, and a function to call after its backward pass."""
@@ -113,6 +152,8 @@ class Optimization:
         if not self._managed:
             raise MlxError("self.optimizer_step() goes with self.backward(loss); call that instead of loss.backward()")
         self._weighted.assign(title)
+        self._owners.add(title)
+        self._last_owners.add(title)
         if not self.accumulation.last:
             return False
         divisor = self._weighted.divisor(title)
@@ -133,7 +174,7 @@ class Optimization:
         self.after_update()  # the scaler skips a step whose gradients are not finite
         return True
 
-    def _optimizer(self, name: str | None) -> tuple[str, Optimizer]:
+    def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
         """Return the name of an optimizer, and the optimizer; None stands for the only one."""
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
@@ -141,7 +182,8 @@ class Optimization:
         if name is None:
             raise MlxError(f"self.optimizer_step() needs the name of an optimizer.{suggest('', optimizers)}")
         if name not in optimizers:
-            raise MlxError(f"self.optimizer_step({name!r}): there is no such optimizer.{suggest(name, optimizers)}")
+            call = call or f"optimizer_step({name!r})"
+            raise MlxError(f"self.{call}: there is no such optimizer.{suggest(name, optimizers)}")
         return name, optimizers[name]
 
     def _update_scale(self) -> None:

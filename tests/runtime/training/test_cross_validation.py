@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from conftest import Mlx, edit
 
+from mlx_runtime import open_run
+
 pytestmark = pytest.mark.process
 
 FOLD = ("cfg.folds=5", "cfg.fold=1", "cfg.start_workers=0", "cfg.num_epochs=1")
@@ -43,6 +45,11 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
     done = mlx(digits, "train", "run", *FOLD)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = record(digits)["fold"]["rows"]
+    read = open_run(digits / "runs" / "digits" / "run_001").load_datasets(trust=True)
+    sizes = [record(digits)["datasets"][name]["rows"] for name in ("train", "val")]
+    assert [len(read.train), len(read.val)] == sizes
+    assert sorted([*read.train.indices, *read.val.indices]) == [*range(ROWS)]
+    assert (read.train.dataset.batch_size, read.val.dataset.batch_size, len(read.test)) == (32, 128, 270)
     other = ("cfg.fold=2", "cfg.folds=6", "cfg.splitter={_target_: sklearn.model_selection.KFold}")
     done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=2", *other)
     assert (done.returncode, done.stderr.count("it cannot change within a run")) == (1, 3), done.stderr

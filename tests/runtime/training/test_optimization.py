@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
+from mlx_runtime.events import Notice
 from mlx_runtime.training.assembly import matmul_precision
 from mlx_runtime.training.forward import in_half_precision
 from mlx_runtime.training.strategies import DDP
@@ -194,6 +195,35 @@ class TestUpdates:
         assert module._session.optimization.state_dict()["scale"] == 2.0**7
         assert same(module.models.net, plain.models.net, atol=0.01)
         assert not same(module.models.net, plain.models.net)
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_loss_that_passes_through_the_model_of_another_optimizer(self, begin: Begin, accumulate: int) -> None:
+        """The generator `net` and its discriminator `other`, which the reference freezes for the generator's loss."""
+
+        def train(module: BaseModule, **generator: Any) -> list[str]:
+            module._session.reporter.events._sink = events = Events()
+            net, other = module.models.net, module.models.other
+            for batch in loader_of(module, batch_size=4):
+                module.backward((other(batch["x"] + net(batch["x"])[:, None].detach()) - 1).square().mean())
+                module.optimizer_step("adam")
+                other.requires_grad_(bool(generator))
+                module.backward(other(batch["x"] + net(batch["x"])[:, None]).square().mean(), **generator)
+                module.optimizer_step("sgd")
+                other.requires_grad_(True)
+            return [event.text for event in events if isinstance(event, Notice)]
+
+        settings = {"accumulate_grad_batches": accumulate}
+        module, frozen, mixed = begin(**settings), begin(**settings), begin(**settings)
+        assert [*train(module, optimizer="sgd"), *train(frozen)] == []
+        assert same(module.models.net, frozen.models.net)
+        assert same(module.models.other, frozen.models.other)
+        (notice,) = train(mixed, weight=4)  # the gradients of both losses, as with loss.backward()
+        assert notice == (
+            "the loss of sgd left gradients in parameters of adam, too, which are added to its next update; if they do "
+            'not belong there: self.backward(loss, optimizer="sgd")'
+        )
+        with pytest.raises(MlxError, match=r"self.backward\(loss, optimizer='adm'\).* Did you mean 'adam'"):
+            module.backward(torch.zeros(1, requires_grad=True).sum(), optimizer="adm")
 
     def test_several_steps_for_one_batch(self, begin: Begin) -> None:
         module = begin(precision="fp16")

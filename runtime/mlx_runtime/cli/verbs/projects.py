@@ -33,9 +33,9 @@ def new(kind: Kind, name: str, output: Path) -> Path:
     from cookiecutter.exceptions import CookiecutterException
     from cookiecutter.main import cookiecutter
 
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(
-            f"{name!r} is not a valid {kind.title} name; use letters, digits, - and _, starting with a letter"
+            f"{name!r} is not a valid {kind.title} name; use up to 100 letters, digits, - and _, first a letter"
         )
     folder = output / name
     if folder.exists():
