@@ -8,11 +8,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from mlx_runtime.cluster.preflight import Check, storage_problem, valid_config
+from mlx_runtime.cluster.preflight import Check, valid_config, writable
 from mlx_runtime.config import projects
 from mlx_runtime.errors import ConfigError, MlxError, UsageError, short_message
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import Storage, is_uri, storage_root
+from mlx_runtime.storage.files import is_uri, storage_root
 
 
 def checks() -> Iterator[Check]:
@@ -70,9 +70,8 @@ def _storage(path: str) -> Check:
         root = storage_root(path)
     except UsageError as error:
         return Check("storage", str(error), "See cfg.storage_path and MLX_STORAGE")
-    file = f".probe-{uuid.uuid4().hex}"
-    if unwritable := storage_problem(root, file):
-        return unwritable
-    Storage(root).remove_file(file)
-    free = "" if is_uri(root) else f", {shutil.disk_usage(root).free / 1e9:,.0f} GB free"
+    with writable(root, f".probe-{uuid.uuid4().hex}") as unwritable:
+        if unwritable is not None:
+            return unwritable
+        free = "" if is_uri(root) else f", {shutil.disk_usage(root).free / 1e9:,.0f} GB free"
     return Check("storage", f"{root} is writable{free}")

@@ -16,17 +16,18 @@ from mlx_runtime.cluster.dashboard import Dashboard
 from mlx_runtime.cluster.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, short_message
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import Storage, is_uri
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
 from mlx_runtime.training.engines.placement import shortage
+from mlx_runtime.training.options import DataConfig
 
 if TYPE_CHECKING:
     from mlx_runtime.config.composition import Config
-    from mlx_runtime.training.options import DataConfig, TrainConfig
+    from mlx_runtime.training.options import TrainConfig
     from mlx_runtime.training.request import RunConfig
 
-PROBE_S = 120.0  # how long the probe job may take
+PROBE_S = 180.0  # how long the probe job may take
 NODE_S = 60.0  # how long a node may take to answer the probe
 INSTALL_S = 600.0  # added to each of these if the cluster installs packages first, as with `--pip`
 
@@ -118,31 +119,54 @@ def check_nodes(
     """Run a job that checks Python, torch, the storage and variables on every node, and the cluster's capacity."""
     content = uuid.uuid4().hex
     file = f".probe-{content}"
-    unwritable = storage_problem(root, file, content)
-    if unwritable is not None:
-        return [unwritable]
-    storage = Storage(root)
     extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
     question: dict[str, Any] = {"root": root, "file": file, "content": content}
-    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s}
+    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s, **_groups(cfg)}
     environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]
     spec = JobSpec(command, upload, environment, {"mlx": "check"}, runtime_env)
+    with writable(root, file, content) as unwritable:
+        if unwritable is not None:
+            return [unwritable]
+        try:
+            # Twice, because the head installs packages for itself first.
+            found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
+            written = sum(name.startswith(f"{file}-") for name in Storage(root).names())
+        except (ClusterError, OSError) as error:
+            return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
+    nodes = _node_checks(found["nodes"], root, written)
+    return [*nodes, *_group_checks(found["groups"]), _capacity_check(found, cfg)]
+
+
+def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
+    """Return what the process groups of a run depend on: its `workers`, and the `gpus` that they need, or None."""
+    if isinstance(cfg, DataConfig):
+        return {"workers": 0, "gpus": None}
+    gpus = None if cfg.use_gpu is False else max(1, cfg.min_workers or cfg.start_workers)
+    return {"workers": cfg.max_workers or cfg.start_workers, "gpus": gpus}
+
+
+@contextlib.contextmanager
+def writable(root: str, file: str, content: str = "") -> Iterator[Check | None]:
+    """Write a file to the storage for the block. Provide a failed check if that is not possible.
+
+    Afterwards, the files whose names begin with its name are removed, and empty folders that had to be created: an
+    empty storage on this machine would hide that of the cluster.
+    """
+    parts = [] if is_uri(root) else [Path(root), *Path(root).parents]
+    created = [part for part in parts if not part.exists()]
     try:
-        # Twice, because the head installs packages for itself first.
-        found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
-        written = sum(name.startswith(f"{file}-") for name in storage.names())
-    except (ClusterError, OSError) as error:
-        return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
+        yield _write(root, file, content)
     finally:
-        with contextlib.suppress(OSError):
-            for name in storage.names():
+        with contextlib.suppress(OSError, StorageError):
+            for name in Storage(root).names():
                 if name.startswith(file):
-                    storage.remove_file(name)
-    return [*_node_checks(found["nodes"], root, written), _capacity_check(found, cfg)]
+                    Storage(root).remove_file(name)
+        for part in created:
+            with contextlib.suppress(OSError):
+                part.rmdir()
 
 
-def storage_problem(root: str, file: str, content: str = "") -> Check | None:
-    """Write a file to the storage. Return a failed check if that is not possible."""
+def _write(root: str, file: str, content: str) -> Check | None:
     try:
         storage = Storage(root)
         if storage.local:
@@ -185,6 +209,21 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
     if unset := sorted({name for node in answers for name in node["unset"]}):
         hint = "Set it in the environment in which the nodes are started"
         yield Check("secrets", f"{', '.join(unset)} is not set on every node", hint)
+
+
+def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+    """Evaluate the process groups that the nodes formed, by backend."""
+    for backend, found in groups.items():
+        if not found:
+            yield Check(backend, "not measured: not every node has a free GPU")
+        elif "error" in found:
+            variable = f"{backend.upper()}_SOCKET_IFNAME"
+            hint = f"Set {variable} in cfg.runtime_env.env_vars to the network interface between the nodes, and open "
+            hint += "all TCP ports between them: docs/guides/cluster.md#network"
+            yield Check(backend, f"the nodes form no process group: {found['error']}", hint)
+        else:
+            speed = f"latency {1000 * found['latency_s']:.2f} ms, {found['bytes_per_s'] / 1e6:,.0f} MB/s"
+            yield Check(backend, f"{speed} between {found['nodes']} nodes over {found['interface']}")
 
 
 def _same_minor(one: str, another: str) -> bool:

@@ -4,51 +4,159 @@ Runs on the cluster, where anything but Ray may be missing.
 """
 
 import contextlib
+import datetime
 import json
 import os
 import platform
+import re
+import socket
+import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 MARKER = "mlx-probe "  # prefix of the printed line
 
+SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
 QUESTION = "MLX_PROBE"
 """Environment variable with the question as JSON: `root` of the storage, a `file` there and its `content`, names of
-`variables` that must be set, and the `seconds` that a node has to answer."""
+`variables` that must be set, the `seconds` that a node has to answer, the number of `workers` of the run, and the
+number of `gpus` from which on it trains on GPUs, or None."""
+
+GROUP_S = 30.0  # how long nodes may take to form a process group, and to use it
+
+BANDWIDTH_BYTES = 8 << 20  # of the tensor whose reduction measures the bandwidth
 
 
 def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
-    """Return `cpus`, `gpus`, and `nodes`: the answer of each (see `_probe_node`), or its `ip` and an `error`."""
+    """Return `cpus`, `gpus`, `nodes`: the answer of each (see `_Node.describe`), or its `ip` and an `error`, and
+    `groups`: what was measured, or an `error`, by backend. A single node needs no network between workers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(logging_level="ERROR", log_to_driver=False)
-    task = ray.remote(num_cpus=0)(_probe_node)
-    refs = {}
-    for number, node in enumerate(node for node in ray.nodes() if node["Alive"]):
+    kind = ray.remote(num_cpus=0)(_Node)
+
+    def actor_on(node: dict[str, Any], **resources: float) -> Any:
         here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        refs[task.options(scheduling_strategy=here).remote(question, number)] = node["NodeManagerAddress"]
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=question["seconds"])
-    nodes = []
-    for ref, ip in refs.items():
+        return kind.options(scheduling_strategy=here, **resources).remote()
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    actors = [actor_on(node) for node in alive]
+    refs = [actor.describe.remote(question, number) for number, actor in enumerate(actors)]
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=question["seconds"])
+    nodes, peers, with_gpus = [], [], []
+    for ref, node, actor in zip(refs, alive, actors, strict=True):
         try:
             answer = ray.get(ref) if ref in done else {"error": f"did not answer within {question['seconds']:.0f} s"}
         except Exception as error:
             answer = {"error": _last_line(error)}
-        nodes.append({"ip": ip, **answer})
-    total = ray.cluster_resources()
-    return {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0), "nodes": nodes}
+        nodes.append({"ip": node["NodeManagerAddress"], **answer})
+        able = "error" not in answer and answer["torch"] is None
+        peers += [actor] if able and node["Resources"].get("CPU") else []
+        with_gpus += [node] if able and node["Resources"].get("GPU") else []
+    total, groups = ray.cluster_resources(), {}
+    if question["workers"] > 1 and len(peers) > 1:
+        groups["gloo"] = _measure("gloo", peers)
+    needed = question["gpus"]
+    if needed is not None and total.get("GPU", 0) >= needed and question["workers"] > 1 and len(with_gpus) > 1:
+        groups["nccl"] = _measure("nccl", [actor_on(node, num_gpus=0.01) for node in with_gpus])
+    return {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0), "nodes": nodes, "groups": groups}
 
 
-def _probe_node(question: dict[str, Any], number: int) -> dict[str, Any]:
-    """Describe a node: version of `python`, problems with `torch` and `storage` (or None), `unset` variables."""
-    return {
-        "python": platform.python_version(),
-        "torch": _torch_problem(),
-        "storage": _storage_problem(question, number),
-        "unset": [name for name in question["variables"] if not os.environ.get(name)],
-    }
+def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
+    """Return what the slowest node measured (see `_Node.reduce`), or an `error`; nothing if there was no GPU free."""
+    import ray
+
+    addresses = [peer.address.remote() for peer in peers]
+    if len(ray.wait(addresses, num_returns=len(peers), timeout=GROUP_S)[0]) < len(peers):
+        return {}
+    try:
+        first = ray.get(addresses[0])
+        refs = [peer.reduce.remote(backend, first, rank, len(peers)) for rank, peer in enumerate(peers)]
+        found = ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one of them fails
+    except ray.exceptions.GetTimeoutError:
+        return {"error": f"{len(peers)} nodes did not finish an all-reduce within {GROUP_S:.0f} s"}
+    except Exception as error:
+        return {"error": _last_line(error)}
+    return {"nodes": len(peers), **max(found, key=lambda item: float(item["latency_s"]))}
+
+
+class _Node:
+    """The actor that answers for a node, in an environment like that of a worker of the run."""
+
+    def describe(self, question: dict[str, Any], number: int) -> dict[str, Any]:
+        """Describe the node: version of `python`, problems with `torch` and `storage` (or None), `unset` variables."""
+        return {
+            "python": platform.python_version(),
+            "torch": _torch_problem(),
+            "storage": _storage_problem(question, number),
+            "unset": [name for name in question["variables"] if not os.environ.get(name)],
+        }
+
+    def address(self) -> str:
+        """Return an address at which the nodes can meet, chosen as Ray Train does."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def reduce(self, backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
+        """Form a process group with the other nodes. Return its `interface`, `latency_s` and `bytes_per_s`."""
+        import ray
+
+        try:
+            return _reduce(backend, address, rank, size)
+        except Exception as error:  # begins with a location in the source of torch
+            why = re.sub(r"^\[[^]]*\] ", "", _last_line(error))
+            raise RuntimeError(f"{ray.util.get_node_ip_address()}: {why}") from None
+
+
+def _reduce(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
+    import torch
+    from torch import distributed
+
+    from mlx_runtime.distributed.handshake import listening
+
+    before, timeout = listening(), datetime.timedelta(seconds=GROUP_S)
+    distributed.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=size, timeout=timeout)
+    device = "cuda" if backend == "nccl" else "cpu"
+
+    def seconds(numbers: int) -> float:
+        tensor = torch.zeros(numbers, device=device)
+        started = time.perf_counter()
+        distributed.all_reduce(tensor)
+        tensor[:1].cpu()  # waits for a GPU
+        return time.perf_counter() - started
+
+    latency_s = min(seconds(1) for _ in range(10))  # the first one connects
+    bandwidth_s = min(seconds(BANDWIDTH_BYTES // 4) for _ in range(2))
+    if backend == "gloo":
+        interface = _interface(listening() - before, address)
+    else:
+        interface = os.environ.get("NCCL_SOCKET_IFNAME", "an interface of its choice")
+    moved = 2 * (size - 1) / size * BANDWIDTH_BYTES  # what each node sends in a ring
+    return {"interface": interface, "latency_s": latency_s, "bytes_per_s": moved / bandwidth_s}
+
+
+def _interface(listeners: set[int], store: str) -> str:
+    """Return the name of the interface on which gloo listens, or its address if the system does not tell."""
+    import fcntl
+
+    found = []
+    for descriptor in listeners:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            found.append(listener.getsockname()[:2])
+    ip = next((ip for ip, port in found if not store.endswith(f":{port}")), "an unknown interface")
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            facts = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
+            if socket.inet_ntoa(facts[20:24]) == ip:
+                return name
+    return ip
 
 
 def _torch_problem() -> str | None:
@@ -78,7 +186,7 @@ def _storage_problem(question: dict[str, Any], number: int) -> str | None:
 
 
 def _last_line(error: Exception) -> str:
-    text = str(error).strip()
+    text = str(getattr(error, "cause", error)).strip()  # that of Ray holds the traceback of a task
     return text.splitlines()[-1][:300] if text else type(error).__name__
 
 

@@ -280,7 +280,7 @@ def test_the_token_is_asked_for_and_checked(user: User, ray_cluster: RayCluster,
 def test_the_check_finds_everything_that_is_wrong_at_once(
     user: User, ray_cluster: RayCluster, s3: str, tmp_path: Path
 ) -> None:
-    """A node without torch and keys for the storage, no room, an unset variable, and a secret in plain text."""
+    """A node without torch and keys for the storage, no room, an unset variable, and no such network interface."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('No module named torch')")
     there = re.search(r":(\d+)&", s3)
@@ -291,6 +291,7 @@ def test_the_check_finds_everything_that_is_wrong_at_once(
     ray_cluster.wait(3)
     try:
         options = [f"cfg.storage_path='{storage}'", "cfg.start_workers=50", "cfg.secrets=[WANDB_API_KEY]"]
+        options.append("cfg.runtime_env={env_vars: {GLOO_SOCKET_IFNAME: eth9}}")
         done = user.types("train", "launch", "--address", ray_cluster.url, "--check", *options)
     finally:
         ray_cluster.remove()
@@ -301,11 +302,14 @@ def test_the_check_finds_everything_that_is_wrong_at_once(
         "torch",
         "storage",
         "secrets",
+        "gloo",
         "capacity",
     }
     assert "No module named torch" in found["torch"]
     assert "cfg.start_workers=50 needs 50 CPUs; the cluster has 5 CPUs" in found["capacity"]
     assert "WANDB_API_KEY is not set on every node" in found["secrets"]
+    failed = r"the nodes form no process group: [\d.]+: .*Unable to find address for: eth9\. Set GLOO_SOCKET_IFNAME in "
+    assert re.search(failed + r"cfg\.runtime_env\.env_vars .* open all TCP ports", found["gloo"])
 
 
 def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> None:
