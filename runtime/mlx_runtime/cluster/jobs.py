@@ -1,7 +1,10 @@
 """Jobs of a cluster: what to run, the packages that carry its code, and how it ended."""
 
+import contextlib
 import hashlib
 import io
+import signal
+import threading
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +14,9 @@ from typing import Any
 from mlx_runtime.errors import ConfigError, UsageError, short_message
 from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.uploads import Upload
+
+SIGNAL_S = 5.0
+"""How long a job that ends waits for Ray's signal; none comes if that is why it ends."""
 
 Send = Callable[[str, bytes], str]
 """Uploads a package under a name and returns its URI."""
@@ -69,7 +75,21 @@ class JobState:
         """Exit code for a process that stands for the job: 128 + N if signal N killed it."""
         if self.return_code is not None:
             return self.return_code if self.return_code >= 0 else 128 - self.return_code
-        return 0 if self.status == "SUCCEEDED" else 1
+        return {"SUCCEEDED": 0, "STOPPED": 128 + signal.SIGTERM}.get(self.status, 1)
+
+
+def end_as_stopped(job: str) -> None:
+    """Let the dashboard show the job of this process as STOPPED. Call it in the main thread, just before exiting.
+
+    Ray counts every exit code but 0 as a failure, unless it was asked to stop the job. It then sends SIGTERM.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    received = threading.Event()
+    with contextlib.suppress(Exception):  # Ray raises various types; the record of the run is right anyway
+        signal.signal(signal.SIGTERM, lambda *_: received.set())
+        JobSubmissionClient().stop_job(job)  # of the cluster that RAY_ADDRESS names in a job
+        received.wait(SIGNAL_S)
 
 
 def _requirements(file: Path) -> list[str]:
