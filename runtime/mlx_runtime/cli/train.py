@@ -177,6 +177,7 @@ def evaluate(code: str | None, variants: tuple[str, ...], arguments: tuple[str, 
 @click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name. Of a sweep, its name.")
 @prepare_option
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
+@click.option("--code", hidden=True)
 @from_option
 @variant_option
 @commands.launch_options
@@ -185,6 +186,7 @@ def launch(
     make: bool,
     name: str | None,
     resume: str | None,
+    code: str | None,
     origin: str | None,
     variants: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -192,6 +194,12 @@ def launch(
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
     lookup.refuse_empty({"--resume": resume, "--from": origin})
+    if code is not None:
+        stored = lookup.resolve_run(resume or "latest").location
+        raise UsageError(
+            "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
+            f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
+        )
     implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
     implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]

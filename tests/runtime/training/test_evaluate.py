@@ -106,6 +106,8 @@ def test_a_run_older_than_its_code_is_evaluated_and_resumed_with_the_code_that_i
     assert [path.name for path in (run / "evaluations").glob("*.json")]
     assert (run / "checkpoints" / "epoch_0003").is_dir()
     assert (run / "code.zip").read_bytes() == before
+    done = mlx(folder, "train", "launch", "--resume=run_001", "--code=stored")
+    assert (done.returncode, done.stderr.endswith(f" launch there: unzip -o {run}/code.zip\n")) == (2, True)
     done = mlx(folder, "train", "run", "--code=stored")
     assert (done.returncode, done.stderr) == (
         2,
