@@ -30,6 +30,13 @@ class WorkerConnected(WorkerEvent):
 
 
 @dataclass(frozen=True)
+class WorkersWaiting(WorkerEvent):
+    """The cluster has no room for the workers yet; `why` is like `3 CPUs, 2 free`."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class WorkersStarted(WorkerEvent):
     """All workers have built the experiment. Sent again after each restart."""
 

@@ -24,12 +24,14 @@ from mlx_runtime.events import (
     WorkersLost,
     WorkersStarted,
     WorkerStalled,
+    WorkersWaiting,
 )
 
 pytestmark = pytest.mark.pure
 
 EVENTS: tuple[Event, ...] = (
     WorkerConnected(3),
+    WorkersWaiting("3 CPUs, 2 free"),
     WorkersStarted("cpu", 1_000, 2),
     LoopStarted(),
     LoaderOpened("train", True, 100, 10, 20),

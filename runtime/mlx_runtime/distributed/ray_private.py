@@ -12,6 +12,7 @@ import ray
 import ray.train
 import ray.train.torch
 import ray.train.v2._internal.execution.context
+import ray.util
 import torch.distributed
 from ray._private import auto_init_hook
 from ray.runtime_context import RuntimeContext
@@ -75,6 +76,12 @@ class WholeReplicas(ElasticScalingPolicy):  # type: ignore[misc]
     def _count_possible_workers(self, reserved_resources: Any) -> int:
         possible: int = super()._count_possible_workers(reserved_resources)
         return possible - possible % self._multiple_of
+
+
+def placement_states() -> set[str]:
+    """Return the states of this job's placement groups, whose ids end with that of the job: PENDING, CREATED, …"""
+    job = ray.get_runtime_context().get_job_id()
+    return {facts["state"] for name, facts in ray.util.placement_group_table().items() if name.endswith(job)}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from mlx_runtime.storage import documents
 UNREADABLE = "UNREADABLE"
 """Status of a run whose run.json is missing or not a record."""
 
-STATUSES = ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "PRUNED", "STALE", UNREADABLE)
+STATUSES = ("PENDING", "WAITING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "PRUNED", "STALE", UNREADABLE)
 
 THREADS = 16
 """Records read at the same time; an object store is slow, but answers many requests at once."""
@@ -50,6 +50,11 @@ class Row:
     def sweep(self) -> Mapping[str, Any]:
         """Name of the sweep that the run belongs to, with its trial, fold and values; empty without one."""
         return self.record.get("sweep") or {}
+
+    @property
+    def waits_for(self) -> str | None:
+        """The resources that a WAITING run needs."""
+        return self.record.get("waits_for") if self.status == "WAITING" else None
 
     @property
     def monitor(self) -> str | None:
@@ -105,6 +110,7 @@ class Row:
             "experiment": self.folder.experiment,
             "run": self.folder.name,
             "status": self.status,
+            "waits_for": self.waits_for,
             "problem": self.problem,
             "epoch": self.epoch,
             "epochs": self.record.get("epochs"),
@@ -135,7 +141,7 @@ class Row:
         values = {
             "experiment": self.folder.experiment,
             "run": self.folder.name,
-            "status": self.status,
+            "status": f"{self.status} for {self.waits_for}" if self.waits_for else self.status,
             "epoch": epoch,
             "metric": shown or "",
             "best": format_number(self.best) if shown == self.monitor else "",

@@ -39,7 +39,7 @@ CLAIM_S = 0.5
 LAST_PAUSES_S = (1, 4, 10)
 """Pauses before an object store is asked again to take the last record of a run."""
 
-LIVING = ("PENDING", "RUNNING")
+LIVING = ("PENDING", "WAITING", "RUNNING")
 
 REPLACED = "replaced"
 """Field of a PENDING record: the previous record, restored if the job fails to resume the run."""
@@ -69,6 +69,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "attempt": COUNT,
     "attempts": list_of(mapping_with(_DRIVER)),
     **dict.fromkeys(("boot", "pid_started", "error", "device", "monitor", "experiment_class"), TEXT.or_null()),
+    "waits_for": TEXT.or_null(),  # resources, if the status is WAITING
     **dict.fromkeys(("epoch", "epochs", "failures", "workers", "seed", "parameters"), COUNT.or_null()),
     "mode": one_of("max", "min").or_null(),
     "metrics": mapping_of(NUMBER.or_null()).or_null(),
@@ -104,7 +105,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
 
 
 class Record:
-    """The record of a run, kept up to date on disk. Statuses: PENDING RUNNING SUCCEEDED FAILED STOPPED PRUNED.
+    """The record of a run, kept up to date on disk. Statuses: PENDING WAITING RUNNING SUCCEEDED FAILED STOPPED PRUNED.
 
     Methods raise StorageError if the run folder cannot be written.
 
@@ -242,7 +243,7 @@ def parsed(content: bytes) -> dict[str, Any]:
 
 
 def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
-    """Return the status of a run: PENDING RUNNING SUCCEEDED FAILED STOPPED PRUNED, or STALE if its driver died.
+    """Return the status of a run: PENDING WAITING RUNNING SUCCEEDED FAILED STOPPED PRUNED, or STALE if its driver died.
 
     `job` is the status of its job according to the cluster, if known.
     """

@@ -13,7 +13,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import UNREADABLE, Row
 from mlx_runtime.runs.report import LAST_CHARTS, read_curves
 
-STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "PENDING", "SUCCEEDED")
+STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "WAITING", "PENDING", "SUCCEEDED")
 """A trial has the first of these that one of its runs has."""
 
 Epochs = Mapping[int, Mapping[str, float]]

@@ -34,6 +34,8 @@ class ConsoleLines:
                 self._start(run)
             case events.DatasetsPrepared(names, root, created):
                 self._print(f"prepared  {', '.join(names)}: read from {root} (made {created[:10]})")
+            case events.WorkersWaiting(why):
+                self._print(f"waiting   for {why}")
             case events.WorkersStarted():
                 self._workers_started(event)
             case events.LoaderOpened(name, training, rows, steps, global_batch):
@@ -91,9 +93,10 @@ class ConsoleLines:
 
     def _workers(self) -> None:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
-        number = cfg.start_workers
+        number, (fewest, most) = cfg.start_workers, self._sizes
         why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}[cluster.engine]
-        workers = f"{counted(number, f'{cfg.strategy.upper()} worker')} " if number else ""
+        elastic = f"{fewest} to " if fewest < most else ""
+        workers = f"{elastic}{counted(most, f'{cfg.strategy.upper()} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({why})' if why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
@@ -105,12 +108,20 @@ class ConsoleLines:
         if (cluster.engine == "local" or cluster.embedded) and number * cfg.cpus_per_worker > cores:
             self._print(f"          more workers than the {cores} cores here: they share them")
 
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """The smallest and the largest number of workers that may train."""
+        cfg = self._plan.config.cfg
+        return cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+
     def _workers_started(self, event: events.WorkersStarted) -> None:
         before, self._world_size = self._world_size, event.world_size
         if before:
             number = f"{before} → {event.world_size}" if before != event.world_size else str(before)
             self._print(f"workers   {number}: restarted")
             return
+        if self._sizes[0] < self._sizes[1]:
+            self._print(f"workers   {event.world_size} started")
         cfg = self._plan.config.cfg
         threads = f"{counted(cfg.cpus_per_worker, 'thread')} per worker"
         precision = "fp32" if cfg.precision == 32 else cfg.precision

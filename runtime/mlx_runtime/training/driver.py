@@ -180,7 +180,7 @@ class Driver:
         """Start the workers, and yield their events until they are done."""
         busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
         deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
-        started, announced, stop_sent = time.monotonic(), False, False
+        look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
             group = self._plan.engine.start(job, self._emit, self._stop_requested)
@@ -191,9 +191,15 @@ class Driver:
                         self._emit(event)
                         deadlocks.handle(event)
                         stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it does not know yet
-                    if not announced and not recorder.world_size and time.monotonic() - started > SLOW_START_S:
-                        self._emit(events.Notice("starting  workers"))
-                        announced = True
+                    if not recorder.world_size and time.monotonic() > look_at:
+                        waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
+                        if missing and missing != waited:
+                            self._emit(events.WorkersWaiting(missing))
+                        elif not missing and not announced:
+                            self._emit(events.Notice("starting  workers"))
+                            announced = True
+                    if missing and not recorder.world_size and self._stop_requested():
+                        raise Terminated  # there is no checkpoint to wait for
                     self.control.check()
                     if self._stop_requested() and not stop_sent:
                         receiver.broadcast(STOP)

@@ -42,8 +42,11 @@ class RunRecorder:
                 self.begin()
             case events.WorkersStarted(device, parameters, world_size, _):
                 restarted, self.world_size = self.world_size > 0, world_size
-                facts = {"workers": world_size} if restarted else {"device": device, "parameters": parameters}
-                self.record.update(**facts)
+                facts = {} if restarted else {"device": device, "parameters": parameters}
+                facts |= {"workers": world_size} if self._plan.config.cfg.start_workers else {}
+                self.record.update(**facts, status="RUNNING", waits_for=None)
+            case events.WorkersWaiting(why):
+                self.record.update(status="WAITING", waits_for=why)
             case events.DatasetsPrepared(names):
                 self.record.update(prepared=dict(names))
             case events.LoaderOpened(name, _, rows, steps, global_batch):

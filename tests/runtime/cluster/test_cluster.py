@@ -604,6 +604,20 @@ class TestALongRun:
         rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
         assert (rows["run_001"]["status"], rows["run_002"]["status"]) == ("SUCCEEDED", "RUNNING")
 
+    def test_one_without_room_says_what_it_waits_for(
+        self, long_run: Proxy, user: User, ray_cluster: RayCluster
+    ) -> None:
+        words = ("--ray-address", ray_cluster.url, "cfg.name=late", "cfg.start_workers=3")
+        done = user.types("train", "launch", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: user.has("run_001", "late") and user.record(name="late")["status"] == "WAITING")
+        assert "WAITING for 3 CPUs, 2 free" in user.types("xp", "ls", "late").stdout
+        done = user.types("xp", "stop", "late", "latest")
+        assert done.stdout == "late run_001 is STOPPED\n"
+        log = user.types("xp", "logs", "-f", "late", "latest")
+        assert (log.returncode, "waiting   for 3 CPUs, 2 free\n" in log.stdout) == (143, True)
+        assert ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED"
+
     def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
         assert done.returncode == 1
@@ -615,6 +629,7 @@ class TestALongRun:
         epoch = user.record("run_002")["latest"]["epoch"]
         last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
         assert last.returncode == 143
+        assert ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED"
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "job       digits-run_002.2" in done.stdout

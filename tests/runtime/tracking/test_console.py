@@ -13,7 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_runtime.events import EpochEnded, Notice, PreparationProgress, RunInfo, RunStarted, StepProgress
+from mlx_runtime.events import (
+    EpochEnded,
+    Notice,
+    PreparationProgress,
+    RunInfo,
+    RunStarted,
+    StepProgress,
+    WorkersStarted,
+    WorkersWaiting,
+)
 from mlx_runtime.tracking import console
 from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
 from mlx_runtime.training.console_lines import ConsoleLines
@@ -192,6 +201,25 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
         assert (
             f"{gpus} GPU{'s' * (gpus > 1)} for 4 workers. cfg.start_workers={gpus} trains on GPUs" in screen.getvalue()
         )
+
+
+def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> None:
+    cfg = TrainConfig(start_workers=4, min_workers=1)
+    screen = io.StringIO()
+    cluster = Cluster("in Ray cluster with 4 CPUs", False, "", 4, 0, "ray")
+    plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
+    lines = ConsoleLines(Display(screen), plan)
+    lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
+    lines.handle(WorkersWaiting("1 CPUs, 0 free"))
+    lines.handle(WorkersStarted("cpu", 10, 3))
+    lines.handle(WorkersStarted("cpu", 10, 4))
+    assert screen.getvalue().splitlines()[2:] == [
+        "workers   1 to 4 DDP workers in Ray cluster with 4 CPUs",
+        "waiting   for 1 CPUs, 0 free",
+        "workers   3 started",
+        "device    cpu, fp32, 1 thread per worker, 10 parameters",
+        "workers   3 → 4: restarted",
+    ]
 
 
 class Unremarkable:

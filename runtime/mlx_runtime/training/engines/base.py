@@ -23,6 +23,10 @@ class Group(Protocol):
         """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
         ...
 
+    def waits_for(self) -> str | None:
+        """Return the resources that are missing while workers cannot be placed, like `3 CPUs, 2 free`."""
+        ...
+
     def close(self) -> None:
         """Kill the remaining workers. Those of Ray end when Ray is shut down."""
         ...

@@ -31,5 +31,8 @@ class InProcess:
             self._trainer.fit()
         return False
 
+    def waits_for(self) -> None:
+        return None
+
     def close(self) -> None:
         pass

@@ -119,6 +119,9 @@ class LocalGroup:
             return len(attempt.codes) < len(self._ranks) and time.monotonic() - attempt.finished_at <= EXIT_S
         return True
 
+    def waits_for(self) -> None:
+        return None
+
     def close(self) -> None:
         with contextlib.suppress(MlxError):
             self._kill()

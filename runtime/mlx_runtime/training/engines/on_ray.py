@@ -8,7 +8,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
-from mlx_runtime.distributed.ray_private import TrimmedTrainer
+from mlx_runtime.distributed.ray_private import TrimmedTrainer, placement_states
 from mlx_runtime.settings import environment
 from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of
 from mlx_runtime.training.engines.placement import Cluster
@@ -36,6 +36,8 @@ class OnRay:
         self._cfg, self._cluster, self._timeout_s = cfg, cluster, timeout_s
         self._sizes = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
         self._elastic = self._sizes[0] != self._sizes[1]
+        self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
+        self._resources |= {"GPU": cluster.gpu_share} if cluster.use_gpu else {}
         self._scratch: Scratch | None = None  # until a run starts
         self._error: BaseException | None = None
 
@@ -52,6 +54,20 @@ class OnRay:
         if self._error is not None:
             raise error_of(self._error, self._cfg) from self._error
         return False
+
+    def waits_for(self) -> str | None:
+        try:
+            placed, free = placement_states(), ray.available_resources()
+        except Exception:  # of various types; `poll` reports that the cluster is lost
+            return None
+        if "CREATED" in placed:
+            return None
+        workers = self._sizes[0]
+        needed = {name: amount * workers for name, amount in self._resources.items()}
+        missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
+        if not missing and "PENDING" in placed:  # the cluster has enough, but no node has
+            return f"{self._cfg.cpus_per_worker} CPUs on one node"
+        return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing) or None
 
     def close(self) -> None:
         if self._scratch is not None:
@@ -70,7 +86,6 @@ class OnRay:
         """Return a trainer that only starts and replaces workers; the runtime handles checkpoints."""
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
-        resources = {"CPU": float(cfg.cpus_per_worker)} | ({"GPU": self._cluster.gpu_share} if use_gpu else {})
         return TrimmedTrainer(
             train,
             train_loop_config={"job": pickle.dumps(job)},  # as bytes, or the controller would import what it names
@@ -78,7 +93,7 @@ class OnRay:
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
                 use_gpu=use_gpu,
-                resources_per_worker=resources,
+                resources_per_worker=self._resources,
                 **({"elastic_resize_monitor_interval_s": RESIZE_S} if self._elastic else {}),
             ),
             run_config=ray.train.RunConfig(
