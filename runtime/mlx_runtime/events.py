@@ -83,6 +83,7 @@ class EpochEnded(WorkerEvent):
     values: Mapping[str, float]  # last value of each metric
     seconds: float
     samples_per_s: float | None = None  # of the training pass; None if there was none
+    row_counts: Mapping[str, float] = field(default_factory=dict)  # what a sample of it counts, like {"tokens": 64}
     data_wait_pct: float | None = None  # share of that pass in which the slowest worker waited for data
 
 

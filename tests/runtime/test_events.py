@@ -36,7 +36,7 @@ EVENTS: tuple[Event, ...] = (
     LoopStarted(),
     LoaderOpened("train", True, 100, 10, 20),
     StepProgress("train", 0, 5, 10, 33.5, {"train/loss": 0.5}),
-    EpochEnded(0, 5, {"train/loss": 1, "val/loss": 0.25}, 12.5, samples_per_s=100.0),
+    EpochEnded(0, 5, {"train/loss": 1, "val/loss": 0.25}, 12.5, samples_per_s=100.0, row_counts={"tokens": 64}),
     Report(10, 0, {"train/loss": 0.5}, {"hostname": "here", "pid": 7}),
     CheckpointSaved(0, True, 10, "s3://bucket/x", {"val/loss": 0.25}),
     Notice("slow", once=True),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -136,6 +137,19 @@ class DatasetShard:
             return None
         made = row_lengths(self.dataset, lengths, self.name)
         return made if self.subset is None else made[self.subset.rows]
+
+    @property
+    def row_counts(self) -> dict[str, float]:
+        """What a row counts, by unit, by the attribute `row_counts`."""
+        counts = self.attribute("row_counts") or {}
+        if not isinstance(counts, Mapping) or not all(
+            isinstance(unit, str) and isinstance(count, Real) for unit, count in counts.items()
+        ):
+            raise DatasetError(
+                f"datasets.{self.name}: its attribute row_counts is {counts!r:.80}; write what a row counts, "
+                'like {"tokens": 64}'
+            )
+        return {unit: float(count) for unit, count in counts.items()}
 
     def micro_batches(self, batch_size: int | None) -> tuple[int, int]:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
@@ -388,7 +402,7 @@ class Loader:
         subset = None if shard.subset is None else shard.subset.rows
         rank, seed = shard.topology.data_parallel_rank, shard.options.seed
         part = WorkerPass(plan, rank, skip, epoch, seed, shard.shuffle, subset=subset, lengths=shard.lengths)
-        part.gradients = torch.is_grad_enabled()
+        part.gradients, part.row_counts = torch.is_grad_enabled(), shard.row_counts
         return part
 
     def adopt(self, part: WorkerPass) -> None:

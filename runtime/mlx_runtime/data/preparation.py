@@ -90,4 +90,5 @@ def make(
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    return {name: getattr(dataset, name) for name in (*LOADER_ARGUMENTS, "training") if hasattr(dataset, name)}
+    names = (*LOADER_ARGUMENTS, "training", "row_counts")
+    return {name: getattr(dataset, name) for name in names if hasattr(dataset, name)}

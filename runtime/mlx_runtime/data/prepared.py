@@ -86,7 +86,7 @@ class PreparedSet:
 
     root: str  # of its store
     manifest: Manifest
-    attributes: Mapping[str, Any]  # `batch_size`, `shuffle`, `drop_last` and `training`, where the dataset has them
+    attributes: Mapping[str, Any]  # `batch_size`, `row_counts` and others, where the dataset has them
     cache_bytes: float = float("inf")  # space for copies on a machine, if the root is on an object store
 
 

@@ -270,6 +270,7 @@ class WorkerPass:
     adopted: bool = False  # see `Loader.adopt`
     subset: torch.Tensor | None = None  # row numbers that the pass is over, int64; None means all rows
     lengths: torch.Tensor | None = None  # of the rows that the pass is over, int64; needed if the plan has groups
+    row_counts: Mapping[str, float] = field(default_factory=dict)  # what a row counts, like {"tokens": 64}
     waited_s: float = 0.0  # for data
     began: float = field(default_factory=time.perf_counter)
 
@@ -292,6 +293,12 @@ class WorkerPass:
         """Rows that all workers have read so far; those before an interruption do not count."""
         per_step = self.plan.batch_size * self.plan.world_size
         return min(self.plan.assigned, self.taken * per_step) - self.skip * per_step
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Rows that all workers read per second, and what these count."""
+        counts = {"samples": 1.0, **self.row_counts}
+        return {f"{unit}_per_s": count * self.rows_read / self.seconds for unit, count in counts.items()}
 
     @property
     def epoch_seed(self) -> int:

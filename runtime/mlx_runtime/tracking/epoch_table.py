@@ -19,7 +19,7 @@ WAITING_PCT = 10
 WAITING_S = 1.0
 """Minimum duration of an epoch for the table to show it."""
 
-RATE, TIME = "samples/s", "time"
+TIME = "time"
 
 
 class Column(NamedTuple):
@@ -33,12 +33,12 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of the table: the epoch, the metrics, samples per second if there is room, and the time."""
+    """Columns of the table: the epoch, the metrics, the speed if there is room, and the time."""
 
     names: tuple[str, ...]  # metrics shown, in order
     left_out: tuple[str, ...]  # metrics for which there is no room
     columns: tuple[Column, ...]
-    rate: bool  # there is a column for samples per second
+    unit: str  # of the speed, like `samples`; empty if there is no column for it
 
     @property
     def header(self) -> list[str]:
@@ -80,11 +80,13 @@ class EpochTable:
             names = [*self._layout.names, *self._layout.left_out]
         elif new <= self._previous:  # a loop that records different metrics in turn
             names += [name for name in sorted(known) if name not in new]
-        had_rate = self._layout is not None and self._request[3] and not known.isdisjoint(names)
-        request = (tuple(names), width, size, event.samples_per_s is not None or had_rate)
+        unit = "" if event.samples_per_s is None else next(iter(event.row_counts), "samples")
+        if not unit and self._layout is not None and not known.isdisjoint(names):
+            unit = self._request[3]
+        request = (tuple(names), width, size, unit)
         if self._layout is None or request != self._request:
             self._previous = known
-            self._layout = layout(names, width, size, rate=request[3])
+            self._layout = layout(names, width, size, unit)
             self._request = ((*self._layout.names, *self._layout.left_out), *request[1:])
             yield from ((line, True) for line in self._layout.header)
             if self._layout.left_out:
@@ -97,7 +99,8 @@ def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> 
         format_number(event.values[name], column.width) if name in event.values else ""
         for name, column in zip(columns.names, columns.columns[1:], strict=False)
     ]
-    rate = [f"{event.samples_per_s:,.0f}" if event.samples_per_s is not None else ""] if columns.rate else []
+    speed = (event.samples_per_s or 0.0) * event.row_counts.get(columns.unit, 1)
+    rate = [f"{speed:,.0f}" if event.samples_per_s is not None else ""] if columns.unit else []
     row = columns.row([label, *cells, *rate, duration(event.seconds)])
     waited = event.data_wait_pct or 0
     note = f"{waited:.0f} % waiting for data" if waited >= WAITING_PCT and event.seconds >= WAITING_S else ""
@@ -108,15 +111,15 @@ def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> 
         yield f"{row}  {note}".rstrip()
 
 
-def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -> Layout:
-    """Fit the metrics of an epoch into the terminal: break titles first, then drop the rate, then metrics.
+def layout(names: Sequence[str], width: int | None, first: int, unit: str) -> Layout:
+    """Fit the metrics of an epoch into the terminal: break titles first, then drop the speed, then metrics.
 
     The metrics of a stage are grouped. `first` is the width of the first column.
     """
     stages = list(dict.fromkeys(_stage(name) for name in names))
     ordered = sorted(names, key=lambda name: (bool(_stage(name)), stages.index(_stage(name))))
-    for with_rate, roomy in ((rate, True), (rate, False), (False, True), (False, False)):
-        columns = _arranged(ordered, [], first, rate=with_rate, roomy=roomy)
+    for shown, roomy in ((unit, True), (unit, False), ("", True), ("", False)):
+        columns = _arranged(ordered, [], first, shown, roomy=roomy)
         if width is None or columns.width <= width:
             return columns
     assert width is not None
@@ -127,11 +130,11 @@ def layout(names: Sequence[str], width: int | None, first: int, *, rate: bool) -
         others = [name for name in reversed(training or ordered) if name != ordered[0]]
         left_out.insert(0, others[0] if others else ordered[-1])
         ordered.remove(left_out[0])
-        columns = _arranged(ordered, left_out, first, rate=False, roomy=False)
+        columns = _arranged(ordered, left_out, first, "", roomy=False)
     return columns
 
 
-def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, *, rate: bool, roomy: bool) -> Layout:
+def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, unit: str, *, roomy: bool) -> Layout:
     narrowest = NATURAL if roomy else NARROWEST
     columns = [Column(("epoch",), first, gap=0)]
     stage = None
@@ -140,9 +143,9 @@ def _arranged(names: Sequence[str], left_out: Sequence[str], first: int, *, rate
         begins, previous, stage = _stage(name) != stage, stage, _stage(name)
         gap = 2 if roomy and begins and previous is not None else 1
         columns.append(Column(title, max(narrowest, *map(len, title)), gap, stage if begins else ""))
-    columns += [Column((RATE,), len(RATE))] if rate else []
+    columns += [Column((f"{unit}/s",), max(len(unit) + 2, 9))] if unit else []
     columns.append(Column((TIME,), 6))
-    return Layout(tuple(names), tuple(left_out), tuple(columns), rate)
+    return Layout(tuple(names), tuple(left_out), tuple(columns), unit)
 
 
 def _wrapped(title: str, least: int, *, whole_words: bool) -> tuple[str, ...]:

@@ -229,7 +229,7 @@ class MetricRecorder:
             if hasattr(item, "param_groups")
         }
         if item.loader is not None:
-            rates["samples_per_s"] = item.part.rows_read / item.part.seconds
+            rates |= item.part.rates
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":

@@ -70,7 +70,7 @@ class Reporter:
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
-        self._input_speed: dict[str, float] = {}
+        self._input_speed: dict[str, Any] = {}
         self._epoch_started = time.monotonic()
         self._not_finite = False
         # State of the trackers and global step at which this attempt begins to record; None once it has.
@@ -159,6 +159,7 @@ class Reporter:
         """Keep how fast a training pass read its rows, for the epoch."""
         loader: Loader = item.loader
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
+        self._input_speed["row_counts"] = item.part.row_counts
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 

@@ -46,6 +46,20 @@ def test_80_columns_break_titles_and_do_without_the_rate() -> None:
     ]
 
 
+def test_the_speed_has_the_unit_of_the_dataset() -> None:
+    rate = {"samples_per_s": 20_000.0, "row_counts": {"tokens": 64.0, "characters": 300.0}}
+    events = ended(0, "train/loss", **rate), ended(1, "train/loss"), ended(2, "train/loss", samples_per_s=3.0)
+    assert drawn(EpochTable(), 80, *events) == [
+        "      train",
+        "epoch     loss  tokens/s   time",
+        " 1/30   0.5000 1,280,000  0.2 s",
+        " 2/30   1.5000            0.2 s",
+        "      train",
+        "epoch     loss samples/s   time",
+        " 3/30   2.5000         3  0.2 s",
+    ]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 @pytest.mark.parametrize("epochs", [1, 30, 99_999])
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
