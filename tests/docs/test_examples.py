@@ -107,3 +107,27 @@ def test_fine_tuning_starts_from_weights_with_other_names_and_resumes_exactly(
     averaged = torch.optim.swa_utils.AveragedModel(net)
     averaged.load_state_dict(run.state()["own"]["ema"])
     assert not torch.equal(averaged.module.head.weight, net.head.weight)
+
+
+def test_a_language_model_carries_its_state_and_resumes_within_its_text(mlx: Mlx, example: Make) -> None:
+    folder = example("lm")
+    conf = folder / "src" / "conf.yaml"
+    bound = conf.read_text()
+    train, rest = bound.split("  val:\n")
+    conf.write_text(f"{train}  val:\n{rest.replace('vocabulary: 1000', 'vocabulary: ${datasets.train.vocabulary}')}")
+    assert conf.read_text().count("${datasets.train.vocabulary}") == 2
+    assert mlx(folder, "train", "bind", "--check").returncode == 0
+    size = "datasets.train.vocabulary=800"
+    whole = mlx(folder, "train", "run", size, "cfg.max_steps=200")
+    assert (whole.returncode, whole.stderr) == (0, ""), whole.stdout
+    assert " tokens/s " in whole.stdout
+    short = mlx(folder, "train", "run", size, "cfg.max_steps=130")
+    assert short.returncode == 0, short.stderr
+    resumed = mlx(folder, "train", "run", "--resume=run_002", "cfg.max_steps=200")
+    assert (resumed.returncode, resumed.stderr) == (0, ""), resumed.stdout
+    numbers = [lines(folder / "runs" / "lm" / name) for name in ("run_001", "run_002")]
+    assert [line["step"] for line in numbers[0] if "val/cross_entropy" in line] == [80, 160]
+    assert numbers[0] == numbers[1]
+    run = open_run(folder / "runs" / "lm" / "run_001")
+    assert run.record["metrics"]["val/cross_entropy"] < 3
+    assert "tokens_per_s" in run.metrics()

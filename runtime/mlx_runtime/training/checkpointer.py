@@ -16,7 +16,7 @@ from mlx_runtime.runs.checkpoints import AsyncCheckpointer, Layouts, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import filled, hidden_texts
 from mlx_runtime.training import resuming
-from mlx_runtime.training.context import RunContext
+from mlx_runtime.training.context import RunContext, is_per_worker
 from mlx_runtime.training.optimization import Optimization
 from mlx_runtime.training.reporting import Reporter
 
@@ -24,7 +24,7 @@ SAVED_ONCE = ("models", "optimizers", "tools", "own")
 """Groups that a checkpoint holds once, from rank 0; `own` is what `worker_loop` put on the experiment itself."""
 
 SAVED_PER_RANK = ("metrics", "losses")
-"""Groups that it holds for every rank."""
+"""Groups that it holds for every rank, like `per_worker`, the objects of `tools` and `own` with this attribute."""
 
 MADE_BY_LOOP = ("tools", "own")
 """Groups that `worker_loop` may add to; what it adds is restored when the first pass begins."""
@@ -68,6 +68,7 @@ class Checkpointer:
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
+        own_parts["per_worker"] = self._states("per_worker")
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
@@ -87,19 +88,26 @@ class Checkpointer:
 
     def _group_states(self) -> State:
         """Return the states of the groups that a checkpoint holds once."""
+        return {
+            group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
+            for group in SAVED_ONCE
+        }
+
+    def _states(self, group: str) -> State:
+        """Return the states of the members of a group, and report what cannot be part of a checkpoint."""
         context = self._context
-        states: State = {}
         secrets = hidden_texts(context.config, context.shown_config)
-        for group in SAVED_ONCE:
-            states[group], left_out = checkpoints.state_of(context.groups[group], secrets)
-            for name in left_out:
-                title = f"{group}.{name}".removeprefix("own.")
-                if group in ("models", "optimizers"):
-                    raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
-                if context.topology.writes:
-                    text = f"{title} is not part of checkpoints: only numbers, text and tensors are"
-                    self._reporter.events.notice(text)
+        states, left_out = checkpoints.state_of(context.groups[group], secrets)
+        for name in left_out:
+            title = f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.")
+            if group in ("models", "optimizers"):
+                raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
+            self._reporter.events.notice(f"{title} is not part of checkpoints: only numbers, text and tensors are")
         return states
+
+    def _of_workers(self, group: str) -> set[str]:
+        """Return the names of the members of a group of which each worker has its own."""
+        return {name for name, item in self._context.groups.members(group).items() if is_per_worker(item)}
 
     def _state(self, ranks: list[Any], groups: State) -> State:
         """Return what a checkpoint holds, given what belongs to each rank and the states of groups."""
@@ -142,6 +150,7 @@ class Checkpointer:
         for name in SAVED_ONCE:
             self._load(name, prepared, owned=prepared is not state)
         self._set_group_values(state)
+        self._load_per_worker(prepared, self._context.groups.members("per_worker"))
         self._restored_names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
@@ -185,6 +194,8 @@ class Checkpointer:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
                 self._reporter.events.notice(f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
         self._load_rank(prepared, metrics=not state["finished"])
+        new = added["own"] | {f"tools.{item}" for item in added["tools"]}
+        self._load_per_worker(prepared, new if state["finished"] else self._context.groups.members("per_worker"))
         if not state["finished"]:
             self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = not state["finished"]
@@ -279,16 +290,36 @@ class Checkpointer:
         """Restore the members of a group; tools get the settings that the config has changed."""
         saved, moved = state[name], {}
         if name == "tools":
-            before, now = (config.get(name) or {} for config in self._configs(state))
             moved = dict.fromkeys(state["on_device"], self._context.topology.device)
-            saved = {
-                item: resuming.with_settings(part, before[item], now[item], f"tools.{item}")
-                if item in before and item in now
-                else part
-                for item, part in saved.items()
-            }
+            saved = {item: self._with_settings(state, item, part) for item, part in saved.items()}
+        if of_workers := self._of_workers(name):
+            only = ({*self._context.groups.members(name), *saved} if only is None else only) - of_workers
         for text in checkpoints.load_into(self._context.groups[name], saved, name, only=only, moved=moved, owned=owned):
             self._reporter.events.notice(text)
+
+    def _with_settings(self, state: State, name: str, part: State) -> State:
+        """Return the state of a tool with the settings that the config has changed."""
+        before, now = (config.get("tools") or {} for config in self._configs(state))
+        if name not in before or name not in now:
+            return part
+        return resuming.with_settings(part, before[name], now[name], f"tools.{name}")
+
+    def _load_per_worker(self, state: State, names: Collection[str]) -> None:
+        """Restore objects of which each worker has its own, unless the number of workers has changed."""
+        topology, group = self._context.topology, self._context.groups["per_worker"]
+        only = {*names} & set(checkpoints.members(group))
+        if topology.world_size != state["world_size"]:
+            for name in sorted(only):
+                text = f"{name} starts over: each worker had its own, and the number of workers has changed"
+                self._reporter.events.notice(text)
+            return
+        saved = {
+            name: self._with_settings(state, name.removeprefix("tools."), part) if name.startswith("tools.") else part
+            for name, part in state["ranks"][topology.rank].get("per_worker", {}).items()
+        }
+        moved = {f"tools.{name}": topology.device for name in state["on_device"]}
+        for text in checkpoints.load_into(group, saved, "per_worker", only=only, moved=moved):
+            self._reporter.events.notice(text.removeprefix("per_worker."))
 
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""

@@ -27,8 +27,16 @@ class Groups:
         self.experiment = experiment
 
     def __getitem__(self, name: str) -> Any:
-        """Return a group; `own` holds the objects with a state that user code put on the experiment itself."""
-        return getattr(self.experiment, name) if name != "own" else SimpleNamespace(**self._own())
+        """Return a group; `own` holds the objects with a state that user code put on the experiment itself.
+
+        `per_worker` holds those of its objects and of tools whose attribute `per_worker` is True, like `tools.hidden`.
+        """
+        if name == "own":
+            return SimpleNamespace(**self._own())
+        if name == "per_worker":
+            found = {f"tools.{item}": value for item, value in self.members("tools").items()} | self._own()
+            return SimpleNamespace(**{item: value for item, value in found.items() if is_per_worker(value)})
+        return getattr(self.experiment, name)
 
     def members(self, name: str) -> dict[str, Any]:
         """Return the objects of a group by name."""
@@ -60,6 +68,11 @@ class Groups:
             and hasattr(item, "load_state_dict")
             and id(item) not in grouped
         }
+
+
+def is_per_worker(item: Any) -> bool:
+    """Return True if each worker has its own state of an object, like the hidden state of the rows that it reads."""
+    return getattr(item, "per_worker", False) is True
 
 
 @dataclass

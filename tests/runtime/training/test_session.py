@@ -15,9 +15,11 @@ from torchmetrics import MeanMetric
 
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards
-from mlx_runtime.errors import MlxError
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training import stopping
 from mlx_runtime.training.stopping import LoopStopped
@@ -108,6 +110,51 @@ class TestRestart:
         assert Notice("already at epoch 3 of 3; raise cfg.num_epochs to train further") in events
 
 
+class Carried:
+    """What each worker carries from step to step."""
+
+    per_worker = True
+
+    def __init__(self, decay: float = 0.5):
+        self.decay, self.value = decay, None
+
+
+class Carrying(Experiment):
+    """Resets what it carries before each pass; the reset is undone where a pass is resumed."""
+
+    def __init__(self) -> None:
+        super().__init__(checkpoint_every_steps=1)
+        self.tools = SimpleNamespace(carried=Carried())
+
+    def reset_all_metrics_and_losses(self) -> None:
+        super().reset_all_metrics_and_losses()
+        self.tools.carried.value = torch.zeros(1)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        self.tools.carried.value = self.tools.carried.decay * self.tools.carried.value + loss.detach()
+        super().backward(loss + self.tools.carried.value * self.models.net.weight.sum(), **options)
+
+
+class TestStateOfEachWorker:
+    def test_it_is_restored_within_an_epoch(self, tmp_path: Path) -> None:
+        whole = run(Carrying(), tmp_path / "whole")
+        run(Carrying(), tmp_path / "parts", stop_at=7)
+        resumed = run(Carrying(), tmp_path / "parts")
+        assert state(resumed) == state(whole)
+        saved = Checkpoints(RunFolder(tmp_path / "whole").checkpoints)
+        found = saved.load(saved.newest(print))
+        assert found["tools"] == {}
+        assert found["ranks"][0]["per_worker"]["tools.carried"] == vars(whole.tools.carried)
+
+    def test_it_starts_over_with_another_number_of_workers(self, tmp_path: Path) -> None:
+        run(Carrying(), tmp_path, stop_at=7)
+        events, again = Events(), Carrying()
+        attach(again, tmp_path, sink=events, topology=Topology(0, 2, torch.device("cpu"))).begin()
+        assert again.tools.carried.value is None
+        text = "tools.carried starts over: each worker had its own, and the number of workers has changed"
+        assert Notice(text) in events
+
+
 class Numbers(Experiment):
     """Everything that user code gives the runtime is a number of NumPy; passes have one step."""
 
@@ -140,6 +187,17 @@ def test_the_rate_of_a_pass_with_one_step_is_not_shown(tmp_path: Path) -> None:
         rates = [event.samples_per_s for event in events if isinstance(event, EpochEnded)]
         assert rates
         assert [rate is not None for rate in rates] == [shown] * len(rates)
+
+
+def test_the_speed_in_what_a_row_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rows, "row_counts", {"tokens": np.int64(64)}, raising=False)
+    events = Events()
+    run(Experiment(), tmp_path / "tokens", sink=events)
+    assert [event.row_counts for event in events if isinstance(event, EpochEnded)] == [{"tokens": 64}] * 3
+    monkeypatch.setattr(Rows, "row_counts", {"tokens": "64"})
+    refused = r"^datasets.train: its attribute row_counts is {'tokens': '64'}; write what a row counts, like "
+    with pytest.raises(DatasetError, match=refused):
+        run(Experiment(), tmp_path / "refused")
 
 
 def test_a_step_is_recorded_then_saved_then_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
