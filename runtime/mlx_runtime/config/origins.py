@@ -9,16 +9,21 @@ from ruamel.yaml.comments import CommentedMap
 
 from mlx_runtime.config.composition import read
 from mlx_runtime.config.text import yaml_text
-from mlx_runtime.config.variants import values_by_key
+from mlx_runtime.config.variants import Variants, values_by_key
 from mlx_runtime.errors import UsageError, suggest
 
 
 def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key: str | None, *, as_json: bool) -> str:
     """Return a config, or what is below a key, with the origin of each value that is not the code's default.
 
-    As YAML the origins are comments; `defaults` is the tree that the code describes.
+    As YAML the origins are comments, and a last one lists the variants; `defaults` is the tree that the code describes.
     """
     tree, _, _, selection = read(path, overrides)
+    variants = Variants(path)
+    named = {"--variant": variants.partial, **variants.nodes}
+    listed = {
+        name: sorted(files) for name, files in named.items() if files and f"{name}.".startswith(f"{key or name}.")
+    }
     every_key = values_by_key(tree)
     selected = read(path, selection.chosen)
     file, code = (_leaves(values_by_key(one)) for one in (selected.tree, defaults))
@@ -36,8 +41,10 @@ def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key
     if key:
         changed = {name: entry for name, entry in changed.items() if f"{name}.".startswith(f"{key}.")}
     if as_json:
-        return json.dumps({"config": tree, "changed": changed}, indent=2) + "\n"
-    return yaml_text(_with_comments(tree, key or "", changed)).removesuffix("...\n")
+        return json.dumps({"config": tree, "changed": changed, "variants": listed}, indent=2) + "\n"
+    words = [f"{name}{' ' if name == '--variant' else '='}{file}" for name, files in listed.items() for file in files]
+    last = f"# variants: {', '.join(words)}\n" if words else ""
+    return yaml_text(_with_comments(tree, key or "", changed)).removesuffix("...\n") + last
 
 
 def _leaves(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -533,6 +533,10 @@ def test_the_commands(digits: Path, mlx: Mlx) -> None:
     assert mlx(digits, "train", "bind", "--check").returncode == 0
     done = mlx(digits, "train", "show", "cfg", "--variant", "debug")
     assert "  # src/variants/debug.yaml (default: 30)\n" in done.stdout, done.stderr
+    assert "# variants:" not in done.stdout  # of cfg
+    assert mlx(digits, "train", "show").stdout.endswith("\n# variants: --variant debug, optimizers.adam=sgd\n")
+    found = json.loads(mlx(digits, "train", "show", "optimizers", "--json").stdout)["variants"]
+    assert found == {"optimizers.adam": ["sgd"]}
     edit(file, "lr: 0.1", "lr: fast")
     wrong = "optimizers.adam.lr is 'fast'; torch.optim.SGD takes "
     for command in (

@@ -123,7 +123,7 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     """Return the config that a run would have, checked as a run checks it, with the origin of each changed value.
 
     A key before the overrides selects a part of the config. The result is YAML with comments, or
-    `{"config": ..., "changed": {key: {"value", "from", "default"}}}`.
+    `{"config": ..., "changed": {key: {"value", "from", "default"}}, "variants": {key: [name]}}`.
     """
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config import composition, origins
