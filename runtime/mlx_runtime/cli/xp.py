@@ -11,7 +11,7 @@ from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import MlxError, UsageError, printable
 from mlx_runtime.runs import comparison, listing, lookup
-from mlx_runtime.runs.folder import SWEEP
+from mlx_runtime.runs.folder import SWEEP, RunFolder
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
 
@@ -174,8 +174,22 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
 @options.run()
 @click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: where the run was mirrored to.")
 def push(name: str | None, run: str | None, to: str | None) -> None:
-    """Upload a RUN (run_003, 3 or latest) of NAME to its mirror, completely; by default, all unfinished ones."""
-    from mlx_runtime.runs.mirrors import pushing
+    """Upload a RUN (run_003, 3 or latest) of NAME to its mirror, completely; by default, all unfinished ones.
+
+    Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
+    repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
+    """
+    from mlx_runtime.runs.mirrors import hub, pushing
+
+    def mirror(folder: RunFolder) -> str:
+        def announce(text: str) -> None:
+            say(text, err=True)
+
+        if folder.name.startswith(SWEEP):
+            from mlx_runtime.sweeps import report
+
+            return report.push(folder, to, announce)
+        return pushing.push(folder, to, announce)
 
     if name is None:
         folders = pushing.unfinished(lookup.storage_root())
@@ -183,12 +197,14 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
             raise UsageError("which run? mlx xp push NAME RUN --to URI")
         if not folders:
             say("all mirrors are complete", err=True)
+    elif run is not None and hub.is_hub(run):
+        folders, to = [lookup.resolve_run(name)], run
     else:
         folders = [lookup.resolve_run(name, run or "latest")]
     failed: list[MlxError] = []
     for folder in folders:
         try:
-            say(pushing.push(folder, to, lambda text: say(text, err=True)))
+            say(mirror(folder))
         except MlxError as error:  # the others may be complete nevertheless
             if len(folders) == 1:
                 raise

@@ -1,14 +1,17 @@
-"""The web page of a sweep: a single file that opens anywhere, like the pages of runs."""
+"""The web page of a sweep: a single file that opens anywhere, like the pages of runs. It is part of its mirror."""
 
 import collections
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import AskJobs, summarize
+from mlx_runtime.runs.mirrors import pushing
+from mlx_runtime.runs.mirrors.contents import SweepSummary
 from mlx_runtime.runs.report import known_facts, render
-from mlx_runtime.runs.tables import format_duration
+from mlx_runtime.runs.tables import counted, format_duration
 from mlx_runtime.sweeps import charts
 from mlx_runtime.sweeps.charts import Axis, Chart, spread_text
 from mlx_runtime.sweeps.results import SweepResult
@@ -33,6 +36,24 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
         table=_table(result, ranked),
         errors={trial.number: trial.error for trial in ranked if trial.error},
     )
+
+
+def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) -> str:
+    """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a line about it.
+
+    Of a trial with folds, the mirrored run is that of the first fold; see `mlx_runtime.runs.mirrors.pushing.push`.
+
+    Raises:
+        UsageError: No trial has recorded the metric.
+    """
+    result = SweepResult(folder)
+    best = result.best
+    comparison = (
+        f"This is trial {best.number} of {folder.title}, the best of {counted(len(result.trials), 'trial')} by "
+        f"{result.metric} ({result.mode}): {spread_text(best, result.metric)} in epoch {best.epoch}."
+    )
+    summary = SweepSummary(folder, comparison, _table(result, result.ranked()), render_sweep(result))
+    return pushing.push(best.runs[0].row.folder, uri, announce, summary)
 
 
 def _sections(result: SweepResult, trials: Sequence[Trial]) -> list[dict[str, Any]]:

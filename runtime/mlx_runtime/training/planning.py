@@ -17,7 +17,6 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.hub import UnreachableError
 from mlx_runtime.runs.mirrors.mirror import WITHOUT, Mirror
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import is_uri
 from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.engines.base import Engine
@@ -136,7 +135,10 @@ def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
 def refuse_mirror(cfg: TrainConfig) -> None:
     """Raise a ConfigError if the runs of a sweep were to be mirrored."""
     if cfg.mirror is not None:
-        raise ConfigError(f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out")
+        raise ConfigError(
+            f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one when "
+            f"the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.mirror}"
+        )
 
 
 def _mirror(config: RunConfig) -> Mirror | None:
@@ -146,10 +148,6 @@ def _mirror(config: RunConfig) -> Mirror | None:
         return None
     if config.sweep:
         refuse_mirror(config.cfg)
-    if is_uri(config.cfg.storage_path):
-        raise ConfigError(
-            f"cfg.mirror mirrors runs on a local disk, and cfg.storage_path is {config.cfg.storage_path}; leave one out"
-        )
     try:
         mirror = Mirror(uri)
         mirror.check(config.run)

@@ -23,6 +23,7 @@ from conftest import Mlx, Start
 from faults import differences, final_state, reports
 from hub_server import Faults, Hub
 from huggingface_hub import HfApi
+from stored_sweeps import LR, store_run, store_sweep
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
 from mlx_runtime.cli.xp import push
@@ -31,11 +32,12 @@ from mlx_runtime.events import WarningNotice
 from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, Checkpoints, read
-from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.listing import list_rows
 from mlx_runtime.runs.mirrors import card, claims, hub, mirror, pushing, restoring
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.mirror import Allowance, Follower, Mirror, SupersededError
+from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
 
@@ -63,7 +65,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 class Training:
     """A run on a machine, without the training: `save` adds a checkpoint and a line of metrics."""
 
-    def __init__(self, root: Path, attempt: int = 1, folder: RunFolder | None = None) -> None:
+    def __init__(self, root: Path | str, attempt: int = 1, folder: RunFolder | None = None) -> None:
         self.folder = folder or claim_run(str(root), "digits")
         assert self.folder.claim_attempt(attempt)
         before = records.recorded(self.folder) if folder is not None else None
@@ -84,6 +86,7 @@ class Training:
         saved.prune(2, "loss", "min")
         with self.folder.metrics.open("a") as lines:
             lines.write(json.dumps({"step": 10 * (epoch + 1), "epoch": epoch, "timestamp": 0.0, "loss": 1.0}) + "\n")
+        self.folder.push(self.folder.metrics)
         entry = {"epoch": epoch, "path": saved.path(made), "value": 1 / (epoch + 1)}
         self.record.update(latest=entry, best=entry, epoch=epoch, metrics={"loss": 1 / (epoch + 1)})
         return made
@@ -99,6 +102,14 @@ def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
 def local_files(run: RunFolder) -> dict[str, bytes]:
     files = [*run.path.glob("checkpoints/*/*"), run.metrics, run.conf]
     return {str(file.relative_to(run.path)): file.read_bytes() for file in files}
+
+
+def remote_files(run: RunFolder) -> dict[str, bytes]:
+    """Return the same files of a run on an object store."""
+    storage = Storage(run.location)
+    paths = [info.path.removeprefix(f"{storage.path}/") for info in storage.below()]
+    chosen = [path for path in paths if path.startswith("checkpoints/") or path in ("metrics.jsonl", "conf.yaml")]
+    return {path: storage.read(path) for path in chosen}
 
 
 def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
@@ -132,6 +143,101 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
     }
     assert len(server.uploads) == len(set(server.uploads))
     assert not (training.folder.path / ".mirror").exists()
+
+
+@pytest.mark.s3
+def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is mirrored, pushed from a machine without a copy, and continued on a disk and on an object store."""
+    first, downloaded = Training(s3.format(tmp_path.name)), list[str]()
+    download = Storage.download
+    monkeypatch.setattr(
+        Storage, "download", lambda self, file, *path: (downloaded.append(path[-1]), download(self, file, *path))[1]
+    )
+    following = first.follow()
+    for epoch in range(3):
+        first.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
+    first.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
+    assert server.files("alice/digits").items() >= remote_files(first.folder).items()
+    kept = {path.split("/")[1] for path in server.files("alice/digits") if path.startswith("checkpoints/")}
+    assert kept == {"epoch_0002", "epoch_0003"}
+    assert len([path for path in downloaded if path.endswith(".pt")]) == 3  # each checkpoint once
+
+    copy, _ = restoring.latest(URI, str(tmp_path / "disk"), "digits")
+    assert copy is not None
+    assert local_files(copy) == remote_files(first.folder)
+    second = Training(tmp_path, 2, copy)
+    following = second.follow()
+    second.save(3, seed=1)
+    second.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
+
+    root = s3.format(tmp_path.name)
+    server.faults = Faults(1, ("403",), lambda method, path: path.endswith(".pt"))
+    with pytest.raises(MlxError, match="your token has no access"):  # half of the run has arrived
+        restoring.latest(URI, root, "digits")
+    server.faults = Faults()
+    run, lines = restoring.latest(URI, root, "digits")
+    assert run == first.folder
+    assert lines[0].endswith("continuing from the mirror")
+    assert (run.attempts(), remote_files(run)) == (2, local_files(copy))
+    assert records.recorded(run)["latest"]["path"].startswith("s3://")
+    aside = [name for name in Storage(run.location).names() if name.startswith("replaced_")]
+    assert any("epoch_0003" in Storage(run.location).names(name, "checkpoints") for name in aside)
+    assert restoring.latest(URI, root, "digits") == (run, [])
+
+    new, _ = restoring.latest(URI, s3.format(f"{tmp_path.name}/new"), "digits")
+    assert new is not None
+    assert (new.title, remote_files(new)) == ("digits/run_001", local_files(copy))
+    shutil.rmtree(tmp_path / "cache")
+    assert "digits/run_001 uploaded" in pushing.push(new, URI)
+    third = Training(s3.format(tmp_path.name))
+    third.save(0)
+    third.record.finish("SUCCEEDED")
+    pushing.push(third.folder, "hf://alice/third")
+    assert open_run("hf://alice/third").state()["epoch"] == 0
+    assert records.recorded(third.folder)["mirror"]["unfinished"] is False
+
+
+def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is read like any mirrored run; the card has the trials. A better one of the same sweep replaces it."""
+    runs: list[dict[str, Any]] = []
+    for value in (0.5, 0.2):
+        name = store_run(str(tmp_path), {"val/loss": [0.9, value]})
+        folder = run_folder(str(tmp_path), "digits", name)
+        folder.conf.write_text("cfg:\n  monitor: val/loss\n  mode: min\n")
+        (folder.path / f"of_{name}").touch()
+        state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.tensor([value])}}, "epoch": 1}
+        Checkpoints(folder.checkpoints).save(state, Checkpoint(1, True, 10, {"val/loss": value}))
+        runs.append({"values": {LR: f"{value}|"}, "runs": [name]})
+    sweep = store_sweep(str(tmp_path), runs[:1])
+    pushed = lambda: push.callback(str(sweep.path), URI, None)  # noqa: E731
+    for trials, value in ((runs[:1], 0.5), (runs, 0.2)):
+        numbered = [{"trial": number} | trial for number, trial in enumerate(trials, 1)]
+        sweep.record.write_text(json.dumps(records.recorded(sweep) | {"trials": numbered}))
+        pushed()
+        best = f"run_{len(trials):03d}"
+        assert f" of digits/sweep_001 and its best run, digits/{best}, uploaded" in capsys.readouterr().out
+        files = server.files("alice/digits")
+        assert [path for path in files if path.startswith("of_")] == [f"of_{best}"]
+        assert {"sweep.html", "model.safetensors", "conf.yaml", "checkpoints/epoch_0002/state.pt"} <= files.keys()
+        assert json.loads(files["sweep.json"])["trials"] == numbered
+        shown = files["README.md"].decode()
+        assert f"This is trial {len(trials)} of digits/sweep_001, the best of {len(trials)} trial" in shown
+        row = f"| {len(trials)} | SUCCEEDED | {value}/ | 2 | {value:.4f} | "
+        assert row in shown.partition("## Trials")[2].partition("##")[0]
+        assert open_run(URI).record["run"] == best
+        assert read(URI)["models"]["net"]["weight"].item() == pytest.approx(value)
+    assert records.recorded(sweep)["mirror"]["unfinished"] is False
+    with pytest.raises(
+        UsageError, match=r"holds the best run of a sweep, which is not resumed; start a new run .*--from"
+    ):
+        restoring.latest(URI, str(tmp_path / "b"), "digits")
+    pushing.push(run_folder(str(tmp_path), "digits", "run_001"), "hf://alice/single")
+    with pytest.raises(UsageError, match="which is not digits/sweep_001 of this machine; name another repository"):
+        push.callback(str(sweep.path), None, "hf://alice/single")
 
 
 class TestWhatLeaves:

@@ -6,14 +6,16 @@ run.json, conf.yaml, metrics.jsonl, code.zip, …   the files of the run folder,
 evaluations/*.json    results of `mlx train eval`
 model.safetensors     weights of the best checkpoint, or else the latest, once the run has ended
 checkpoints/epoch_0004/…   the kept checkpoints, as they are
+sweep.json, sweep.html     record and page of a sweep, whose best run the other files are of
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,12 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT, list_checkpoints
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
 from mlx_runtime.runs.mirrors import card
-from mlx_runtime.runs.mirrors.claims import FILE
-from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, WEIGHTS
+from mlx_runtime.runs.mirrors.claims import FILE, IGNORED
+from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, SWEEP_PAGE, SWEEP_RECORD, WEIGHTS
 from mlx_runtime.runs.mirrors.hub import File
 from mlx_runtime.runs.mirrors.screening import screen
 from mlx_runtime.runs.snapshots import CODE
-from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage.files import Storage, joined, to_json
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. Checkpoints in it are links, so that pruning spares them."""
@@ -38,19 +40,36 @@ NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
 
 
 @dataclass(frozen=True)
+class SweepSummary:
+    """What the mirror of a sweep holds besides its best run."""
+
+    folder: RunFolder  # of the sweep
+    comparison: str  # sentence on the best trial, in Markdown
+    trials: Sequence[Mapping[str, str]]  # the table of trials, best first
+    page: str  # in HTML
+
+
+@dataclass(frozen=True)
 class Staged:
     """A state of a run that is ready to be uploaded."""
 
     files: Mapping[str, Path]  # by their path in the repository
     step: int  # global step of the latest checkpoint
     hidden: tuple[str, ...] = ()  # places of secrets that the files were screened for
+    fetch: Callable[[str], bool] | None = None  # copies a checkpoint from an object store; see `_fetched`
 
-    def changes(self, present: Mapping[str, File]) -> tuple[dict[str, Path], list[str]]:
-        """Return the files to upload to a repository with these files, and those to remove from it."""
+    def changes(self, present: Mapping[str, File], *, replace: bool = False) -> tuple[dict[str, Path], list[str]]:
+        """Return the files to upload to a repository with these files, and those to remove from it.
+
+        With `replace`, the repository holds another run of the same sweep.
+        """
         complete = {path.rpartition("/")[0] for path in self.files if path.endswith(f"/{ABOUT}")}
         same = {folder for folder in complete if self._same(folder, present)}
-        added = {path: file for path, file in self.files.items() if path.rpartition("/")[0] not in same}
-        removed = [path for path in present if path.startswith(f"{CHECKPOINTS}/") and path not in self.files]
+        gone = {folder for folder in complete - same if self.fetch is not None and not self.fetch(folder)}
+        files = {path: file for path, file in self.files.items() if path.rpartition("/")[0] not in gone}
+        added = {path: file for path, file in files.items() if path.rpartition("/")[0] not in same}
+        old = [path for path in present if path not in files and path not in (*IGNORED, FILE)]
+        removed = [path for path in old if replace or path.startswith(f"{CHECKPOINTS}/")]
         return added, removed
 
     def _same(self, folder: str, present: Mapping[str, File]) -> bool:
@@ -61,32 +80,40 @@ class Staged:
 
 
 @contextlib.contextmanager
-def staged(folder: RunFolder, *, weights: bool) -> Iterator[Staged]:
+def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = None) -> Iterator[Staged]:
     """Provide the present state of a run within the block, whatever its driver changes meanwhile."""
-    target = folder.path / STAGED
+    target, storage = folder.path / STAGED, Storage(folder.location)
     shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
+    target.mkdir(parents=True)
     try:
         step, hidden = -1, tuple[str, ...]()
-        files = {f"{CHECKPOINTS}/{name}": file for name, file in _checkpoints(folder, target).items()}
+        files = _checkpoints(folder, target) if storage.local else _described(storage, target)
         for about in [file for name, file in files.items() if name.endswith(f"/{ABOUT}")]:
             step = max(step, json.loads(about.read_bytes()).get("global_step", 0))
         # After the checkpoints, so that the metrics before each of them are in metrics.jsonl.
-        for file in sorted(folder.path.iterdir()):
-            if file.is_file() and not file.name.startswith(".") and file.name not in NOT_MIRRORED:
-                files[file.name] = _copied(file, target / file.name)
-                if file.name in (folder.conf.name, CODE):
-                    hidden += screen(target / file.name)
-        for file in sorted((folder.path / EVALUATIONS).glob("*.json")):
-            files[f"{EVALUATIONS}/{file.name}"] = file
+        for name in storage.names():
+            if not name.startswith(".") and name not in NOT_MIRRORED and storage.size_bytes(name) is not None:
+                files[name] = _copied(storage, name, target)
+                if name in (folder.conf.name, CODE):
+                    hidden += screen(target / name)
+        for name in storage.names(EVALUATIONS):
+            if name.endswith(".json"):
+                path = f"{EVALUATIONS}/{name}"
+                files[path] = _copied(storage, path, target)
         record = _record(folder)
         (target / folder.record.name).write_text(to_json(record))
-        (target / CARD).write_text(card.text(record, target / folder.conf.name), encoding="utf-8")
+        trials = "" if sweep is None else card.trials(sweep.comparison, sweep.trials, SWEEP_PAGE)
+        (target / CARD).write_text(card.text(record, target / folder.conf.name, trials), encoding="utf-8")
         files |= {name: target / name for name in (folder.record.name, CARD)}
+        if sweep is not None:
+            (target / SWEEP_RECORD).write_text(to_json(_record(sweep.folder)))
+            (target / SWEEP_PAGE).write_text(sweep.page, encoding="utf-8", errors="backslashreplace")
+            files |= {name: target / name for name in (SWEEP_RECORD, SWEEP_PAGE)}
         if weights and step >= 0:
             with contextlib.suppress(MlxError):  # a checkpoint without models, or a damaged one
                 files[WEIGHTS] = _weights(folder, record, target / WEIGHTS)
-        yield Staged(files, max(0, step), hidden)
+        fetch = None if storage.local else functools.partial(_fetched, storage, target)
+        yield Staged(files, max(0, step), hidden, fetch)
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
@@ -108,8 +135,33 @@ def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
                 raise
             continue
         if (copy / ABOUT).exists():
-            files |= {str(file.relative_to(target)): file for file in copy.rglob("*") if file.is_file()}
+            inside = (file for file in copy.rglob("*") if file.is_file())
+            files |= {f"{CHECKPOINTS}/{file.relative_to(target)}": file for file in inside}
     return files
+
+
+def _described(storage: Storage, target: Path) -> dict[str, Path]:
+    """Return where the files of all complete checkpoints on an object store will be; copy only their descriptions."""
+    files: dict[str, Path] = {}
+    for item in list_checkpoints(joined(storage.root, CHECKPOINTS)):
+        folder = f"{CHECKPOINTS}/{item.name}"
+        with contextlib.suppress(FileNotFoundError):  # it was removed in the meantime
+            storage.download(target / folder / ABOUT, folder, ABOUT)
+            paths = [info.path.removeprefix(f"{storage.path}/") for info in storage.below(folder)]
+            files |= {path: target / path for path in paths}
+    return files
+
+
+def _fetched(storage: Storage, target: Path, folder: str) -> bool:
+    """Copy a checkpoint from an object store. Return False if it was removed in the meantime."""
+    try:
+        for info in storage.below(folder):
+            path = info.path.removeprefix(f"{storage.path}/")
+            if not (target / path).exists():
+                storage.download(target / path, path)
+    except FileNotFoundError:
+        return False
+    return storage.size_bytes(folder, ABOUT) is not None
 
 
 def _linked(source: str, target: str) -> None:
@@ -121,10 +173,11 @@ def _linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _copied(file: Path, target: Path) -> Path:
-    """Copy a file that may be growing; of lines, only whole ones."""
-    shutil.copyfile(file, target)
-    if file.suffix == ".jsonl":
+def _copied(storage: Storage, path: str, folder: Path) -> Path:
+    """Copy a file that may be growing to a folder; of lines, only whole ones."""
+    target = folder / path
+    storage.download(target, path)
+    if target.suffix == ".jsonl":
         with target.open("rb+") as lines:
             content = lines.read()
             lines.truncate(content.rfind(b"\n") + 1)

@@ -20,6 +20,7 @@ from mlx_runtime.storage.local import opened, place, size_below
 
 RECORD, CHECKPOINTS = "run.json", "checkpoints"
 CARD, WEIGHTS = "README.md", "model.safetensors"
+SWEEP_RECORD, SWEEP_PAGE = "sweep.json", "sweep.html"
 
 NOT_OF_RUN = (".gitattributes", CARD, FILE, WEIGHTS)
 """Files of a repository that are not part of the run."""

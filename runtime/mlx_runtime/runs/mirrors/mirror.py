@@ -13,7 +13,7 @@ from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
-from mlx_runtime.runs.mirrors.contents import Staged, latest_step, staged
+from mlx_runtime.runs.mirrors.contents import Staged, SweepSummary, latest_step, staged
 from mlx_runtime.runs.mirrors.downloads import MirroredRun
 from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
 from mlx_runtime.runs.mirrors.screening import announcement, redactions
@@ -89,8 +89,8 @@ class Mirror:
         """True if the repository existed, and everybody can read it."""
         return self._head is not None and not self._head.private
 
-    def check(self, run: RunFolder | None) -> None:
-        """Check that this machine may mirror a run, or a new one, to the repository.
+    def check(self, run: RunFolder | None, sweep: RunFolder | None = None) -> None:
+        """Check that this machine may mirror a run, a new one, or the best one of a sweep to the repository.
 
         Raises:
             UsageError: the repository holds another run, a newer state of this one, or is held by another driver.
@@ -106,37 +106,40 @@ class Mirror:
             raise UsageError(
                 f"{of}, and this is a new run: continue that one with cfg.resume=auto, or name another repository"
             )
-        if (records.recorded(run).get("mirror") or {}).get("id") != claim.id:
-            raise UsageError(f"{of}, which is not {run.title} of this machine; name another repository")
+        owner = sweep or run
+        if (records.recorded(owner).get("mirror") or {}).get("id") != claim.id:
+            raise UsageError(f"{of}, which is not {owner.title} of this machine; name another repository")
         claim.refuse_held(self.repository)
-        if (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
+        if sweep is None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
             raise UsageError(
                 f"{of}, which is newer than {run.title} here (attempt {run.attempts()}, step {latest_step(run)}): "
                 "continue from it with cfg.resume=auto"
             )
 
-    def claim(self, run: RunFolder, attempt: int) -> Claim:
+    def claim(self, run: RunFolder, attempt: int, sweep: RunFolder | None = None) -> Claim:
         """Become the driver that writes to the repository, which is created if there is none.
 
         Raises:
             SupersededError: another driver was faster.
         """
-        claim = Claim.of(_run_id(run), run.experiment, run.name, attempt)
+        claim = Claim.of(_id(sweep or run), run.experiment, run.name, attempt)
         if self._found is not None and self._found.begun:
             claim = claim.next(step=self._found.claim.step)
         if self._head is None:
             self._head = self.repository.create()
         begun = self._found is not None and self._found.begun
+        before = self._found.claim.run if self._found is not None else run.name
         visibility = "private" if self._head.private else "public: everybody can read it"
         self._writer = Writer(self.repository, self._head.commit, claim, visibility, self._announce, begun=begun)
+        self._writer.replaces = before != run.name
         self._writer.write(f"Attempt {attempt} of {run.title}", None)
         return claim
 
-    def push(self, run: RunFolder) -> tuple[Claim, int]:
+    def push(self, run: RunFolder, sweep: SweepSummary | None = None) -> tuple[Claim, int]:
         """Upload a run that no driver trains. Return the claim, and the number of files uploaded."""
         record = records.recorded(run)
-        claim = self.claim(run, max(1, run.attempts()))
-        with staged(run, weights=True) as state:
+        claim = self.claim(run, max(1, run.attempts()), sweep.folder if sweep is not None else None)
+        with staged(run, weights=True, sweep=sweep) as state:
             return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
 
     def follow(self, record: records.Record, stop: Callable[[str], object]) -> "Follower":
@@ -165,6 +168,7 @@ class Writer:
         self._repository, self._parent, self._claim = repository, parent, claim
         self._visibility, self.announce, self._begun = visibility, announce, begun
         self._hidden: tuple[str, ...] = ()
+        self.replaces = False  # another run of the same sweep, which was the best one before
         self.address = repository.address
 
     def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
@@ -179,7 +183,7 @@ class Writer:
             added: dict[str, Path] = {}
             removed: list[str] = []
             if state is not None:
-                added, removed = state.changes(self._repository.files(self._parent))
+                added, removed = state.changes(self._repository.files(self._parent), replace=self.replaces)
                 self._name(added, state.hidden)
             with heartbeat(lambda: self._refresh(committed), REFRESH_S):
                 uploaded = self._repository.upload(added)
@@ -360,8 +364,8 @@ def _title(state: Staged, record: Mapping[str, Any]) -> str:
     return f"{record.get('experiment')}/{record.get('run')}:{status} step {state.step}"
 
 
-def _run_id(run: RunFolder) -> str:
-    """Return the id of a run that was mirrored before, or a new one."""
+def _id(run: RunFolder) -> str:
+    """Return the id of a run or sweep that was mirrored before, or a new one."""
     import uuid
 
     with contextlib.suppress(MlxError):

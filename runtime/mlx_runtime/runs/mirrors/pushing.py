@@ -6,9 +6,10 @@ from collections.abc import Callable
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
+from mlx_runtime.runs.mirrors.contents import SweepSummary
 from mlx_runtime.runs.mirrors.mirror import Mirror
-from mlx_runtime.storage.files import to_json
-from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.runs.tables import counted
+from mlx_runtime.storage.files import Storage, storage_errors, to_json
 
 
 def unfinished(root: str) -> list[RunFolder]:
@@ -16,8 +17,15 @@ def unfinished(root: str) -> list[RunFolder]:
     return [run for run in list_runs(root) if _unfinished(run)]
 
 
-def push(run: RunFolder, uri: str | None = None, announce: Callable[[str], object] = lambda text: None) -> str:
+def push(
+    run: RunFolder,
+    uri: str | None = None,
+    announce: Callable[[str], object] = lambda text: None,
+    sweep: SweepSummary | None = None,
+) -> str:
     """Upload a run to a repository, by default the one that it was mirrored to. Return a line about it.
+
+    With `sweep`, the run is the best one of a sweep, and the repository mirrors the sweep.
 
     `announce` is called with lines that name what is uploaded, before the first upload to a repository.
 
@@ -25,23 +33,22 @@ def push(run: RunFolder, uri: str | None = None, announce: Callable[[str], objec
         UsageError: a driver trains the run, it has no mirror, or the repository holds another run or a newer state.
         UnreachableError: the Hub does not answer.
     """
-    if run.uri is not None:
-        raise UsageError(f"{run.title} is in {run.root}; only runs on a local disk are mirrored")
-    record = records.refuse_living(run)
+    records.refuse_living(run)
+    owner = run if sweep is None else sweep.folder
+    record = records.refuse_living(owner)
     uri = uri or (record.get("mirror") or {}).get("uri")
     if uri is None:
-        raise UsageError(f"{run.title} has no mirror; name one with --to hf://USER/NAME")
+        raise UsageError(f"{owner.title} has no mirror; name one with --to hf://USER/NAME")
     mirror = Mirror(uri, announce)
-    mirror.check(run)
-    claim, count = mirror.push(run)
-    if records.refuse_living(run) != record:
-        raise UsageError(f"{run.title} has changed during the upload; repeat the command")
+    mirror.check(run, None if sweep is None else owner)
+    claim, count = mirror.push(run, sweep)
+    if records.refuse_living(owner) != record:
+        raise UsageError(f"{owner.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
-    try:
-        write_atomic(run.record, to_json(record | {"mirror": complete}))  # a `Record` would look alive
-    except OSError as error:
-        raise StorageError(f"cannot write {run.record}: {error.strerror or error}") from error
-    return f"{mirror.uri} is complete: {count} file{'s' * (count != 1)} of {run.title} uploaded"
+    with storage_errors(f"cannot write {owner.location}"):  # a `Record` would look alive
+        Storage(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
+    of = run.title if sweep is None else f"{owner.title} and its best run, {run.title},"
+    return f"{mirror.uri} is complete: {counted(count, 'file')} of {of} uploaded"
 
 
 def _unfinished(run: RunFolder) -> bool:
