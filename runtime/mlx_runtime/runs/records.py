@@ -80,7 +80,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
             "overrides": list_of(TEXT),
             **dict.fromkeys(("search", "scheduler", "metric"), TEXT),
             **dict.fromkeys(("trials", "seed"), COUNT),
-            "folds": COUNT.or_null(),
+            "folds": Kind("a number of folds", lambda value: value is None or (COUNT.fits(value) and value > 0)),
             "mode": one_of("max", "min"),
         },
         needs=("overrides", "search", "scheduler", "metric", "mode", "trials", "folds", "seed"),

@@ -83,7 +83,10 @@ def placed(cells: list[Cell], new: Cell) -> list[Cell]:
     Raises:
         SyntaxError: the new cell is not Python.
     """
-    statements = ast.parse(new.text, "<%%mlx cell>").body
+    try:
+        statements = ast.parse(new.text, "<%%mlx cell>").body
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, half of a surrogate pair, deep nesting
+        raise SyntaxError(f"the cell cannot be parsed: {short_message(error)}") from error
     result: list[Cell] = []
     positions: dict[bool, int] = {}  # of the first cell with the same id, and of the first that has changed
     for cell in cells:

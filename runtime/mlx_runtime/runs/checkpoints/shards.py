@@ -305,7 +305,7 @@ def _metadata(tensors: Mapping[str, Any]) -> "Metadata":
     found = {}
     for name, item in tensors.items():
         if item["dtype"] not in tensor_files.DTYPES:
-            raise ValueError(f"{name} is of the unknown type {item['dtype']}")
+            raise ValueError(f"{name} is of the unknown type {item['dtype']!r:.100}")
         numbers = [number for chunk in item["chunks"] for number in (*chunk["sizes"], *chunk["offsets"])]
         volumes = sum(math.prod(chunk["sizes"]) for chunk in item["chunks"])
         if min(numbers, default=0) < 0 or volumes != math.prod(item["shape"]):
