@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Start
 from faults import wait_for
 
 from mlx_runtime.cli.exits import clean_exit
@@ -101,3 +102,14 @@ def test_a_board_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server, signal.SIGKILL)
+
+
+@pytest.mark.process
+def test_a_killed_bind_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    """It binds in a fork, which nobody else would end."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "experiment.py").write_text("import time\n\ntime.sleep(120)\n")
+    process = start(tmp_path, "train", "bind")
+    (fork,) = wait_for(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split(), 60)
+    process.kill()
+    wait_for(lambda: not Path(f"/proc/{fork}").exists(), 60)

@@ -18,7 +18,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.engines.processes import unsafe_to_fork
+from mlx_runtime.training.engines.processes import die_with_parent, unsafe_to_fork
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding import Binding
@@ -92,7 +92,8 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
 
     if unsafe_to_fork():
         return None
-    with contextlib.suppress(Exception), ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with contextlib.suppress(Exception), ProcessPoolExecutor(1, context, initializer=die_with_parent) as pool:
         return pool.submit(_bound, kind, folder, "meta").result()
     return None
 
@@ -114,6 +115,7 @@ def bind_first(kind: Kind, folder: Path) -> None:
 
 
 def _bind_and_print(kind: Kind) -> None:
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process reports Ctrl-C
     with clean_exit():
         print("\n".join(bind(kind)), flush=True)
