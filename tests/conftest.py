@@ -14,6 +14,8 @@ import pytest
 from forkserver import Command, Commands
 from storages import filled
 
+pytest_plugins = ["leftovers"]
+
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = Path(__file__).parent / "experiments"
 

@@ -1,0 +1,82 @@
+"""No process outlives the tests that started it: pytest's plugin, and the process that it starts.
+
+All that a session of tests starts inherits a variable that names the session. Whatever has it after the last test is
+killed and fails the session. If pytest itself is killed, another process does the killing, which waits for its end.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+NAME = "TESTS_OF_SESSION"
+
+ENDING_S = float(os.environ.get("TESTS_ENDING_S", 20))
+"""How long processes may take to end after the last test."""
+
+KILLING_S = 60.0
+"""How long to look for processes that those to be killed have just started."""
+
+REAPER = pytest.StashKey["subprocess.Popen[bytes]"]()
+
+
+def left(session: str) -> dict[int, str]:
+    """Return the processes of a session and their commands, without this process and its children."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if f"{NAME}={session}\0".encode() in (entry / "environ").read_bytes():
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if os.getpid() not in (parent, int(entry.name)):
+                    found[int(entry.name)] = command.strip()
+    return found
+
+
+def kill(session: str) -> None:
+    until = time.monotonic() + KILLING_S
+    while (pids := left(session)) and time.monotonic() < until:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers inherit the variable
+        session = f"{os.getpid()}-{time.time_ns()}"
+        command = [sys.executable, __file__, session]
+        config.stash[REAPER] = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        os.environ[NAME] = session
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # after xdist's workers have ended, before the summary
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    result = yield
+    if REAPER in session.config.stash:
+        mark, until = os.environ[NAME], time.monotonic() + ENDING_S
+        while left(mark) and time.monotonic() < until:
+            time.sleep(0.1)
+        if found := left(mark):
+            print(*(f"\nleft behind, and killed: process {pid}: {what}" for pid, what in found.items()))
+            kill(mark)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return result
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (reaper := config.stash.get(REAPER, None)) is not None:
+        reaper.kill()
+        reaper.communicate()
+
+
+if __name__ == "__main__":
+    sys.stdin.read()  # until pytest ends
+    kill(sys.argv[1])
