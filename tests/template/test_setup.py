@@ -57,9 +57,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return made
 
 
+def downloads() -> dict[str, str]:
+    """The variables with which pip and uv reach the index, and find what this user has downloaded before."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "UV_CACHE_DIR"}
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return {f"{tool.upper()}_CACHE_DIR": str(cache / tool) for tool in ("pip", "uv")} | kept
+
+
 def setup(folder: Path, python: Path = BARE, **settings: str) -> "subprocess.CompletedProcess[str]":
-    kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
-    environment = kept | {"HOME": str(folder.parent), "PATH": f"{BARE.parent}:/usr/bin:/bin"} | settings
+    environment = downloads() | {"HOME": str(folder.parent), "PATH": f"{BARE.parent}:/usr/bin:/bin"} | settings
     return make(folder, environment, "setup", f"PYTHON={python}", "RUNTIME=mlx-runtime==0.1.0")
 
 
@@ -74,18 +80,13 @@ def installers(folder: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("folder", ["baked", "baked_job"], indirect=True)
-def test_uv_installs_from_the_sources_of_pip(folder: Path, links: str) -> None:
-    done = setup(folder, PIP_FIND_LINKS=links)
+@pytest.mark.parametrize(("folder", "writes"), [("baked", True), ("baked_job", False)], indirect=["folder"])
+def test_uv_installs_from_the_sources_of_pip(folder: Path, writes: bool, links: str) -> None:
+    """It compiles bytecode where runs would not write it."""
+    done = setup(folder, PIP_FIND_LINKS=links, **{} if writes else {"PYTHONDONTWRITEBYTECODE": "1"})
     assert (done.returncode, done.stdout, done.stderr) == (0, INSTALLING, "")
     assert installers(folder) == {"uv"}
-    assert not [*site_packages(folder).glob("requirement/__pycache__/*")]
-
-
-def test_bytecode_is_compiled_where_runs_would_not_write_it(folder: Path, links: str) -> None:
-    done = setup(folder, PIP_FIND_LINKS=links, PYTHONDONTWRITEBYTECODE="1")
-    assert done.returncode == 0, done.stderr
-    assert [*site_packages(folder).glob("requirement/__pycache__/*")]
+    assert writes != bool([*site_packages(folder).glob("requirement/__pycache__/*")])
 
 
 @pytest.mark.parametrize("uv", ["missing", "broken"])
