@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Mlx, edit
+from test_kinds import without_streams
 
 from mlx_runtime.storage.files import Storage, joined
 
@@ -97,23 +98,24 @@ class TestOverfit:
         folder = experiment("kinds")
         done = mlx(folder, "train", "run", "--overfit", "3", "cfg.num_epochs=3")
         assert done.returncode == 0, done.stdout + done.stderr
-        self.check(folder)
+        self.check(folder, table=64, val=16)
         assert "train     24 rows in 3 steps, global batch 8\n" in done.stdout
         for line in (folder / "runs" / "kinds" / "run_001" / "conf.yaml").read_text().splitlines():
             assert "overfit_batches" not in line or line == "  overfit_batches: 3"
 
-    @pytest.mark.cluster
+    @pytest.mark.local
     def test_so_do_prepared_sets(self, experiment: Make, mlx: Mlx) -> None:
-        folder = experiment("kinds")
+        folder = without_streams(experiment("kinds"))
         done = mlx(folder, "train", "run", "--overfit", "3", "--prepare-batches", "cfg.num_epochs=3")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "prepared  train, table, val, test: read from" in done.stdout
         self.check(folder)
 
     @staticmethod
-    def check(folder: Path) -> None:
+    def check(folder: Path, table: int = 4, val: int = 4) -> None:
+        """Assert that each epoch has the first rows of each dataset; of these two, the sizes of batches are given."""
         first, second = seen(folder, 2)
-        for name, size in (("train", 4), ("numbers", 4), ("table", 64), ("val", 16), ("test", 4)):
+        for name, size in (("train", 4), ("numbers", 4), ("table", table), ("val", val), ("test", 4)):
             for rank in (first, second):
                 assert rank[name][0] == rank[name][1] == rank[name][2], name
                 assert [len(batch) for batch in rank[name][0]] == [size] * 3, name
@@ -196,12 +198,6 @@ class TestQuiet:
         done = mlx(digits, "train", "run", "--quiet", *HERE)
         assert done.returncode == 1
         assert "ZeroDivisionError" in done.stderr
-
-    @pytest.mark.cluster
-    def test_verbose_shows_what_ray_prints(self, digits: Path, mlx: Mlx) -> None:
-        done = mlx(digits, "train", "run", "-v", "--fast-dev-run", "cfg.start_workers=1", "cfg.engine=ray")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "Started a local Ray instance" in done.stdout + done.stderr
 
     def test_both_are_refused(self, digits: Path, mlx: Mlx) -> None:
         for verb in ("run", "launch"):
