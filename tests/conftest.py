@@ -32,6 +32,7 @@ OUTSIDE = {"s3", "browser", "ray_cluster"}
 
 LONGEST = (
     *("test_install.py", "test_faults.py", "test_engines.py", "test_kinds.py", "test_cluster.py"),
+    *("test_functions.py", "test_mirrors.py", "test_command.py", "test_setup.py"),
     *("test_template.py", "test_runs.py", "test_notebook.py"),
     *("test_data_job.py", "test_quick_looks.py", "test_generate.py", "test_optimization.py", "test_listing.py"),
 )

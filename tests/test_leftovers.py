@@ -23,7 +23,9 @@ def session(folder: Path, environment: dict[str, str], lasts_s: int) -> "subproc
     (folder / "test_it.py").write_text(LEAVES_ONE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "leftovers", "-p", "no:cacheprovider", "-c", "/dev/null"]
     settings = {"PYTHONPATH": str(Path(__file__).parent), "TESTS_ENDING_S": "1", "LASTS_S": str(lasts_s)}
-    return subprocess.Popen([*command, "test_it.py"], cwd=folder, env=environment | settings, stdout=-1, text=True)
+    return subprocess.Popen(
+        [*command, "test_it.py"], cwd=folder, env=environment | settings, stdout=subprocess.PIPE, text=True
+    )
 
 
 def running(folder: Path) -> bool:
