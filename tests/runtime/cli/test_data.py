@@ -323,9 +323,9 @@ def test_it_runs_in_parallel_on_ray_and_survives_a_dead_process(job: SimpleNames
     assert (job.made / "total.txt").read_text() == "15\n"
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.cluster)])
-def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx, workers: int) -> None:
-    done = mlx(job.project, "data", "run", f"cfg.start_workers={workers}", "text.fail_at=2")
+def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, mlx: Mlx) -> None:
+    """test_cluster.py shows the same of tasks on Ray."""
+    done = mlx(job.project, "data", "run", "text.fail_at=2")
     assert done.returncode == 1
     error = done.stderr.splitlines()
     line = 1 + JOB.splitlines().index('            raise ValueError(f"line {number} is blank")')

@@ -521,6 +521,7 @@ class TestSweep:
             assert record["engine"]["used"] == "ray"
 
     def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
+        """It is then STOPPED, like the sweep above, which resumes."""
         launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
         words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=15")
         done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
@@ -533,13 +534,6 @@ class TestSweep:
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
         records = [user.record(name, "killed") for name in ("sweep_001", "run_001")]
         assert [record["status"] for record in records] == ["STOPPED"] * 2
-        done = user.types(*launch, "-f", "--resume=killed/sweep_001")
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = [user.record(run, "killed") for run in ("run_001", "run_002")]
-        assert [(run["status"], run["attempt"], run["epoch"]) for run in found] == [
-            ("SUCCEEDED", 2, 14),
-            ("SUCCEEDED", 1, 14),
-        ]
 
     @staticmethod
     def runs(user: User, name: str) -> list[str]:
