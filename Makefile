@@ -48,6 +48,7 @@ bench: $(VENV)/.bench ## compare with torchrun, Accelerate and Lightning, and wr
 
 chaos: $(VENV)/.dev ## kill parts of a run 50 times per engine, local and Ray, and compare the weights; half an hour
 	$(BIN)/python tests/faults.py $(ARGS)
+	KILLS=12 $(BIN)/python -m pytest tests/runtime/sweeps/test_command.py -k random_moments
 
 bake: $(VENV)/.complete ## generate an experiment: make bake NAME=my-experiment OUT=..
 	@test -n "$(NAME)" || { echo "error: NAME is missing; type make bake NAME=my-experiment OUT=.." >&2; exit 2; }

@@ -243,8 +243,8 @@ class Campaign:
     def _kill_raylet(self) -> None:
         victim = self._worker()["node"]
         node = next(item for item in self.raylets.worker_nodes if item.node_id == victim)
-        self.raylets.remove_node(node, allow_graceful=False)
         self.raylets.add_node(num_cpus=1)
+        self.raylets.remove_node(node, allow_graceful=False)
 
     def _kill_while_saving(self, driver: "subprocess.Popen[bytes]") -> None:
         checkpoints = run_of(self.folder) / "checkpoints"
@@ -258,13 +258,15 @@ class Campaign:
 def main() -> None:
     """`python tests/faults.py --kills 50 --engine local`: compare killed runs with an undisturbed one."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--kills", type=int, default=50, help="of each engine")
+    parser.add_argument("--kills", type=int, default=50, help="of each engine, divided by the strategies")
     parser.add_argument("--engine", choices=[*KINDS, "both"], default="both")
-    parser.add_argument("--strategy", choices=SLOW_TO_SAVE, default="ddp")
+    parser.add_argument("--strategy", choices=[*SLOW_TO_SAVE, "both"], default="both")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    strategies = SLOW_TO_SAVE if options.strategy == "both" else [options.strategy]
     for engine in KINDS if options.engine == "both" else [options.engine]:
-        campaign_on(engine, options.strategy, options.kills, options.seed)
+        for strategy in strategies:
+            campaign_on(engine, strategy, options.kills // len(strategies), options.seed)
 
 
 def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
@@ -295,7 +297,7 @@ def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
         if problems:
             print(campaign.output)
             sys.exit("\n".join(problems))
-        print(f"{engine}: {len(kinds)} kills: the same weights, metrics and rows as without")
+        print(f"{engine}, {strategy}: {len(kinds)} kills: the same weights, metrics and rows as without")
 
 
 def verdict(disturbed: Path, undisturbed: Path, epochs: int) -> list[str]:
