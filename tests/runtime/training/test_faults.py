@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,26 +99,33 @@ def same(folder: Path, whole: Path) -> list[str]:
     return found + [name for name in ("train/mse", "lr/adam") if points(one, name) != points(other, name)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("engine", ["local", "ray"])
+@pytest.fixture(scope="module")
+def raylets(environment: dict[str, str]) -> Iterator[Any]:
+    """A cluster of two nodes with one CPU each, shared by the tests that lose one of them and add another."""
+    with cluster(2, environment) as raylets:
+        yield raylets
+
+
+@pytest.mark.parametrize(("engine", "strategy"), [("local", "fsdp"), ("ray", "ddp")])
 def test_the_run_ends_as_if_nobody_had_killed_anything(
     engine: str,
     strategy: str,
     environment: dict[str, str],
     folder: Path,
     whole: Callable[[str], Path],
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Workers, nodes, drivers, fork servers and savers are killed once each in one run, at random moments.
 
-    `make chaos` does the same with many more of them.
+    `make chaos` does the same with many more of them, and with both strategies on each engine.
     """
     overrides = [*OFTEN, f"cfg.num_epochs={EPOCHS}", *SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
-    with cluster(3, environment) if engine == "ray" else contextlib.nullcontext() as raylets:
-        campaign = Campaign(folder, 7, raylets, overrides, environment)
-        with capsys.disabled():
-            print()
-            status = campaign.carry_out(list(KINDS[engine]))
+    raylets = request.getfixturevalue("raylets") if engine == "ray" else None
+    campaign = Campaign(folder, 7, raylets, overrides, environment)
+    with capsys.disabled():
+        print()
+        status = campaign.carry_out(list(KINDS[engine]))
     assert status == 0, campaign.output
     assert verdict(folder, whole(strategy), EPOCHS) == []
     assert len(record(folder)["attempts"]) == sum(kind in ("driver", "server") for kind, _ in campaign.recoveries)
@@ -369,66 +376,54 @@ def driver_on(raylets: Any, start: Start, folder: Path, *options: str) -> Starte
     return start(folder, "train", "run", f"cfg.out={folder / 'diary'}", *options, **settings)
 
 
-class TestElastic:
-    """A group that shrinks with its cluster, and grows again."""
+def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(raylets: Any, start: Start, folder: Path) -> None:
+    """Throughout, each row is read once per epoch, and each update uses four rows of each of two workers.
 
-    @pytest.mark.parametrize(
-        ("fewest", "most", "strategy"),
-        [(1, 2, []), pytest.param(2, 4, ["cfg.strategy=hsdp", "cfg.shard_size=2"], id="whole replicas")],
-    )
-    def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(
-        self, fewest: int, most: int, strategy: list[str], environment: dict[str, str], start: Start, folder: Path
-    ) -> None:
-        """Throughout, each row is read once per epoch, and each update uses four rows of each of the `most` workers.
-
-        Of the three workers that one of four nodes leaves, only two train if a replica takes two.
-        """
-        sizes = [f"cfg.start_workers={most}", f"cfg.min_workers={fewest}", f"cfg.max_workers={most}"]
-        options = [*OFTEN, *strategy, *sizes, "cfg.keep_global_batch=true", "cfg.num_epochs=99", "cfg.pause_s=0.2"]
-        with cluster(most, environment) as raylets:
-            process = driver_on(raylets, start, folder, *options)
-            wait_for(lambda: len(steps_of(folder)) > 6 * most)
-            lost = [note for note in diary(folder) if "start" in note and note["rank"] == 1][-1]["node"]
-            at = time.time()
-            raylets.remove_node(
-                next(node for node in raylets.worker_nodes if node.node_id == lost), allow_graceful=False
-            )
-            fewer = wait_for(lambda: [note for note in diary(folder) if "start" in note and note["at"] > at])[0]["at"]
-            wait_for(lambda: len(steps_of(folder, fewer)) > 5)
-            added = time.time()
-            raylets.add_node(num_cpus=1)
-            wait_for(lambda: any(note["rank"] == most - 1 for note in steps_of(folder, added)))
-            wait_for(lambda grown=time.time(): len(steps_of(folder, grown)) > 15 * most)
-            process.send_signal(signal.SIGTERM)
-            output, errors = process.communicate(timeout=60)
-        assert process.returncode == 143, output + errors
-        assert f"workers   {most} → {fewest}: restarted" in output
-        assert f"workers   {fewest} → {most}: restarted" in output
-        epochs = rows_per_epoch(folder)
-        last = max(epochs)
-        assert last > 2
-        assert all(epochs[epoch] == list(range(61)) for epoch in range(last))
-        again = next(note for note in diary(folder) if "start" in note and note["at"] > added)["at"]
-        updates: dict[int, list[int]] = {}
-        for note in steps_of(folder, fewer):
-            if note["at"] < again:
-                assert note["rank"] < fewest
-                updates.setdefault(note["step"], []).append(len(note["rows"]))
-        assert max(sum(rows) for rows in updates.values()) == 4 * most
-        assert all(size <= 4 for rows in updates.values() for size in rows)
+    The models are sharded, so each new group reads shards that a group of another size has saved.
+    """
+    sizes = ["cfg.start_workers=2", "cfg.min_workers=1", "cfg.max_workers=2", "cfg.keep_global_batch=true"]
+    options = [*OFTEN, "cfg.strategy=fsdp", *sizes, "cfg.num_epochs=99", "cfg.pause_s=0.2"]
+    process = driver_on(raylets, start, folder, *options)
+    wait_for(lambda: len(steps_of(folder)) > 12)
+    at = time.time()
+    lost = [note for note in diary(folder) if "start" in note and note["rank"] == 1][-1]["node"]
+    raylets.remove_node(next(node for node in raylets.worker_nodes if node.node_id == lost), allow_graceful=False)
+    fewer = wait_for(lambda: [note for note in diary(folder) if "start" in note and note["at"] > at])[0]["at"]
+    wait_for(lambda: len(steps_of(folder, fewer)) > 5)
+    added = time.time()
+    raylets.add_node(num_cpus=1)
+    wait_for(lambda: any(note["rank"] == 1 for note in steps_of(folder, added)))
+    wait_for(lambda grown=time.time(): len(steps_of(folder, grown)) > 30)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, output + errors
+    assert "workers   2 → 1: restarted" in output
+    assert "workers   1 → 2: restarted" in output
+    epochs = rows_per_epoch(folder)
+    last = max(epochs)
+    assert last > 2
+    assert all(epochs[epoch] == list(range(61)) for epoch in range(last))
+    again = next(note for note in diary(folder) if "start" in note and note["at"] > added)["at"]
+    updates: dict[int, list[int]] = {}
+    for note in steps_of(folder, fewer):
+        if note["at"] < again:
+            assert note["rank"] == 0
+            updates.setdefault(note["step"], []).append(len(note["rows"]))
+    assert max(sum(rows) for rows in updates.values()) == 8
+    assert all(size <= 4 for rows in updates.values() for size in rows)
 
 
 def test_a_node_that_is_drained_ends_the_run_with_a_checkpoint(
-    environment: dict[str, str], start: Start, folder: Path
+    environment: dict[str, str], raylets: Any, start: Start, folder: Path
 ) -> None:
-    with cluster(2, environment) as raylets:
-        process = driver_on(raylets, start, folder, "cfg.pause_s=0.3", "cfg.num_epochs=60")
-        wait_for(lambda: len(steps_of(folder)) > 4)
-        node = next(note for note in diary(folder) if "start" in note and note["rank"] == 1)["node"]
-        why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
-        drain = ["drain-node", "--address", raylets.address, "--node-id", node, "--deadline-remaining-seconds", "60"]
-        subprocess.run([Path(sys.executable).with_name("ray"), *drain, *why], env=environment, check=True, timeout=60)
-        output, _ = process.communicate(timeout=120)
+    """The last of the tests that share the cluster, which has one node less then."""
+    process = driver_on(raylets, start, folder, "cfg.pause_s=0.3", "cfg.num_epochs=60")
+    wait_for(lambda: len(steps_of(folder)) > 4)
+    node = next(note for note in diary(folder) if "start" in note and note["rank"] == 1)["node"]
+    why = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    drain = ["drain-node", "--address", raylets.address, "--node-id", node, "--deadline-remaining-seconds", "60"]
+    subprocess.run([Path(sys.executable).with_name("ray"), *drain, *why], env=environment, check=True, timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert process.returncode == 143, output
     assert "a node of this run is being drained; stopping with a checkpoint" in output
     assert record(folder)["status"] == "STOPPED"
