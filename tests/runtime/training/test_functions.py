@@ -23,7 +23,7 @@ from mlx_runtime.training import function_runs
 from mlx_runtime.training.functions import takes_config
 
 SCRIPT = """
-import json, sys, traceback
+import json, os, sys, traceback
 from mlx_runtime import MlxError, Trainer
 from src import training
 from src.training import Execution
@@ -142,6 +142,24 @@ def stateful():
     return found
 
 
+def experiment():
+    from mlx_runtime import run
+    from src.experiment import Experiment
+
+    return run(Experiment, ["cfg.num_epochs=1", f"cfg.out={os.getcwd()}/diary"]).result().run.record["engine"]
+
+
+def objects():
+    trainer.start(Execution, 5)
+    found = [str(trainer), trainer.execute(lambda w: w.train())]
+    trainer.shutdown()
+    return found
+
+
+def used():
+    return trainer.latest_run.record["engine"]
+
+
 def nested():
     def train():
         pass
@@ -164,7 +182,7 @@ OTHERS = (
     *("failing", "restarted", "stopped", "nested"),
 )
 
-ON_RAY = ("iterator", "ddp", "loading", "stateful")
+ON_A_CLUSTER = ("iterator", "ddp", "loading", "used", "experiment", "objects")
 
 Found = dict[str, Any]
 
@@ -177,11 +195,11 @@ def named() -> None:
 def of_script(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
     """`of_script("local", "iterator", ...)` returns what a script finds with a Trainer of that engine, by name."""
 
-    def found(engine: str, *names: str) -> Found:
-        folder = made_in(tmp_path_factory.mktemp("functions"))
+    def found(engine: str, *names: str, folder: Path | None = None, **settings: str) -> Found:
+        folder = folder or made_in(tmp_path_factory.mktemp("functions"))
         (folder / "script.py").write_text(SCRIPT)
-        command = [sys.executable, "script.py", engine, *names]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
+        command, variables = [sys.executable, "script.py", engine, *names], environment | settings
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=540)
         assert done.returncode == 0, done.stdout + done.stderr
         *printed, returned = done.stdout.splitlines()
         return json.loads(returned) | {"printed": printed, "stderr": done.stderr, "folder": folder}
@@ -205,8 +223,18 @@ def others(of_script: Callable[..., Found]) -> Found:
 
 
 @pytest.fixture(scope="module")
-def on_ray(of_script: Callable[..., Found]) -> Found:
-    return of_script("ray", *ON_RAY)
+def on_a_cluster(
+    of_script: Callable[..., Found],
+    make_in: Callable[[str, Path], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    environment: dict[str, str],
+) -> Found:
+    """What a script finds in a job of a cluster of two nodes with one CPU each, in a folder with an experiment."""
+    folder = make_in("faults", tmp_path_factory.mktemp("functions"))
+    shutil.copy(EXPERIMENTS / "functions" / "training.py", folder / "src")
+    with cluster(2, environment) as raylets:
+        settings = {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
+        return of_script("auto", *ON_A_CLUSTER, folder=folder, **settings)
 
 
 @pytest.fixture(
@@ -215,7 +243,7 @@ def on_ray(of_script: Callable[..., Found]) -> Found:
 )
 def both(request: pytest.FixtureRequest) -> Found:
     """What was found with each of the two engines."""
-    return request.getfixturevalue({"local": "local", "ray": "on_ray"}[request.param])
+    return request.getfixturevalue({"local": "local", "ray": "on_a_cluster"}[request.param])
 
 
 class TestRuns:
@@ -318,13 +346,20 @@ class TestExamples:
 
 @pytest.mark.cluster
 class TestOnRay:
-    def test_models_of_ddp_are_the_same_on_all_workers(self, on_ray: Found) -> None:
-        same, losses, others = on_ray["ddp"]
+    def test_models_of_ddp_are_the_same_on_all_workers(self, on_a_cluster: Found) -> None:
+        same, losses, others = on_a_cluster["ddp"]
         assert same
         assert losses != others
 
-    def test_objects_stay_on_their_workers(self, on_ray: Found) -> None:
-        table, trained, with_argument, single, missing, kept, failed, closed = on_ray["stateful"]
+    def test_experiments_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
+        assert on_a_cluster["experiment"] == on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
+        table, trained = on_a_cluster["objects"]
+        assert trained == [[6, 13], [6, 13]]
+        assert table.splitlines()[2].split() == ["CPUs", "1", "2", "2"]
+
+    def test_objects_stay_on_their_workers(self, of_script: Callable[..., Found]) -> None:
+        found = of_script("ray", "stateful")["stateful"]
+        table, trained, with_argument, single, missing, kept, failed, closed = found
         assert "this machine" in table  # whose Ray was started for the objects
         assert trained == [[7, 15], [7, 15]]
         assert with_argument == [8, 8]
@@ -333,43 +368,6 @@ class TestOnRay:
         assert kept == [7, 7]  # nobody waited for another
         assert failed[1].startswith("ValueError: on purpose (raised on rank 1)")
         assert closed[1] == "execute needs the objects of start(cls, ...), which was not called or is shut down"
-
-
-ON_A_CLUSTER = """
-import json
-from mlx_runtime import Trainer, run
-from src import training
-from src.experiment import Experiment
-
-if __name__ == "__main__":
-    outcome = run(Experiment, ["cfg.num_epochs=1"]).result()
-    trainer = Trainer(num_workers=2)
-    trainer.start(training.Execution, 5)
-    found = [outcome.run.record["engine"], trainer.execute(lambda w: w.train()), str(trainer)]
-    trainer.shutdown()
-    found += [trainer.run(training.with_epochs), trainer.latest_run.record["engine"]]
-    print(json.dumps(found))
-"""
-
-
-@pytest.mark.cluster
-def test_experiments_functions_and_objects_on_a_cluster(
-    make_in: Callable[[str, Path], Path], tmp_path: Path, environment: dict[str, str]
-) -> None:
-    """A script in a job of a cluster of two nodes with one CPU each."""
-    folder = make_in("faults", tmp_path)
-    shutil.copy(EXPERIMENTS / "functions" / "training.py", folder / "src")
-    (folder / "script.py").write_text(ON_A_CLUSTER)
-    with cluster(2, environment) as raylets:
-        of_job = environment | {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
-        command = [sys.executable, "script.py"]
-        done = subprocess.run(command, cwd=folder, env=of_job, capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
-    of_run, trained, table, returned, of_function = json.loads(done.stdout.splitlines()[-1])
-    assert of_run == of_function == {"asked": "auto", "used": "ray"}
-    assert trained == [[6, 13], [6, 13]]
-    assert table.splitlines()[2].split() == ["CPUs", "1", "2", "2"]
-    assert [(rank, size) for rank, size, _ in returned] == [(0, 2), (1, 2)]
 
 
 @pytest.mark.kills
