@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from mlx_runtime.datasets import DatasetShards, Loader
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler

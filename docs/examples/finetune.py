@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -20,7 +19,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from mlx_runtime.datasets import DatasetShards, Loader
 from src.datasets import Digits
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Adam
@@ -15,7 +14,7 @@ from torch.utils.data import Dataset
 from torchmetrics import MeanMetric
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from mlx_runtime.datasets import DatasetShards
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from mlx_runtime.cli.exits import clean_exit
     from mlx_runtime.cluster.datajob import DataJob, run_job
     from mlx_runtime.config.nodes import DUMMY_PARAMS
+    from mlx_runtime.distributed.topology import get_device
+    from mlx_runtime.distributed.wrapping import prepare_model
     from mlx_runtime.errors import MlxError
     from mlx_runtime.runs.reader import open_run
     from mlx_runtime.sweeps.api import kfold, sweep
@@ -48,12 +50,14 @@ __all__ = [
     "clean_exit",
     "connect",
     "fit",
+    "get_device",
     "kfold",
     "load_checkpoint",
     "load_config",
     "local_rank",
     "open_run",
     "open_sweep",
+    "prepare_model",
     "report",
     "run",
     "run_job",
@@ -76,12 +80,14 @@ _HOMES = {
     "clean_exit": "cli.exits",
     "connect": "training.engines.placement",
     "fit": "training.terminal",
+    "get_device": "distributed.topology",
     "kfold": "sweeps.api",
     "load_checkpoint": "training.functions",
     "load_config": "training.request",
     "local_rank": "training.functions",
     "open_run": "runs.reader",
     "open_sweep": "sweeps.results",
+    "prepare_model": "distributed.wrapping",
     "report": "training.functions",
     "run": "training.api",
     "run_job": "cluster.datajob",

@@ -1,9 +1,13 @@
-"""Imports of large libraries without repeated garbage collection."""
+"""Imports of large libraries: without repeated garbage collection, and code that runs after them."""
 
 import atexit
 import contextlib
 import gc
-from collections.abc import Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 
 @contextlib.contextmanager
@@ -24,3 +28,33 @@ def many_imports() -> Iterator[None]:
 def exit_quickly() -> None:
     """Skip the final garbage collection when this process exits, which takes a second or two."""
     atexit.register(gc.freeze)
+
+
+def after_import(name: str, call: Callable[[], object]) -> None:
+    """Call a function once a module has been imported: now, or when other code imports it."""
+    if name in sys.modules:
+        call()
+    else:
+        sys.meta_path.insert(0, _Hook(name, call))
+
+
+class _Hook:
+    """Finds a module as usual, once, and calls a function after it was executed."""
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._call()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

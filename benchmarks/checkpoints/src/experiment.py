@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 
 
 @dataclass

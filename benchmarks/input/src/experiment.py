@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ray.train.torch import prepare_model
 
 import mlx_runtime
-from mlx_runtime import BaseModule
+from mlx_runtime import BaseModule, prepare_model
 from src.workload import Images, Mlp, Tensors, cases, measured, train_step, write
 
 

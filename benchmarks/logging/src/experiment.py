@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ray.train.torch import prepare_model
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from src.workload import CLASSES, EPOCHS, EVERY, Clock, Net, Rows, forward, logs
 
 

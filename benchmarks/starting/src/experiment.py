@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ray.train.torch import prepare_model
 from torchmetrics.classification import MulticlassAccuracy
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from src.workload import CLASSES, LEARNING_RATE, CrossEntropy, Images, Net, stepped
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ray.train.torch import prepare_model
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from src.workload import LEARNING_RATE, Clock, Net, Texts, step
 
 

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from ray.train.torch import prepare_model
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from src.workload import LEARNING_RATE, Clock, Gpt, Text, step
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
@@ -26,9 +26,11 @@ from mlx_runtime.data.huggingface import adopted, batch_size_cure, constructing
 from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
-from mlx_runtime.data.stream_reader import StreamReader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.stream_reader import StreamReader
 
 _EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
 
@@ -92,7 +94,7 @@ class DatasetShard:
     topology: Topology
     options: LoaderOptions = LoaderOptions()
     prepared: PreparedSet | None = None
-    stream: StreamReader | None = None
+    stream: "StreamReader | None" = None
     subset: Subset | None = None
     node: Mapping[str, Any] | None = None
     follow: "Callable[[Loader], Loader]" = lambda loader: loader

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
-from mlx_runtime.data.mapping import Cluster, Progress, write_iterable, write_rows, write_stream
 from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.data.streams import dataset_error
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.mapping import Cluster, Progress
 
 
 def find(
@@ -55,7 +57,7 @@ def find(
 
 
 def make(
-    candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: Progress, cluster: Cluster
+    candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: "Progress", cluster: "Cluster"
 ) -> dict[str, PreparedSet]:
     """Prepare every dataset of a config that is not prepared yet.
 
@@ -63,6 +65,8 @@ def make(
         DatasetError: A dataset cannot be prepared; the message explains how to fix it.
         StorageError: The store cannot be written.
     """
+    from mlx_runtime.data.mapping import write_iterable, write_rows, write_stream  # here, because it imports Ray
+
     store = Store(root)
     prepared = {}
     for candidate in candidates:

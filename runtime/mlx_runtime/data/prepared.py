@@ -98,8 +98,9 @@ class Store:
         self.storage = Storage(root)
 
     def names(self) -> list[str]:
-        """Return the folders of all datasets, complete or not."""
-        return sorted(info.base_name for info in self._listed() if info.type.name == "Directory")
+        """Return the names of all datasets, complete or not. Other files may be among them."""
+        with storage_errors(f"cannot read {self.root}"):
+            return [name for name in self.storage.names() if not name.startswith(".")]
 
     def find(self, name: str) -> Manifest | None:
         """Return the manifest of a dataset, or None if any part of the dataset cannot be read."""
@@ -111,7 +112,7 @@ class Store:
     def entries(self) -> list[Entry]:
         """Return all folders, least recently used first."""
         entries = []
-        for name in self.names():
+        for name in sorted(info.base_name for info in self._listed() if info.type.name == "Directory"):
             infos = self._listed(name)
             changed = max(((info.mtime_ns or 0) / 1e9 for info in infos), default=float("-inf"))
             busy = _is_busy(infos)

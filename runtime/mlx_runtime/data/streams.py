@@ -1,4 +1,7 @@
-"""Streams of Ray Data: what `to_ray()` of a dataset returns, its blocks, and its errors."""
+"""Streams of Ray Data: what `to_ray()` of a dataset returns, its blocks, and its errors.
+
+Ray is imported only for a stream, because runs without one do without Ray.
+"""
 
 import inspect
 import sys
@@ -7,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray.data
 import torch
 
 from mlx_runtime.config.building import build
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.huggingface import adopted, constructing
-from mlx_runtime.data.ray_blocks import block_arrays, block_references
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
 
@@ -35,6 +36,8 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
 
     `to_ray` has an argument `seed` if it can shuffle; None is the order in which the data is stored.
     """
+    import ray.data
+
     keep_order()
     takes_seed = "seed" in inspect.signature(dataset.to_ray).parameters
     stream = dataset.to_ray(seed=seed) if takes_seed else dataset.to_ray()
@@ -47,6 +50,8 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
 
 def keep_order(context: Any = None) -> None:
     """Make Ray Data keep the order of blocks and raise user code's exceptions, in this process or for one dataset."""
+    import ray.data
+
     context = context or ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.raise_original_map_exception = True
@@ -59,6 +64,8 @@ def rows_of_stream(dataset: Any, stream: Any) -> int:
 
 def blocks_of(stream: Any, name: str) -> Generator[Part]:
     """Yield the blocks of a stream in order. Raises MlxError if reading or mapping failed."""
+    from mlx_runtime.data.ray_blocks import block_references
+
     try:
         yield from block_references(stream)
     except MlxError:
@@ -85,6 +92,8 @@ def dataset_error(error: BaseException, what: str) -> MlxError:
 
 def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:
     """Return rows of a block as `{name: tensor (rows, ...)}`. Raises DatasetError if a column is not numeric."""
+    from mlx_runtime.data.ray_blocks import block_arrays
+
     columns = {}
     for key, array in block_arrays(block, start, stop).items():
         try:

@@ -2,16 +2,15 @@
 
 import dis
 import re
+import sys
 
-import ray.exceptions
-import ray.train
 import torch
 
 _RAY_LOST = (
-    ray.exceptions.RayActorError,  # a reader or assigner of rows, or what owned it
-    ray.exceptions.ObjectLostError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
+    "RayActorError",  # a reader or assigner of rows, or what owned it
+    "ObjectLostError",
+    "WorkerCrashedError",
+    "NodeDiedError",
 )
 
 _GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
@@ -24,7 +23,9 @@ def lost_peer(error: BaseException) -> bool:
     Gloo raises plain RuntimeErrors from C++, with a location in its source in front. Any other RuntimeError, for
     example about a server that refuses connections, comes from user code.
     """
-    if isinstance(error, (torch.distributed.DistError, *_RAY_LOST)):
+    ray_errors = sys.modules.get("ray.exceptions")  # without Ray, none of its errors was raised
+    lost = [getattr(ray_errors, name) for name in _RAY_LOST] if ray_errors is not None else []
+    if isinstance(error, (torch.distributed.DistError, *lost)):
         return True
     return type(error) is RuntimeError and _GLOO.match(str(error)) is not None and not _raised_in_python(error)
 
@@ -40,4 +41,6 @@ def _raised_in_python(error: BaseException) -> bool:
 
 def preempted() -> bool:
     """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
+    import ray.train  # here, because only clusters preempt nodes
+
     return ray.train.get_preemption_info() is not None

@@ -115,8 +115,13 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
         return pickle.loads(broadcast(pickle.dumps(data)))
 
 
+def enter_ray_train_alone(name: str) -> None:
+    """Make `ray.train.get_context`, `prepare_model` and the like work in this process, the only one of its run."""
+    set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
+
+
 def enter_ray_train(name: str, rank: int, world_size: int) -> None:
-    """Make `ray.train.get_context`, `prepare_model` and the like work in this process, without Ray.
+    """Make the same functions work in a worker of the local engine, without Ray.
 
     All workers are on this machine. `name` is the experiment's name.
     """

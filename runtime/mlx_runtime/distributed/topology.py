@@ -1,8 +1,14 @@
 """`Topology`: the position of this process among the workers of a run."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from mlx_runtime.errors import MlxError
+
+_current: "Topology | None" = None
 
 
 @dataclass(frozen=True)
@@ -20,13 +26,23 @@ class Topology:
     model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model
 
     @classmethod
-    def current(cls) -> "Topology":
-        """Return the topology that Ray Train reports. Call it on a worker, inside the training function."""
-        import ray.train.torch  # here, because reading checkpoints must not import Ray
+    def of_ray_train(cls) -> "Topology":
+        """Return the topology that Ray Train reports. Call it inside the training function of one of its workers."""
+        import ray.train.torch  # here, because other engines do without Ray
 
         context = ray.train.get_context()
         rank, world_size, local_rank = context.get_world_rank(), context.get_world_size(), context.get_local_rank()
         return cls(rank, world_size, ray.train.torch.get_device(), local_rank)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the position of the process within the block."""
+        global _current
+        before, _current = _current, self
+        try:
+            yield
+        finally:
+            _current = before
 
     @property
     def data_parallel_rank(self) -> int:
@@ -42,3 +58,30 @@ class Topology:
     def writes(self) -> bool:
         """True on the one worker that writes the record, the logs of metrics, and checkpoints."""
         return self.rank == 0
+
+
+def current(name: str) -> Topology:
+    """Return the position of this process.
+
+    Raises:
+        MlxError: it is not a worker; `name` is the public function that was called.
+    """
+    if _current is None:
+        raise MlxError(f"{name}() works on workers: in worker_loop, eval_loop, or a function that a Trainer calls")
+    return _current
+
+
+def device_here() -> torch.device:
+    """Return the GPU that torch uses in this process, or the CPU if it sees none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def get_device() -> torch.device:
+    """Return the device of this worker: its GPU, or the CPU.
+
+    Models in the group `models` and batches are there already; use this for other modules and tensors.
+
+    Raises:
+        MlxError: called outside of a worker.
+    """
+    return current("get_device").device

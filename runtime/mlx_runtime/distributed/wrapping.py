@@ -2,19 +2,47 @@
 
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mlx_runtime.distributed.topology import current
 from mlx_runtime.errors import full_message
 
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 """In the message of the plain RuntimeError that torch raises in C++ when an operation has both as arguments."""
+
+
+def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] | None = None) -> nn.Module:
+    """Prepare a model for training on all workers. Every worker must call this, with the same models in the same order.
+
+    The model is moved to the device of this worker. With several workers, it is wrapped in DistributedDataParallel,
+    which averages its gradients, unless the strategy of the run has sharded it. Its forward pass takes and returns the
+    same tensors as before, those of this worker.
+
+    Args:
+        model: one with parameters to train. For others, use `model.to(get_device())`.
+        parallel_strategy_kwargs: arguments for DistributedDataParallel, such as `{"find_unused_parameters": True}`.
+
+    Returns:
+        The model, or the wrapper, whose `module` is the model.
+
+    Raises:
+        MlxError: called outside of a worker.
+        RuntimeError: with several workers, no parameter of the model requires a gradient, or the models differ.
+    """
+    topology = current("prepare_model")
+    device = topology.device
+    model = model.to(device)
+    if topology.world_size == 1 or is_sharded(model):
+        return model
+    own: dict[str, Any] = {"device_ids": [device], "output_device": device} if device.type == "cuda" else {}
+    return DistributedDataParallel(model, **(own | dict(parallel_strategy_kwargs or {})))
 
 
 def unwrap(model: Any) -> Any:

@@ -15,7 +15,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
-from mlx_runtime.training import functions
 from mlx_runtime.training.engines.base import backend_of
 from mlx_runtime.training.engines.placement import on_ray
 from mlx_runtime.training.options import TrainConfig
@@ -113,6 +112,7 @@ class _Worker:
     def __init__(self, project: Path) -> None:
         self._project = project if project.is_dir() else Path.cwd()  # where Ray has unpacked it
         self._store: Any = None
+        self._entered = contextlib.ExitStack()  # until this process ends
         sys.path.insert(0, str(self._project))
 
     def address(self, serves: bool) -> tuple[str, int]:
@@ -127,7 +127,8 @@ class _Worker:
         os.environ.update(zip(names, map(str, place), strict=True))
         torch.set_num_threads(threads)
         device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPU
-        functions._topology = Topology(place.rank, place.world_size, device, place.local_rank)
+        topology = Topology(place.rank, place.world_size, device, place.local_rank)
+        self._entered.enter_context(topology.entered())
         self._rank = place.rank
         with loop_errors(self._rank, self._project):
             self._store = self._store or TCPStore(place.host, place.port)

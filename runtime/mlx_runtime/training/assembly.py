@@ -5,9 +5,8 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
 from torch.optim import Optimizer
 
@@ -17,7 +16,6 @@ from mlx_runtime.config.pretrained import built_to_be_restored, silence_load_rep
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.huggingface import constructing_each
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
-from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
 from mlx_runtime.data.streams import stream_names
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything
@@ -28,6 +26,9 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies import Strategy
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.stream_reader import StreamReader
 
 
 def build_experiment(
@@ -153,10 +154,14 @@ def dataset_shards(
     )
 
 
-def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
+def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> "dict[str, StreamReader]":
     """Return the readers of Ray Data streams by name. Rank 0 starts the assigners that share the rows out."""
     if not nodes:
         return {}
+    import ray  # here, because other datasets do without Ray
+
+    from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
+
     if job.cluster.engine == "in_process":
         return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})

@@ -13,7 +13,7 @@ import torch
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import agree
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.topology import current
 from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.events import FunctionReturned
@@ -52,18 +52,18 @@ class FunctionExperiment(BaseModule):
         self._saves = True  # expect a checkpoint in each epoch, until one has had none
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
-        global _running, _topology
+        global _running
         path = self.cfg.function
         try:
             function = object_at(path)
         except (ImportError, AttributeError) as error:
             raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
-        _running, _topology = self, self._session.context.topology
+        _running = self
         try:
             value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()
             self._agree("return")
         finally:
-            _running = _topology = None
+            _running = None
         rank, world_size = self._session.context.topology.rank, self._session.context.topology.world_size
         try:
             pickled = base64.b64encode(pickle.dumps(value)).decode()
@@ -146,9 +146,6 @@ def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None)
 _running: FunctionExperiment | None = None
 """The run whose function this process is executing."""
 
-_topology: Topology | None = None
-"""Position of this process, in a function or in an object that `Trainer.start` has created."""
-
 
 def report(**metrics: float | torch.Tensor) -> None:
     """Report metrics from a training function. Every worker must make the same calls of this.
@@ -199,39 +196,33 @@ def world_rank() -> int:
     """Return the rank of this worker among all workers, from 0.
 
     Raises:
-        MlxError: called outside of a run.
+        MlxError: called outside of a worker.
     """
-    return _position("world_rank").rank
+    return current("world_rank").rank
 
 
 def world_size() -> int:
     """Return the number of workers.
 
     Raises:
-        MlxError: called outside of a run.
+        MlxError: called outside of a worker.
     """
-    return _position("world_size").world_size
+    return current("world_size").world_size
 
 
 def local_rank() -> int:
     """Return the rank of this worker among those on its machine, from 0.
 
     Raises:
-        MlxError: called outside of a run.
+        MlxError: called outside of a worker.
     """
-    return _position("local_rank").local_rank
+    return current("local_rank").local_rank
 
 
 def _run(name: str) -> FunctionExperiment:
     if _running is None:
         raise MlxError(f"{name}() works inside a function that Trainer.run has called on a worker")
     return _running
-
-
-def _position(name: str) -> Topology:
-    if _topology is None:
-        raise MlxError(f"{name}() works on the workers of a Trainer, inside a function that it calls")
-    return _topology
 
 
 def _number(name: str, value: Any) -> float:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray.util
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -17,7 +16,6 @@ from mlx_runtime.config.building import build_cfg
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
-from mlx_runtime.distributed.ray_private import quiet_ray_train
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import record_allocations
 from mlx_runtime.distributed.wrapping import raised_by_shards
@@ -44,12 +42,16 @@ from mlx_runtime.training.watchdog import Watchdog
 def train(config: Mapping[str, Any]) -> None:
     """Train in a worker process of Ray Train, which calls this on every worker."""
     job: Job = pickle.loads(config["job"])
-    train_to(Remote(*job.receiver, Topology.current().rank), job)
+    topology = Topology.of_ray_train()
+    if not job.verbose:
+        from mlx_runtime.distributed.ray_private import quiet_ray_train  # here, because other engines do without Ray
+
+        quiet_ray_train()
+    train_to(Remote(*job.receiver, topology.rank), job, topology)
 
 
-def train_to(sink: Sink, job: Job) -> None:
+def train_to(sink: Sink, job: Job, topology: Topology) -> None:
     """Train, and send the result to the driver from rank 0."""
-    topology = Topology.current()
     result = work(job, topology, sink)
     if topology.writes:
         sink.send(result)
@@ -61,9 +63,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         job = replace(job, project=Path.cwd())
     if str(job.project) not in sys.path:
         sys.path.insert(0, str(job.project))
-    if not job.verbose:
-        quiet_ray_train()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(topology.entered())
         if job.cluster.engine == "ray":  # the local engine reads the output of its workers from pipes
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
@@ -190,9 +191,15 @@ def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
     folder.path.mkdir(parents=True, exist_ok=True)
     info = replace(job.run, folder=folder.path)
-    host = ray.util.get_node_ip_address() if job.cluster.engine == "ray" else "127.0.0.1"
+    host = _address() if job.cluster.engine == "ray" else "127.0.0.1"
     forward = sink.send if any(hasattr(item, "on_report") for item in cfg.callbacks.values()) else None
     return ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, host)
+
+
+def _address() -> str:
+    import ray.util  # here, because other engines do without Ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def _position(session: Session) -> WorkerPosition:

@@ -6,7 +6,6 @@ from pathlib import Path
 import datasets
 import torch
 from datasets import load_dataset
-from ray.train.torch import prepare_model
 from torch import nn
 from torchmetrics import MeanMetric
 from transformers import (
@@ -18,7 +17,7 @@ from transformers import (
 )
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 
 
 @dataclass

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 import torchmetrics
-from ray.train.torch import get_device, prepare_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, get_device, prepare_model
 
 CONTEXT, VOCABULARY = 64, 256
 

@@ -10,12 +10,11 @@ import ray.data
 import torch
 import torch.distributed as dist
 import torchmetrics
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 
 
 @dataclass

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 import torchmetrics
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 
 
 class Heard:

@@ -5,13 +5,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torchmetrics
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import Dataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 
 
 @dataclass

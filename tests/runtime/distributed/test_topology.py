@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
 
+import mlx_runtime
 from mlx_runtime.distributed.collectives import agree, broadcast, data_parallel_group, gather
 from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.pure
 
@@ -28,3 +31,13 @@ def test_collectives_without_a_group_are_local() -> None:
     assert broadcast("value") == "value"
     assert gather("value") == ["value"]
     assert data_parallel_group(Topology(0, 1, CPU)) is None
+
+
+def test_a_model_is_prepared_for_one_worker() -> None:
+    model = nn.Linear(2, 1)
+    with Topology(0, 1, torch.device("meta")).entered():
+        assert mlx_runtime.prepare_model(model) is model
+        assert model.weight.device == mlx_runtime.get_device() == torch.device("meta")
+    for call, name in ((mlx_runtime.get_device, "get_device"), (lambda: mlx_runtime.prepare_model(model), "prepare_m")):
+        with pytest.raises(MlxError, match=rf"{name}.*\(\) works on workers: in worker_loop, eval_loop, or a function"):
+            call()

@@ -27,9 +27,10 @@ import torch
 from conftest import Mlx, edit
 from faults import diary, differences, final_state, make, points, reports, run_of, wait_for
 
+from mlx_runtime.distributed import topology
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.runs.logs import read_log
-from mlx_runtime.training import actors, functions
+from mlx_runtime.training import actors
 from mlx_runtime.training.engines import processes, worker
 from mlx_runtime.training.engines.base import backend_of
 from mlx_runtime.training.engines.fork_server import ForkServer
@@ -268,7 +269,7 @@ class TestGroupsOnGPUs:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-        for name in ("enter_ray_train", "train_to", "Remote", "keep_groups_private"):
+        for name in ("after_import", "train_to", "Remote", "keep_groups_private"):
             monkeypatch.setattr(worker, name, lambda *_: None)
         job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=())
         shared = worker.WorkerJob(job, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")
@@ -289,7 +290,7 @@ class TestGroupsOnGPUs:
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(os, "environ", dict(os.environ))
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(functions, "_topology", None)
+        monkeypatch.setattr(topology, "_current", None)
         actor = actors._Worker(tmp_path)
         place = actors.Place(0, 1, 0, *actor.address(serves=True))
         with socket.create_connection((place.host, place.port), timeout=10):  # nobody else can take the port

@@ -16,6 +16,7 @@ from ray.train.torch import prepare_model  # bound before anything is sharded, a
 from sessions import ALONE
 from torch import nn
 
+import mlx_runtime
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded
@@ -471,6 +472,10 @@ def preparation(rank: int) -> list[Any]:
     _, ours = sharded(node(Different, net=Net, small=Small))
     optimizer = torch.optim.SGD(trained(ours.net), lr=0.1)
     net, small = prepare_model(ours.net), prepare_model(ours.small)
+    with Topology(rank, WORLD, torch.device("cpu")).entered():
+        kept, wrapped = mlx_runtime.prepare_model(net), mlx_runtime.prepare_model(ours.small, {"bucket_cap_mb": 3})
+    assert kept is net
+    assert (type(wrapped), wrapped.module, wrapped.bucket_bytes_cap) == (type(small), ours.small, 3 << 20)
     before = whole(net.embed.weight).clone()
     train(net, optimizer)
     return [net is ours.net, type(small).__name__, torch.equal(whole(net.embed.weight), before)]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,9 @@ EXIT_S = 10.0
 
 SHARDING = ("mlx_runtime.training.strategies.sharded",)
 """Modules that only the workers of sharded models import, which takes seconds."""
+
+RAY = ("mlx_runtime.distributed.ray_private",)
+"""Module that workers import once the experiment has imported Ray."""
 
 _warm_server: ForkServer | None = None
 """Started by `warm_up` and not yet used by a run."""
@@ -72,7 +76,7 @@ class Local:
     def __init__(self, cfg: Any, *, use_gpu: bool, timeout_s: float) -> None:
         self.cfg, self.use_gpu, self.timeout_s = cfg, use_gpu, timeout_s
         self.server = warm_server()
-        self.server.preload(*(SHARDING if cfg.strategy != "ddp" else ()))
+        self.server.preload(*(SHARDING if cfg.strategy != "ddp" else ()), *(RAY if "ray" in sys.modules else ()))
 
     @property
     def notice(self) -> str | None:

@@ -5,14 +5,16 @@ import os
 import pickle
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed
 
-from mlx_runtime.distributed.ray_private import enter_ray_train
+from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
+from mlx_runtime.importing import after_import
 from mlx_runtime.training.channel import Remote
 from mlx_runtime.training.job import Job
 from mlx_runtime.training.worker import train_to
@@ -37,17 +39,18 @@ def run(shared: WorkerJob, rank: int) -> int:
     try:
         if "nccl" in shared.backend:
             torch.cuda.set_device(rank)
-        enter_ray_train(shared.job.run.experiment, rank, int(os.environ["WORLD_SIZE"]))
+        topology = Topology(rank, int(os.environ["WORLD_SIZE"]), device_here(), rank)
+        after_import("ray", partial(_enter_ray_train, shared.job, topology))
         keep_groups_private()
         torch.distributed.init_process_group(
             shared.backend,
             store=FileStore(str(shared.store)),
             rank=rank,
-            world_size=int(os.environ["WORLD_SIZE"]),
+            world_size=topology.world_size,
             timeout=datetime.timedelta(seconds=shared.timeout_s),
             device_id=torch.device("cuda", rank) if "nccl" in shared.backend else None,
         )
-        train_to(Remote(*shared.job.receiver, rank), shared.job)
+        train_to(Remote(*shared.job.receiver, rank), shared.job, topology)
     except MlxError as caught:
         error = caught
     except KeyboardInterrupt as caught:  # of user code: signals do not raise it in workers
@@ -62,6 +65,14 @@ def run(shared: WorkerJob, rank: int) -> int:
     if error is None and torch.distributed.is_initialized():  # user code may have destroyed the group
         torch.distributed.destroy_process_group()
     return 0 if error is None else 1
+
+
+def _enter_ray_train(job: Job, topology: Topology) -> None:
+    from mlx_runtime.distributed.ray_private import enter_ray_train, quiet_ray_train
+
+    enter_ray_train(job.run.experiment, topology.rank, topology.world_size)
+    if not job.verbose:
+        quiet_ray_train()
 
 
 def load_results(folder: Path) -> dict[int, BaseException | None]:

@@ -16,7 +16,7 @@ from mlx_runtime.training.strategies.recomputation import recompute_blocks
 
 
 class DDP:
-    """Averages the gradients of replicas; user code applies the wrapper, with `ray.train.torch.prepare_model`."""
+    """Averages the gradients of replicas; user code applies the wrapper, with `prepare_model`."""
 
     shards = False
 

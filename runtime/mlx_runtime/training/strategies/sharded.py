@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
-from mlx_runtime.distributed.ray_private import keep_sharded_models
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
 from mlx_runtime.distributed.wrapping import by_mesh, local_part, raised_by_shards, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.training.forward import HALF, compile_forward
@@ -62,7 +62,7 @@ class Sharded:
         self._lines: list[str] = []
         without_effect = cfg.offload == "cpu" and not self._offloads
         self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
-        keep_sharded_models()
+        after_import("ray", _keep_sharded_models)
 
     def build(self, node: Mapping[str, Any]) -> Any:
         topology, deferred = self._topology, deferred_models(node)
@@ -174,6 +174,12 @@ class Sharded:
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+def _keep_sharded_models() -> None:
+    from mlx_runtime.distributed.ray_private import keep_sharded_models
+
+    keep_sharded_models()
 
 
 def _check_unshared(

@@ -1,0 +1,28 @@
+"""Code that runs after an import."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_runtime.importing import after_import
+
+pytestmark = pytest.mark.pure
+
+
+def test_code_runs_once_a_module_was_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("early", "late"):
+        (tmp_path / f"{name}.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, seen = list(sys.meta_path), []
+    import early  # type: ignore[import-not-found]
+
+    after_import("early", lambda: seen.append(early.value))
+    after_import("late", lambda: seen.append(sys.modules["late"].value + 1))
+    after_import("late", lambda: seen.append(sys.modules["late"].value + 2))
+    assert seen == [1]
+    import late  # type: ignore[import-not-found]  # noqa: F401
+
+    assert seen == [1, 2, 3]
+    assert sys.meta_path == finders
+    del sys.modules["early"], sys.modules["late"]
