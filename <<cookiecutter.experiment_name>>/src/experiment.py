@@ -108,17 +108,14 @@ class Experiment(BaseModule):
             self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
             if self.every(self.cfg.evaluate_every_steps):
                 self.evaluate(val, epoch)
-                self.models.net.train()
 
-    @torch.no_grad()
     def evaluate(self, loader: Loader, epoch: int) -> None:
-        self.models.net.eval()
-        self.reset_all_metrics_and_losses()
-        for batch_idx, batch in enumerate(loader):
-            logits = self.models.net(batch["image"])
-            self.losses.cross_entropy.update(logits, batch["label"])
-            self.update_metrics(logits, batch["label"])
-            self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
+        with self.evaluation():  # resets metrics and losses; no gradients, and models in eval mode
+            for batch_idx, batch in enumerate(loader):
+                logits = self.models.net(batch["image"])
+                self.losses.cross_entropy.update(logits, batch["label"])
+                self.update_metrics(logits, batch["label"])
+                self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
 
     def update_metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.metrics.accuracy.update(logits, labels)
