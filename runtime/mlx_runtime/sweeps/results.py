@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.errors import UsageError, suggest
+from mlx_runtime.errors import UsageError, printable, suggest
 from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
@@ -73,7 +73,7 @@ class SweepResult:
         """
         if ranked := [trial for trial in self.ranked() if trial.score is not None and trial.status != "FAILED"]:
             return ranked[0]
-        problem = f"no trial of {self.folder.title} has recorded {self.metric}"
+        problem = f"no trial of {self.folder.title} has recorded {printable(self.metric, one_line=True)}"
         if errors := [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]:
             raise UsageError(f"{problem}; {errors[0].partition(chr(10))[0]}")
         recorded = {name for trial in self.trials for run in trial.runs for name in metrics_at(run.epochs, None)}
