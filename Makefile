@@ -95,7 +95,7 @@ define install
 ( $(PIP) install -q --retries 1 --only-binary uv uv && \
 	set -a && eval "$$($(PIP) config list | sort -r | sed -n '$(SOURCES)')" && \
 	$(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
-{ $(PIP) install -q $(1) 2>$(VENV)/pip.log && echo "installed with pip, because uv failed: see $(VENV)/uv.log"; } || \
+{ echo "uv failed (see $(VENV)/uv.log); installing with pip, which takes several minutes"; $(PIP) install -q $(1) 2>$(VENV)/pip.log; } || \
 { if grep -q "connection broken" $(VENV)/pip.log; \
 	then echo "error: cannot reach the package index; check the network and pip's settings, then run make again" >&2; \
 	else cat $(VENV)/pip.log >&2; fi; exit 1; }

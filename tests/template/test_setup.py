@@ -23,6 +23,7 @@ pytestmark = pytest.mark.install
 
 BARE = Path(sys.base_prefix) / "bin" / "python3"
 INSTALLING = "installing into .venv (once; a minute or two)\n"
+WITH_PIP = "uv failed (see .venv/uv.log); installing with pip, which takes several minutes\n"
 
 
 def write_wheel(folder: Path, name: str, version: str = "0.1.0", code: str = "") -> None:
@@ -94,7 +95,7 @@ def test_pip_installs_where_uv_fails(folder: Path, links: str, uv: str) -> None:
     if uv == "broken":
         write_wheel(Path(links.split()[0]), "uv", code="raise SystemExit('illegal instruction')")
     done = setup(folder, PIP_FIND_LINKS=links, PIP_NO_INDEX="1")
-    told = f"{INSTALLING}installed with pip, because uv failed: see .venv/uv.log\n"
+    told = f"{INSTALLING}{WITH_PIP}"
     assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
     assert installers(folder) == {"pip"}
     reason = "No matching distribution found for uv" if uv == "missing" else "illegal instruction"

@@ -142,7 +142,7 @@ class ConsoleLines:
         if event.evaluation is not None:
             rows["recorded"] = event.evaluation
         elif config.fast:
-            rows["run"] = "all code ran; nothing of this run is kept"
+            rows["run"] = "without an error; nothing of this run is kept"
         else:
             rows |= {"run": run.place, "TensorBoard": _board_command(run, config.overrides)}
         width = max(map(len, rows)) + 2

@@ -42,7 +42,7 @@ class TestFastDevRun:
         assert len(re.findall(r"^ +train +val$", done.stdout, re.MULTILINE)) == 1
         assert len(re.findall(r"^  1/1 ", done.stdout, re.MULTILINE)) == 2  # the second time with the test set
         assert "test/accuracy" in done.stdout
-        assert done.stdout.endswith("all code ran; nothing of this run is kept\n")
+        assert done.stdout.endswith("without an error; nothing of this run is kept\n")
         assert "mlx-fast-" not in done.stdout  # no path of deleted files
         assert sorted(digits.rglob("*")) == before
         assert list(scratch.glob("mlx-fast-*")) == []
