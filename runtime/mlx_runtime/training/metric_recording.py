@@ -1,4 +1,4 @@
-"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported at the next step."""
+"""Metrics of a pass: read at one step, exchanged between workers in the background, and reported some steps later."""
 
 import math
 import time
@@ -45,6 +45,7 @@ class Exchange:
     step: int
     epoch: int
     rates: Mapping[str, float]
+    ends: bool  # it is the last one of the pass
 
 
 class MetricRecorder:
@@ -57,6 +58,7 @@ class MetricRecorder:
         self._records: weakref.WeakKeyDictionary[Pass, PassRecord] = weakref.WeakKeyDictionary()
         self._unfinished: Pass | None = None
         self._in_flight: Exchange | None = None
+        self._steps_left = 0  # until its numbers are reported
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
         self._evaluated = False  # since that reset
         self._before = reporter.states  # of averages of training, when they were recorded last
@@ -121,13 +123,20 @@ class MetricRecorder:
         else:
             record.snapshots |= snapshots(self._of(groups), whole_pass=item.finished)
 
-    def step_finished(self, item: Pass) -> None:
-        """Record numbers at the current step if they are due."""
+    def step_finished(self, item: Pass, lag: int) -> None:
+        """Record numbers at the current step if they are due.
+
+        Those of an exchange are reported `lag` steps after it began, or when the next one begins: workers that have to
+        wait for each other at the next step would lose time if steps are short. `lag` is the same on all workers.
+        """
         if item.training:
             self.restore(item)
-        self.receive()
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self.receive()
         if self.is_due(item):
             self.send(item, last=item.finished)
+            self._steps_left = lag if self._may_lag() else 1
         if item.finished:
             self.receive()  # user code may ask for the values of the pass next
             item.recorded = True
@@ -141,7 +150,6 @@ class MetricRecorder:
             return
         record = self._records[item]
         if record.new or item.loader is None or not item.active:
-            self.receive()
             self.send(item, last=True)
             self.receive()
         if item.loader is None or not item.active:
@@ -149,6 +157,7 @@ class MetricRecorder:
 
     def send(self, item: Pass, *, last: bool) -> None:
         """Start exchanging the metrics of a pass; `last` is True at its end."""
+        self.receive()
         record = self._records.setdefault(item, PassRecord())
         groups = frozenset(record.new)
         late = {name: metric for name, metric in self._of(groups).items() if name not in record.snapshots}
@@ -159,7 +168,8 @@ class MetricRecorder:
         rates = self._rates(item, record) if groups and item.training and self._context.topology.writes else {}
         waited = 100 * item.part.waited_s / item.part.seconds if item.part is not None and item.training else 0.0
         progress = self._context.progress
-        self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates)
+        ends = item.finished or not item.active
+        self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates, ends)
         numbers = waited, memory.peak_gb(self._context.topology.device)
         self._sync.send(SyncMessage((item.name, item.step), groups, numbers, taken))
         record.new, record.snapshots = set(), {}
@@ -202,9 +212,14 @@ class MetricRecorder:
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited
             # The time of a single step is mostly that of starting to read.
-            if (item.finished or not item.active) and item.step > 1:
+            if exchange.ends and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
+
+    def _may_lag(self) -> bool:
+        """Return True unless there is nobody to wait for, or metrics that synchronize themselves go on changing."""
+        alone = self._context.topology.data_parallel_size == 1
+        return not alone and not any(item.syncs_itself for item in self._metrics.values())
 
     def _of(self, groups: Collection[str]) -> dict[str, SyncedMetric]:
         """Return the metrics of some groups by name, in the same order on all workers."""

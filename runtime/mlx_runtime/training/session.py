@@ -233,7 +233,7 @@ class Session:
         if not self.passes.leads(item):
             return
         self._call("on_batch_end", item.name, batch)
-        self.metrics.step_finished(item)
+        self.metrics.step_finished(item, self.stopping.interval)
         if item.finished:
             self._end_pass(item)
         if item.training:

@@ -34,7 +34,8 @@ class StopConsensus:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._group = torch.distributed.new_group(backend="gloo") if torch.distributed.is_initialized() else None
-        self._steps_left = self._interval = 1
+        self._steps_left = 1
+        self.interval = 1  # steps between two rounds
         self._voted_at = time.monotonic()
         self._round: tuple[Any, torch.Tensor] | None = None  # under way
 
@@ -47,7 +48,7 @@ class StopConsensus:
         """Begin a round, and return the result of the previous one; that of this one if rounds follow every step."""
         result = self._finish()
         self._begin(request)
-        return result if self._interval > 1 else max(result, self._finish())
+        return result if self.interval > 1 else max(result, self._finish())
 
     def vote(self, request: int) -> int:
         """Return the maximum of the requests of all workers; 0 is none."""
@@ -55,14 +56,14 @@ class StopConsensus:
 
     def _begin(self, request: int) -> None:
         now = time.monotonic()
-        taken = max(1, self._interval - self._steps_left)  # fewer than the interval at the end of an epoch
+        taken = max(1, self.interval - self._steps_left)  # fewer than the interval at the end of an epoch
         per_step, self._voted_at = (now - self._voted_at) / taken, now
         interval = int(min(MAX_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
         votes = torch.tensor([request, interval if self._topology.rank == 0 else 0])
         work = None
         if self._group is not None:
             work = torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, self._group, async_op=True)
-        self._round, self._steps_left = (work, votes), self._interval
+        self._round, self._steps_left = (work, votes), self.interval
 
     def _finish(self) -> int:
         """Wait for the round under way, and return its result; 0 if there is none."""
@@ -72,8 +73,8 @@ class StopConsensus:
         if work is not None:
             work.wait()
         request, interval = votes.tolist()
-        self._steps_left += interval - self._interval
-        self._interval = interval
+        self._steps_left += interval - self.interval
+        self.interval = interval
         return int(request)
 
 
@@ -99,6 +100,11 @@ class StopPoll:
         self._preempted = False
         self.agreed = False  # all workers have agreed to stop
         self.stopped = False  # the loop was left for that
+
+    @property
+    def interval(self) -> int:
+        """Number of steps that take about `SECONDS_PER_VOTE`, the same on all workers."""
+        return self._consensus.interval
 
     def step(self) -> bool:
         """Count a training step, and run a round if one is due. Return True if a node is being preempted."""

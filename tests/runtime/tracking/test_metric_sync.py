@@ -5,13 +5,16 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics as tm
+from sessions import attach
 from torchmetrics import Metric, MetricCollection
 
+from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.metric_sync import (
@@ -23,6 +26,7 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
+from mlx_runtime.training.passes import Pass
 
 pytestmark = pytest.mark.pure
 
@@ -176,7 +180,39 @@ def test_workers_at_different_places_are_told(on_workers: dict[str, list[Any]]) 
     assert first.startswith("rank 0 records at step 10 of train, rank 1 at step 3 of val; every")
 
 
-WORKS: dict[str, Callable[[int], Any]] = {"values": _values, "large": _large, "alone": _alone, "apart": _apart}
+def _lagging(rank: int) -> dict[str, list[Any]]:
+    mean = tm.MeanMetric()
+    module = BaseModule(cfg=TrainConfig(log_every_steps=4), metrics=SimpleNamespace(mean=mean))
+    session = attach(module, Path("unused"), topology=topology(rank))
+    recorder = session.metrics
+    recorded: list[Any] = []
+    recorder._reporter.record = lambda values, step, epoch: recorded.append((values["train/mean"], step))  # type: ignore[method-assign]
+    part = SimpleNamespace(rows_read=1, seconds=1.0, waited_s=0.0)
+    item, known = Pass("train", training=True, loader=object(), part=part, steps=20), []
+    recorder.begin(item)
+    for item.step in range(1, 10):
+        session.progress.global_step = item.step
+        mean.update(item.step + rank)
+        recorder.save(item, ("metrics",))
+        recorder.step_finished(item, lag=7 if item.step > 4 else 3)
+        known.append(len(recorded))
+    recorder.receive()
+    return {"known": known, "recorded": recorded}
+
+
+@pytest.mark.process
+def test_numbers_are_reported_some_steps_later(on_workers: dict[str, list[Any]]) -> None:
+    """They are those of the step at which they were due, and the step does not wait for other workers."""
+    assert on_workers["lagging"][0] == {"known": [0] * 6 + [1] * 3, "recorded": [(3.0, 4), (5.0, 8)]}
+
+
+WORKS: dict[str, Callable[[int], Any]] = {
+    "lagging": _lagging,
+    "values": _values,
+    "large": _large,
+    "alone": _alone,
+    "apart": _apart,
+}
 """The functions that run on two workers, in one group, because starting a group takes seconds."""
 
 
