@@ -2,7 +2,8 @@
 
 A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember how they were made. So
 the default's *expression* is read from the source and evaluated again, with every call in it recorded: that yields
-the constructor and its arguments, whatever the class stores (decision 0003).
+the constructor and its arguments, whatever the class stores (decision 0003). The default itself takes the place of what
+its constructor would make again.
 """
 
 import ast
@@ -24,6 +25,9 @@ from mlx_runtime.config.declarations import deferred
 
 _RECORDING = "__mlx_recording__"
 
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+"""Types whose objects are written by their items, each of which needs a record of the calls that made it."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -44,6 +48,15 @@ class Recording:
 
     calls: dict[int, Call] = field(default_factory=dict)
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    default: Any = None
+    """The value that the expression had."""
+
+    def outermost(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Record the last call of the expression. A constructor is not called again: it has made the default."""
+        if type(self.default) is not function or function in _CONTAINERS:
+            return self.call(function, *args, **kwargs)
+        self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
+        return self.default
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = deferred(function)(*args, **kwargs)()
@@ -73,13 +86,16 @@ class Recording:
             self.calls = calls
 
 
-def recorded_default(target: Callable[..., Any], name: str) -> tuple[Any, Recording] | None:
-    """Evaluate the default expression of a parameter again; None if its source is not available."""
+def recorded_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
+    """Evaluate the default expression of a parameter again; None if its source is not available.
+
+    If the value that it had is passed as `default`, this takes the place of what its constructor would make again.
+    """
     if dataclasses.is_dataclass(target) and isinstance(target, type):
         source = _field(target, name)
     else:
         source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]
-    return _recorded(*source, name) if source else None
+    return _recorded(*source, name, default) if source else None
 
 
 def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
@@ -97,10 +113,15 @@ def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
     return None
 
 
-def _recorded(expression: ast.expr, namespace: Mapping[str, Any], name: str) -> tuple[Any, Recording]:
+def _recorded(
+    expression: ast.expr, namespace: Mapping[str, Any], name: str, default: Any = None
+) -> tuple[Any, Recording]:
     """Evaluate an expression with every call recorded. Datasets are declared, not loaded."""
-    recording = Recording()
-    tree = ast.fix_missing_locations(ast.Expression(_Instrument(namespace).visit(copy.deepcopy(expression))))
+    recording = Recording(default=default)
+    body = _Instrument(namespace).visit(copy.deepcopy(expression))
+    if isinstance(expression, ast.Call):
+        body.func.attr = Recording.outermost.__name__
+    tree = ast.fix_missing_locations(ast.Expression(body))
     code = compile(tree, f"<default of {name}>", "eval")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # issued when the default itself was constructed

@@ -127,7 +127,7 @@ class Description:
             try:
                 return self._value(parameter.default, parameter.annotation, Recording(), key)
             except BindError:
-                recorded = recorded_default(target, parameter.name)
+                recorded = recorded_default(target, parameter.name, parameter.default)
                 if recorded is None:
                     raise
                 return self._value(recorded[0], parameter.annotation, recorded[1], key)

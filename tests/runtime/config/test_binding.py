@@ -58,6 +58,36 @@ class Models:
         self.net = net
 
 
+class Slow(nn.Module):
+    """Whose construction takes a while."""
+
+    constructed = 0
+
+    def __init__(self, inner: nn.Module | None = None):
+        super().__init__()
+        type(self).constructed += 1
+        self.inner = inner
+
+
+@dataclass
+class SlowModels:
+    plain: nn.Module = Slow()
+    nested: nn.Module = nn.Sequential(nn.Linear(2, 2), Slow())
+    both: nn.Module = Slow(Slow())
+
+
+class SlowExperiment(BaseModule):
+    cfg: TrainConfig
+    models: SlowModels
+
+
+def test_a_default_is_constructed_by_the_import_and_to_verify_it(tmp_path: Path) -> None:
+    before = Slow.constructed
+    bind(SlowExperiment, tmp_path / "conf.yaml")
+    inside = 2  # the arguments of a call are evaluated again to see how they were made
+    assert Slow.constructed - before == 4 + inside
+
+
 @dataclass
 class Optimizers:
     adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS, lr=0.5)
