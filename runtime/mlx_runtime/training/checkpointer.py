@@ -47,6 +47,7 @@ class Checkpointer:
         self._to_resume: State | None = None
         self._from_shards = False  # the checkpoint to restore has shards
         self._restored_names: dict[str, set[str]] = {}
+        self._regrouped: set[str] = set()  # optimizers to which the loop adds parameter groups before they are restored
         self._saver: AsyncCheckpointer | None = None
         if context.topology.writes:
             context.checkpoints.clean()
@@ -147,8 +148,10 @@ class Checkpointer:
             return None
         state, prepared = found
         context, progress = self._context, self._context.progress
+        self._regrouped = self._regrouped_by_loop(state)
         for name in SAVED_ONCE:
-            self._load(name, prepared, owned=prepared is not state)
+            others = {*state[name], *context.groups.members(name)} - self._regrouped if name == "optimizers" else None
+            self._load(name, prepared, only=others, owned=prepared is not state)
         self._set_group_values(state)
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
         self._restored_names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
@@ -182,13 +185,13 @@ class Checkpointer:
         self._to_resume = None
         added = {name: set(self._context.groups.members(name)) - self._restored_names[name] for name in MADE_BY_LOOP}
         wanted: dict[str, Collection[str] | None] = {**added}
-        if any(added.values()):
+        if any(added.values()) or self._regrouped:
             wanted["optimizers"] = None
         prepared = self._prepared(state, wanted)
         for name, names in wanted.items():
             only = None if names is None else {*names} & set(state[name])
             self._load(name, prepared, only=only, owned=prepared is not state)
-        if any(added.values()):
+        if "optimizers" in wanted:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
@@ -199,6 +202,16 @@ class Checkpointer:
         if not state["finished"]:
             self._reporter.states |= state["numbers"]["states"]
         self._context.progress.interrupted = not state["finished"]
+
+    def _regrouped_by_loop(self, state: State) -> set[str]:
+        """Return the optimizers that had other parameter groups at save time; sharded ones are restored as they are."""
+        optimizers = self._context.groups.members("optimizers")
+        return {
+            name
+            for name, saved in state["optimizers"].items()
+            if name in optimizers and not self._from_shards and not self._has_shards()
+            if len(saved.get("param_groups", ())) != len(getattr(optimizers[name], "param_groups", ()))
+        }
 
     def _find(self) -> tuple[State, State] | None:
         """Return the state to restore everything from, and the same as it is loaded, or None if there is none."""

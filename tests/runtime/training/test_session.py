@@ -70,6 +70,16 @@ class Experiment(BaseModule):
             self.save_checkpoint(epoch=epoch)
 
 
+class Regrouped(Experiment):
+    """The loop gives the bias a learning rate of its own."""
+
+    def worker_loop(self, dataset_shards: DatasetShards, **options: Any) -> None:
+        sgd, net = self.optimizers.sgd, self.models.net
+        sgd.param_groups[0]["params"] = [net.weight]
+        sgd.add_param_group({"params": [net.bias], "lr": 0.1})
+        super().worker_loop(dataset_shards, **options)
+
+
 def run(experiment: Experiment, folder: Path, sink: Events | None = None, **loop: Any) -> Experiment:
     session = attach(experiment, folder, sink=sink)
     session.begin()
@@ -91,12 +101,13 @@ def state(experiment: Experiment) -> str:
 class TestRestart:
     """A run that was interrupted ends as one that was not."""
 
+    @pytest.mark.parametrize("made", [Experiment, Regrouped])
     @pytest.mark.parametrize("every", [None, 1])
-    def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None) -> None:
-        whole = run(Experiment(checkpoint_every_steps=every), tmp_path / "whole")
-        run(Experiment(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
+    def test_after_an_epoch_or_within_one(self, tmp_path: Path, every: int | None, made: type[Experiment]) -> None:
+        whole = run(made(checkpoint_every_steps=every), tmp_path / "whole")
+        run(made(checkpoint_every_steps=every), tmp_path / "parts", stop_at=7)
         events = Events()
-        resumed = run(Experiment(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
+        resumed = run(made(checkpoint_every_steps=every), tmp_path / "parts", sink=events)
         assert state(resumed) == state(whole)
         step = 4 if every is None else 6
         (notice,) = [event for event in events if isinstance(event, Notice)]
