@@ -14,14 +14,13 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
-from ray.train.torch import prepare_model
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Adam
 from torch.utils.data import Dataset
 
 import mlx_runtime
-from mlx_runtime import DUMMY_PARAMS, BaseModule
+from mlx_runtime import DUMMY_PARAMS, BaseModule, prepare_model
 from mlx_runtime.datasets import DatasetShards, Loader
 from mlx_runtime.losses import Mean
 
