@@ -12,6 +12,7 @@ import ray
 import ray.train
 import ray.train.torch
 import ray.train.v2._internal.execution.context
+import ray.tune  # which Ray Train imports at its first call; that draws from `random`, in the middle of a loop
 import ray.util
 import torch.distributed
 from ray._private import auto_init_hook
