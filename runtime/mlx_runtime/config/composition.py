@@ -44,7 +44,6 @@ class Config:
         cfg: the group `cfg` as the object that user code gets.
         overrides: the overrides, as typed.
         unseen: targets that were not checked, since only a run may import them.
-        ignored: settings in `cfg` that an earlier version of the runtime had.
     """
 
     tree: Tree
@@ -52,7 +51,6 @@ class Config:
     cfg: Any
     overrides: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
 
     @property
     def shown(self) -> Tree:
@@ -95,7 +93,6 @@ def load(
     tree, unresolved, problems, selection = read(path, overrides, title, project)
     classes, base = groups(experiment), base_of(experiment)
     reported = {problem.key for problem in problems}
-    ignored = _ignored_settings([tree.get("cfg"), unresolved.get("cfg")], classes["cfg"], base)
     checker = Checker(imports=not look, variants=selection.variants.nodes)
     for index, (key, _) in enumerate(problems):
         if checker.lacks(tree, key, base):
@@ -107,7 +104,7 @@ def load(
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     files = " and ".join(map(str, [title, *selection.files]))
     raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], files)
-    return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)), ignored=ignored)
+    return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
 
 
 def _in(file: Path | None) -> str:
@@ -267,17 +264,6 @@ def _quote_value(override: str) -> str:
     """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
     match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
     return f"{match[1]}='{match[2]}'" if match else override
-
-
-def _ignored_settings(nodes: Sequence[Any], cls: type, base: Any) -> tuple[str, ...]:
-    """Return the settings in `cfg` that the runtime no longer has, and drop those that the user's class lacks, too."""
-    own = {item.name for item in parameters(cls) or []}
-    found = [node for node in nodes if isinstance(node, dict)]
-    ignored = tuple(name for name in getattr(base, "removed_settings", ()) if any(name in node for node in found))
-    for node in found:
-        for name in {*ignored} - own:
-            node.pop(name, None)
-    return ignored
 
 
 def _own_settings(node: Tree, base: type) -> Any:

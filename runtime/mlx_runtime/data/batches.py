@@ -128,19 +128,23 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._waited: Any = None  # the stream that has waited for all copies so far
 
     def __call__(self, batch: Batch) -> Batch:
         """Return a batch with all tensors on the device."""
         current = torch.cuda.current_stream(self._device)
+        tensors = [item for item in batch.values() if isinstance(item, torch.Tensor)]
+        copied = [item for item in tensors if item.device.type == self._device.type]  # earlier, as a part of a chunk
         with torch.cuda.stream(self._stream):
             moved = {
                 name: item.pin_memory().to(self._device, non_blocking=True)  # from other memory, copying would block
                 for name, item in batch.items()
                 if isinstance(item, torch.Tensor) and item.device.type == "cpu"
             }
-        if moved:
+        if moved or (copied and current != self._waited):
             current.wait_stream(self._stream)
-        for tensor in moved.values():
+            self._waited = current
+        for tensor in (*copied, *moved.values()):
             tensor.record_stream(current)  # its memory is not reused before the steps that read it
         return move_tensors(batch | moved, lambda item: item.to(self._device))
 

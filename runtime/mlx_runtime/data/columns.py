@@ -5,6 +5,7 @@ From an object store, workers first copy the files to a folder on their machine.
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -16,6 +17,7 @@ import torch
 
 from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
 from mlx_runtime.data.prepared import MANIFEST, Manifest, PreparedSet, Store
+from mlx_runtime.data.read_ahead import read_ahead
 from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
@@ -119,17 +121,24 @@ class PreparedReader:
     def rows(self) -> int:
         return self._prepared.manifest.rows
 
-    def batches(self, part: WorkerPass) -> Iterator[Batch]:
-        columns, rows, sizes, start = self._columns, part.rows(), part.sizes, 0
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        columns, sizes = self._columns, part.sizes
         row_bytes = sum(column[0].numel() * column.element_size() for column in columns.values())
         per_chunk = max(1, CHUNK_BYTES // max(1, row_bytes * max(sizes, default=1)))
-        for first in range(0, len(sizes), per_chunk):
-            group = sizes[first : first + per_chunk]
-            of_chunk = rows[start : start + sum(group)]
-            start += len(of_chunk)
-            chunks = [torch.split(self._gathered(column, of_chunk), group) for column in columns.values()]
-            for batch in zip(*chunks, strict=True):
+        groups = [sizes[first : first + per_chunk] for first in range(0, len(sizes), per_chunk)]
+        chunks, on_gpu = self._chunks(part.rows(), groups), self._device.type == "cuda"
+        if prefetch:
+            chunks = read_ahead(chunks, math.ceil(prefetch / per_chunk), pin_memory=on_gpu)
+        for group, chunk in zip(groups, chunks, strict=True):
+            moved = device_copies(self._device)(chunk) if on_gpu else chunk
+            parts = [torch.split(column, group) for column in moved.values()]
+            for batch in zip(*parts, strict=True):
                 yield dict(zip(columns, batch, strict=True))
+
+    def _chunks(self, rows: torch.Tensor, groups: list[list[int]]) -> Iterator[Batch]:
+        """Yield the rows of each group of batches, for a GPU in pinned memory."""
+        for of_chunk in torch.split(rows, [sum(group) for group in groups]):
+            yield {name: self._gathered(column, of_chunk) for name, column in self._columns.items()}
 
     @cached_property
     def _columns(self) -> dict[str, torch.Tensor]:
@@ -142,8 +151,7 @@ class PreparedReader:
             return column.index_select(0, rows)
         pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
         torch.index_select(column, 0, rows, out=pinned)
-        moved: torch.Tensor = device_copies(self._device)({"": pinned})[""]
-        return moved
+        return pinned
 
 
 def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: float) -> dict[str, torch.Tensor]:

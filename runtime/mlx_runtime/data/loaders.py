@@ -64,6 +64,7 @@ class LoaderOptions:
     """Settings of all loaders of a run."""
 
     seed: int = 0  # determines the order, together with the epoch
+    prefetch: int | None = None  # batches read ahead; None is the default of each kind of dataset
     processes: int = 0  # per worker, that read samples; 0 reads in the worker itself
     accumulate: int = 1  # steps per update of a training dataset
     wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
@@ -176,7 +177,12 @@ class DatasetShard:
         return reader(self.dataset, self.name, processes)
 
     def iter_torch_batches(
-        self, batch_size: int | None = None, *, drop_last: bool | None = None, **unsupported: Any
+        self,
+        batch_size: int | None = None,
+        *,
+        drop_last: bool | None = None,
+        prefetch_batches: int | None = None,
+        **unsupported: Any,
     ) -> "Loader":
         """Return the loader of this dataset: `{name: tensor (batch_size, ...)}` on this worker's device.
 
@@ -190,6 +196,7 @@ class DatasetShard:
             batch_size: Rows per worker and step; the dataset's own `batch_size` by default.
             drop_last: Leave out a last batch that is smaller than the others; by default the dataset's attribute
                 `drop_last`, or False.
+            prefetch_batches: Batches read ahead; by default `cfg.prefetch_batches`.
             unsupported: Further arguments of Ray Data's method of this name.
 
         Raises:
@@ -197,9 +204,12 @@ class DatasetShard:
         """
         if unsupported:
             name = next(iter(unsupported))
-            cure = _INSTEAD.get(name, "it takes batch_size and drop_last")
+            cure = _INSTEAD.get(name, "it takes batch_size, drop_last and prefetch_batches")
             raise DatasetError(f"iter_torch_batches({name}=...) is not supported; {cure}")
-        return self.follow(Loader(self, batch_size, drop_last))
+        if prefetch_batches is not None and (type(prefetch_batches) is not int or prefetch_batches < 0):
+            given = f"iter_torch_batches(prefetch_batches={prefetch_batches!r})"
+            raise DatasetError(f"{given} of datasets.{self.name}: write a number of batches, 0 or more")
+        return self.follow(Loader(self, batch_size, drop_last, prefetch_batches))
 
 
 _INSTEAD = {
@@ -209,7 +219,6 @@ _INSTEAD = {
     "local_shuffle_buffer_size": "each epoch shuffles a whole training set; set its attribute `shuffle` to change that",
     "local_shuffle_seed": "cfg.seed determines the order",
     "pin_memory": "batches for a GPU are always pinned",
-    "prefetch_batches": "cfg.loader=workers=N reads ahead",
 }
 """What to do instead of passing an argument of Ray Data's method."""
 
@@ -255,15 +264,21 @@ class Loader:
 
     Attributes:
         shard: Shard to read.
-        asked: Batch size and `drop_last`, None for the dataset's own.
+        asked: Batch size, `drop_last` and batches to read ahead; None for the dataset's own, and that of the run.
         epoch: Number of the next pass, which determines the order; a restart sets it.
         observer: Object that follows each pass.
         current: The pass that last advanced this loader, whose position a checkpoint holds; None before the first.
     """
 
-    def __init__(self, shard: DatasetShard, batch_size: int | None = None, drop_last: bool | None = None) -> None:
+    def __init__(
+        self,
+        shard: DatasetShard,
+        batch_size: int | None = None,
+        drop_last: bool | None = None,
+        prefetch: int | None = None,
+    ) -> None:
         self.shard = shard
-        self.asked = (batch_size, drop_last)
+        self.asked = (batch_size, drop_last, prefetch)
         self.epoch = 0
         self.observer: LoaderObserver | None = None
         self.current: WorkerPass | None = None
@@ -287,6 +302,11 @@ class Loader:
     def updates(self) -> int:
         """Number of updates in a whole pass: its steps, unless gradients are accumulated over several of them."""
         return -(-len(self) // self.accumulate)
+
+    @property
+    def prefetch(self) -> int | None:
+        """Batches to read ahead; None is the default of each kind of dataset."""
+        return self.shard.options.prefetch if self.asked[2] is None else self.asked[2]
 
     @cached_property
     def reader(self) -> Reader:
@@ -352,7 +372,7 @@ class Loader:
         copies = device_copies(device) if device.type == "cuda" else None
         asked = time.perf_counter()
         try:
-            for batch in self.reader.batches(part):
+            for batch in self.reader.batches(part, self.prefetch):
                 if copies is not None:
                     batch = copies(batch)
                 part.given += 1

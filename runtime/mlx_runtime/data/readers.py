@@ -1,5 +1,6 @@
 """The protocol that loaders read from, and readers of torch datasets, in the worker itself or in separate processes."""
 
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +11,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from mlx_runtime.data.batches import Batch, BatchReader, note, rows_of
+from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, ReadingThread, read_ahead
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
-from mlx_runtime.distributed.randomness import random_state, seed_everything, seeded, set_random_state
+from mlx_runtime.distributed.randomness import (
+    random_state,
+    same_random_state,
+    seed_everything,
+    seeded,
+    set_random_state,
+)
 from mlx_runtime.errors import DatasetError, short_message
 
 
@@ -27,8 +35,8 @@ class Reader(Protocol):
     def rows(self) -> int:
         """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
 
-    def batches(self, part: WorkerPass) -> Iterator[Batch]:
-        """Yield the remaining batches of a pass."""
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        """Yield the remaining batches of a pass, read up to `prefetch` batches ahead; None means the default."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +46,14 @@ class ReadingProcesses:
     count: int = 0  # 0 reads in the worker itself
     pin_memory: bool = False  # from which copying to a GPU does not block
 
-    def loader(self, dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-        """Return a DataLoader for a dataset whose items are batches."""
+    def loader(self, dataset: Dataset[Any], prefetch: int | None, **options: Any) -> DataLoader[Any]:
+        """Return a DataLoader for a dataset whose items are batches, of which each process reads some ahead."""
         return DataLoader(
             dataset,
             batch_size=None,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
+            prefetch_factor=DEFAULT_PREFETCH if prefetch is None else max(1, prefetch),  # with 0, it would read nothing
             generator=torch.Generator(),  # otherwise each pass would advance the random state of training
             **options,
         )
@@ -101,17 +110,18 @@ class MapReader:
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)
 
-    def batches(self, part: WorkerPass) -> Iterator[Batch]:
-        if not self._processes.count:  # without a DataLoader, whose overhead is a fifth for small batches
-            return map(self._batches.read, part.batch_rows())
-        return self._read_by_processes(part)
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        if self._processes.count:
+            return self._read_by_processes(part, prefetch)
+        batches = map(self._batches.read, part.batch_rows())  # a DataLoader costs a fifth for small batches
+        return read_ahead(batches, prefetch, pin_memory=self._processes.pin_memory) if prefetch else batches
 
-    def _read_by_processes(self, part: WorkerPass) -> Iterator[Batch]:
+    def _read_by_processes(self, part: WorkerPass, prefetch: int | None) -> Iterator[Batch]:
         own, self._idle = self._idle, None  # a pass within a step of this one needs its own
         if own is None:
             sampler, count = _Sampler(), self._processes.count
             options = {"sampler": sampler, "num_workers": count, "persistent_workers": True}
-            own = sampler, self._processes.loader(_MapBatches(self._batches), **options)
+            own = sampler, self._processes.loader(_MapBatches(self._batches), prefetch, **options)
         sampler, loader = own
         sampler.part = part
         try:
@@ -163,11 +173,14 @@ class IterableReader:
     def rows(self) -> int:
         return rows_of(self._dataset, self._name)
 
-    def batches(self, part: WorkerPass) -> Iterator[Batch]:
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
         batches = _IterableBatches(self._dataset, self._name, part)
         if self._processes.count:
-            return _received(self._processes.loader(batches, num_workers=1))
-        return batches.read()
+            return _received(self._processes.loader(batches, prefetch, num_workers=1))
+        if not prefetch:
+            return batches.read()
+        pin_memory = self._processes.pin_memory
+        return read_ahead(batches.read(), prefetch, draws=lambda: batches.draws, pin_memory=pin_memory)
 
 
 class _IterableBatches(IterableDataset[Any]):
@@ -175,6 +188,12 @@ class _IterableBatches(IterableDataset[Any]):
 
     def __init__(self, dataset: Any, name: str, part: WorkerPass) -> None:
         self.dataset, self.name, self.part = dataset, name, part
+        self._randomness: _Randomness | None = None  # of the samples, once they are read
+
+    @property
+    def draws(self) -> bool:
+        """True if reading samples has drawn random numbers."""
+        return self._randomness is not None and self._randomness.drawn
 
     def __iter__(self) -> "Iterator[Batch | _Failure]":
         seed_everything(self.part.epoch_seed)
@@ -194,7 +213,7 @@ class _IterableBatches(IterableDataset[Any]):
         """Yield the samples of this worker, each with its position in the stream."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.part.epoch)
-        randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
+        self._randomness = randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
         with randomness:
             if hasattr(self.dataset, "in_order"):
                 samples = self.dataset.in_order(self.part.epoch_seed if self.part.shuffle else None)
@@ -231,16 +250,22 @@ class _Randomness:
     """A separate random state: code in a `with` block neither sees nor changes the random numbers of training."""
 
     def __init__(self, seed: int) -> None:
-        self._alone = get_worker_info() is not None  # a reading process has no other random numbers
         with seeded(seed):
-            self._own = random_state()
+            self._own = self._first = random_state()
+
+    @property
+    def drawn(self) -> bool:
+        """True if code in a block has drawn a random number."""
+        return not same_random_state(self._first, self._own)
 
     def __enter__(self) -> None:
-        if not self._alone:
+        # a reading process has no other random numbers, and the loop's must not change under it
+        self._swaps = get_worker_info() is None and not isinstance(threading.current_thread(), ReadingThread)
+        if self._swaps:
             self._outside = random_state()
             set_random_state(self._own)
 
     def __exit__(self, *error: object) -> None:
-        if not self._alone:
+        if self._swaps:
             self._own = random_state()
             set_random_state(self._outside)

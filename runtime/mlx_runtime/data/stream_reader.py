@@ -18,6 +18,7 @@ import ray.util.scheduling_strategies
 import torch
 
 from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, read_ahead
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
 from mlx_runtime.data.streams import Part, blocks_of, columns_of, dataset_error, make_dataset, rows_of_stream, stream_of
 from mlx_runtime.errors import DatasetError, MlxError
@@ -183,7 +184,11 @@ class StreamReader:
         if isinstance(self._assigner, BlockAssigner):
             self._assigner.close()
 
-    def batches(self, part: WorkerPass) -> Iterator[Batch]:
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        count = DEFAULT_PREFETCH if prefetch is None else prefetch
+        return read_ahead(self._read(part), count) if count else self._read(part)
+
+    def _read(self, part: WorkerPass) -> Iterator[Batch]:
         self._passes += 1
         plan, rank, seed = part.plan, part.rank, part.epoch_seed
         sizes = plan.sizes(rank)

@@ -128,6 +128,7 @@ def dataset_shards(
     limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
     options = LoaderOptions(
         seed=cfg.seed,
+        prefetch=cfg.prefetch_batches,
         processes=reading_processes(cfg.loader),
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=cfg.start_workers if keeps_global_batch else None,

@@ -76,8 +76,6 @@ class ConsoleLines:
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
             self._print("          to keep a secret out of it, read it from an environment variable: ${oc.env:NAME}")
-        for name in config.ignored:
-            self._print(f"note      cfg.{name} has no effect: it is no longer a setting of the runtime")
 
     def _overrides(self) -> None:
         """Print what differs from the config that the run had before, and which overrides change nothing."""

@@ -26,6 +26,7 @@ MINIMUM = {
     "mirror_timeout_s": 0,
     "num_epochs": 0,
     "overfit_batches": 1,
+    "prefetch_batches": 0,
     "seed": 0,
     "shard_size": 1,
     "start_epoch": 0,
@@ -137,6 +138,10 @@ class TrainConfig(_Checked):
             snapshot of its memory then has the lines of code that have allocated it.
         loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
             processes per worker.
+        prefetch_batches: batches that are read while the loop trains on earlier ones. None is 2 for each of the
+            processes of `workers=N`, and for streams of Ray Data, and 0 for what the worker itself reads. A number is
+            for all of them; a thread of the worker then reads what the worker would, unless the first batch of a pass
+            draws from the global random generators: it would change the numbers that the loop draws.
         prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones
             first (`--prepare-batches`); `never` reads samples (`--no-prepared`).
         prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
@@ -208,6 +213,7 @@ class TrainConfig(_Checked):
     splitter: Any = None
     profile: bool = False
     loader: str = "auto"
+    prefetch_batches: int | None = None
     prepared: Literal["auto", "make", "never"] = "auto"
     prepared_path: str | None = None
     prepared_max_days: float = 30
@@ -240,9 +246,6 @@ class TrainConfig(_Checked):
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
-
-    removed_settings: ClassVar[tuple[str, ...]] = ("prefetch_batches",)
-    """Settings of earlier versions, which a conf.yaml may still contain."""
 
 
 @dataclass

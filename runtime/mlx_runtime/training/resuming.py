@@ -35,8 +35,8 @@ FIXED = {
 }
 """Settings that a run keeps: they determine where it starts and what it reads."""
 
-IGNORED = {"resume", "storage_path", *TrainConfig.removed_settings}
-"""Settings that do not change what a run does: they choose it, or are of an earlier version."""
+IGNORED = {"resume", "storage_path"}
+"""Settings that do not change what a run does: they choose it."""
 
 MAY_START = {"lr", "weight_decay"}
 """Hyperparameters that may change from or to 0. With others, like momentum, its state would differ in kind."""

@@ -1,6 +1,9 @@
 """Loaders of every kind: their batches, their positions, and their errors."""
 
 import contextlib
+import os
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -148,7 +151,8 @@ def test_reading_processes_give_the_same_batches_in_every_pass() -> None:
 @pytest.mark.process
 def test_random_samples_do_not_depend_on_how_many_processes_read() -> None:
     one, two = (
-        [batch["x"].tolist() for batch in shard(Noisy(), processes=count).iter_torch_batches()] for count in (1, 2)
+        [batch["x"].tolist() for batch in shard(Noisy(), processes=count, prefetch=ahead).iter_torch_batches()]
+        for count, ahead in ((1, 0), (2, 5))
     )
     assert one == two
     assert len({value for batch in one for _, value in batch}) == 10
@@ -179,6 +183,112 @@ def test_reading_does_not_touch_cuda(monkeypatch: pytest.MonkeyPatch, dataset: D
     wanted = read(shard(dataset, processes=processes).iter_torch_batches())
     tripwire.install(monkeypatch.setattr)
     assert read(shard(dataset, processes=processes).iter_torch_batches()) == wanted
+
+
+class Sorted(Numbers):
+    """A stream whose samples are stacked with a random number."""
+
+    def __init__(self, rows: int, noisy: bool = False):
+        super().__init__(rows)
+        self.noisy = noisy
+
+    def __iter__(self):
+        for row in range(self.rows):
+            time.sleep(0.0005)  # the loop draws while a thread reads
+            yield torch.tensor(row)
+
+    def collate(self, samples):
+        return {"x": torch.stack([torch.stack([row, torch.rand(1)[0] if self.noisy else row]) for row in samples])}
+
+    ray_map_batches = property()  # it has none
+
+
+def trained(loader: Loader, steps: int = 99) -> Iterator[tuple[Any, float]]:
+    """Yield the batches of a loop that draws a random number in each step."""
+    for _, batch in zip(range(steps), loader, strict=False):
+        yield batch["x"].tolist(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [Rows(53), Noisy(53), Numbers(53), Sorted(53), Sorted(53, noisy=True)],
+    ids=["rows", "noisy rows", "shuffled stream", "stream", "noisy stream"],
+)
+def test_reading_ahead_changes_neither_batches_nor_random_numbers_nor_positions(dataset: Dataset) -> None:
+    def read_in_two_attempts(ahead: int, stop: int) -> list[tuple[Any, float]]:
+        torch.manual_seed(3)
+        first = shard(dataset, 1, 2, prefetch=ahead).iter_torch_batches()
+        passing = trained(first)
+        begun = [next(passing) for _ in range(stop)]
+        state, random = first.state_dict(), torch.get_rng_state()
+        next(passing, None)  # is lost
+        other = shard(dataset, 1, 2).iter_torch_batches(prefetch_batches=ahead)
+        other.load_state_dict(state)
+        torch.set_rng_state(random)
+        return begun + list(trained(other))
+
+    torch.manual_seed(3)
+    whole = list(trained(shard(dataset, 1, 2, prefetch=0).iter_torch_batches()))
+    assert len(whole) == 9
+    for ahead in (0, 2, 5):
+        assert read_in_two_attempts(ahead, stop=4) == whole
+
+
+class Watched(Rows):
+    """Rows that are read while a lock is held. `read` counts them."""
+
+    def __init__(self, rows: int = 60, seconds: float = 0.0):
+        super().__init__(rows)
+        self.lock, self.seconds = threading.Lock(), seconds
+        self.read = threading.Semaphore(0)
+        self.modes: set[bool] = set()
+
+    def __getitem__(self, index):
+        with self.lock:
+            time.sleep(self.seconds)
+            self.read.release()
+            self.modes.add(torch.is_grad_enabled())
+            return super().__getitem__(index)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "read ahead"]
+
+
+@torch.no_grad()
+def test_batches_are_read_while_the_loop_is_busy_until_it_leaves() -> None:
+    dataset = Watched()
+    for number, _ in enumerate(shard(dataset, name="val", prefetch=2).iter_torch_batches()):
+        for _ in range(9 if number == 0 else 3):  # three batches, one of which the loop has
+            assert dataset.read.acquire(timeout=60)
+        if number == 4:
+            break
+    assert not dataset.read.acquire(blocking=False)
+    assert readers() == []
+    assert dataset.modes == {False}
+    for _ in shard(dataset, name="val", prefetch=2).iter_torch_batches():
+        pass
+    assert readers() == []
+
+
+def test_a_child_process_inherits_no_lock_of_a_thread_that_reads_ahead() -> None:
+    dataset = Watched(rows=100_000, seconds=0.002)
+    batches = iter(shard(dataset, prefetch=100_000).iter_torch_batches())
+    next(batches)
+    for _ in range(5):
+        child = os.fork()
+        if child == 0:
+            os._exit(dataset.lock.locked())
+        assert os.waitpid(child, 0)[1] == 0
+    assert len(readers()) == 1  # which is still at work
+    del batches
+    assert readers() == []
+
+
+def test_a_number_of_batches_to_read_ahead_must_be_one() -> None:
+    message = r"iter_torch_batches\(prefetch_batches=-1\) of datasets.train: write a number of batches, 0 or more"
+    with pytest.raises(DatasetError, match=message):
+        shard(Rows()).iter_torch_batches(prefetch_batches=-1)
 
 
 def test_a_stream_that_ends_early_is_told() -> None:
@@ -415,6 +525,12 @@ class Recorded(torch.Tensor):
         self.calls.append(f"keep for {stream.name}")
 
 
+class Copied(Recorded):
+    """A part of what was copied to the GPU earlier."""
+
+    device = property(lambda self: torch.device("cuda", 0))  # type: ignore[assignment]
+
+
 def test_batches_are_copied_beside_the_steps_that_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """From pinned memory, on a stream of its own; the steps that read them wait for the copy."""
     calls = Recorded.calls = []
@@ -422,6 +538,9 @@ def test_batches_are_copied_beside_the_steps_that_still_run(monkeypatch: pytest.
     class Stream:
         def __init__(self, device: torch.device | None = None, name: str = "copies") -> None:
             self.name = name
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and self.name == other.name
 
         def wait_stream(self, other: "Stream") -> None:
             calls.append(f"{self.name} waits for {other.name}")
@@ -443,7 +562,15 @@ def test_batches_are_copied_beside_the_steps_that_still_run(monkeypatch: pytest.
     assert calls == ["begin copies", "pin", "copy", "end copies", "steps waits for copies", "keep for steps"]
     calls.clear()
     assert copies({"names": ["a"], "made": torch.ones(1, device="meta").as_subclass(Recorded)})["names"] == ["a"]
-    assert calls == ["begin copies", "end copies"]  # what is on a device already is not copied, nor waited for
+    assert calls == ["begin copies", "end copies"]  # what is on another device is not copied, nor waited for
+    part = {"x": torch.arange(2).as_subclass(Copied)}
+    calls.clear()
+    copies(part)
+    assert calls == ["begin copies", "end copies", "keep for steps"]  # which have waited for the copy of the whole
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(name="other steps"))
+    calls.clear()
+    copies(part)
+    assert calls[2:] == ["other steps waits for copies", "keep for other steps"]
 
 
 def test_only_tensors_go_to_the_device() -> None:
@@ -534,7 +661,10 @@ def test_a_sample_that_raises_in_a_reading_process_is_one_line_and_its_place() -
     assert "test_loaders.py" in place
 
 
-def test_a_sample_that_raises_is_named() -> None:
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_a_sample_that_raises_is_named(ahead: int) -> None:
+    read = []
     with pytest.raises(OSError, match="bad sector") as caught:
-        list(shard(Rows(rows=1001), name="val").iter_torch_batches())
+        read += (batch for batch in shard(Rows(rows=1001), name="val", prefetch=ahead).iter_torch_batches())
+    assert len(read) == 333  # those before the one with sample 1000
     assert caught.value.__notes__ == ["while reading sample 1000 of datasets.val"]

@@ -61,13 +61,15 @@ def assign(name: str = "train", **arguments: object) -> BlockAssigner:
     return assigner
 
 
-def loaders(workers: int = 2, name: str = "train", batch_size: int = 50, **arguments: object) -> list[Loader]:
+def loaders(
+    workers: int = 2, name: str = "train", batch_size: int = 50, ahead: int | None = None, **arguments: object
+) -> list[Loader]:
     assigner = assign(name, batch_size=batch_size, **arguments)
     group = SimpleNamespace(**{name: Numbers(batch_size)})
     return [
         DatasetShard(
             name, group, Topology(rank, workers, torch.device("cpu")), stream=StreamReader(assigner, name)
-        ).iter_torch_batches()
+        ).iter_torch_batches(prefetch_batches=ahead)
         for rank in range(workers)
     ]
 
@@ -98,11 +100,11 @@ def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("stop", [1, 7, 29])
 def test_the_same_workers_go_on_with_the_very_batches(stop: int) -> None:
-    whole = together(loaders())
+    whole = together(loaders(ahead=0))
     interrupted = loaders()
     passes = [iter(loader) for loader in interrupted]
     begun = [[next(of_rank)["x"].tolist() for _ in range(stop)] for of_rank in passes]
-    others = loaders()
+    others = loaders(ahead=5)
     for loader, other in zip(interrupted, others, strict=True):
         other.load_state_dict(loader.state_dict())
         assert other.state_dict() == loader.state_dict()  # even before its first batch
