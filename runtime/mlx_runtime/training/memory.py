@@ -86,13 +86,6 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def utilization(device: torch.device) -> dict[str, float]:
-    """Return the percentage of time in which a GPU was busy, as a number to record; {} if NVML does not tell it."""
-    with contextlib.suppress(Exception):  # nvidia-ml-py is optional, and has errors of its own
-        return {"gpu/utilization_pct": float(torch.cuda.utilization(device))}
-    return {}
-
-
 def snapshot(folder: RunFolder, topology: Topology) -> str:
     """Store what the memory of this worker's GPU is used for. Return a line about it, empty if there is none."""
     if topology.device.type != "cuda":

@@ -18,7 +18,7 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
-from mlx_runtime.training import memory
+from mlx_runtime.training import memory, utilization
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.passes import Pass
 from mlx_runtime.training.reporting import Reporter
@@ -245,8 +245,12 @@ class MetricRecorder:
         }
         if item.loader is not None:
             rates |= item.part.rates
+            if flops := utilization.flops_per_row(self._context.groups.modules):
+                topology = self._context.topology
+                flops_per_s = flops * rates["samples_per_s"] / topology.world_size
+                rates |= utilization.operations(flops_per_s, topology.device, self._context.cfg)
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":
-            rates |= memory.utilization(self._context.topology.device)
+            rates |= utilization.busy(self._context.topology.device)
         return rates

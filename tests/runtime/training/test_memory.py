@@ -28,7 +28,7 @@ from mlx_runtime.training.engines import processes
 from mlx_runtime.training.engines.local import _ProcessDied
 from mlx_runtime.training.engines.processes import memory_kills
 from mlx_runtime.training.failures import error_of
-from mlx_runtime.training.memory import memory_needs, out_of_memory, snapshot, utilization, ways_to_save
+from mlx_runtime.training.memory import memory_needs, out_of_memory, snapshot, ways_to_save
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies.sharded import _explain_errors
 from mlx_runtime.training.worker import _needed_here, loop_errors
@@ -179,19 +179,6 @@ def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
     assert "could not be stored" in snapshot(folder, gpu)
     assert "No space left" in snapshot(folder, gpu)
-
-
-@pytest.mark.pure
-def test_utilization_is_recorded_only_if_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 100 * device.index - 3)
-    assert utilization(gpu) == {"gpu/utilization_pct": 97.0}
-
-    def fail(device: torch.device) -> None:
-        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
-
-    monkeypatch.setattr(torch.cuda, "utilization", fail)
-    assert utilization(gpu) == {}
 
 
 @pytest.mark.pure
