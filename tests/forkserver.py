@@ -104,6 +104,7 @@ class Commands:
 
     def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None
+        self._server.stdin.write(b"\n")  # what this process has forked may hold the pipe open
         self._server.stdin.close()
         self._server.wait()
         self._places.cleanup()
@@ -175,7 +176,7 @@ def serve() -> None:
     while True:
         if select.select([orders], [], [], LOOK_S if running else None)[0]:
             order = orders.readline()
-            if not order:
+            if not order.strip():
                 sys.exit()
             pid = os.fork()
             if pid == 0:

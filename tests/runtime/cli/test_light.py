@@ -56,7 +56,8 @@ class Cluster(BaseHTTPRequestHandler):
         answers = {"/api/version": {"ray_version": version("ray")}, "/api/jobs/": []}
         answer = answers.get(self.path, {"status": "SUCCEEDED", "message": "", "driver_exit_code": 0})
         if self.path.endswith("/logs"):
-            answer = {"logs": f"mlx-probe {json.dumps({'cpus': 64, 'gpus': 0, 'nodes': []})}\n"}
+            found = {"cpus": 64, "gpus": 0, "nodes": [], "groups": {}}
+            answer = {"logs": f"mlx-probe {json.dumps(found)}\n"}
         self.answer(404 if "/packages/" in self.path else 200, answer)
 
     def do_POST(self) -> None:

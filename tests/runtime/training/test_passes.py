@@ -316,7 +316,8 @@ def test_another_batch_size_applies_from_the_next_pass(loop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "cure"), [("local_shuffle_buffer_size", "each epoch shuffles"), ("shufle", "it takes batch_size and drop")]
+    ("name", "cure"),
+    [("local_shuffle_buffer_size", "each epoch shuffles"), ("shufle", "it takes batch_size, drop_last and pref")],
 )
 def test_what_a_loader_does_not_take_is_refused(loop, name: str, cure: str) -> None:
     with pytest.raises(MlxError, match=rf"iter_torch_batches\({name}=...\) is not supported; {cure}"):
