@@ -21,6 +21,8 @@ EXPERIMENTS = Path(__file__).parent / "experiments"
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
+os.environ.update(KEYS)  # here, because some tests restore the environment of this process
+
 TIMEOUT_S = 560
 """Timeout of one command."""
 
@@ -226,11 +228,8 @@ def s3() -> Iterator[str]:
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    os.environ.update(KEYS)
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket="bucket")
     yield f"s3://bucket/{{}}?endpoint_override={host}:{port}&scheme=http&region=us-east-1"
-    for key in KEYS:
-        del os.environ[key]
     server.stop()
 
 

@@ -48,8 +48,8 @@ GROUP = "lr"
 INTERVAL = "_interval"
 """Ends the name of an average since the previous record, which is drawn with the average that it is named after."""
 
-LAST_CHARTS = (GROUP, "time")
-"""Prefixes of numbers that are drawn below the metrics, like speeds in `samples_per_s`."""
+OF_TRAINING = re.compile(rf"({GROUP}|time|gpu)/|tflops$|.*_per_s$")
+"""Names of numbers that say how a run trains, and not how well: learning rates, times, speeds, the use of devices."""
 
 Point = tuple[int, float | None, int]
 """Step, value (None for NaN), epoch counted from 1."""
@@ -253,8 +253,8 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
         title, label = (group, short) if group == GROUP or not short else (short, group)
         if name.endswith(INTERVAL) and name.removesuffix(INTERVAL) in curves:
             title, label = title.removesuffix(INTERVAL), f"{label} interval"
-        last = group in LAST_CHARTS or name.endswith("_per_s")
-        chart = charts.setdefault(title, {"title": title, "order": 2 if last else 1, "curves": []})
+        order = 2 if OF_TRAINING.match(name) else 1
+        chart = charts.setdefault(title, {"title": title, "order": order, "curves": []})
         chart["order"] = 0 if name == monitor else chart["order"]
         steps, values, epochs = zip(*thin(points), strict=True)
         chart["curves"].append({"name": escaped(label or title), "x": steps, "y": values, "epochs": epochs})

@@ -11,7 +11,7 @@ from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoint_index import score
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import UNREADABLE, Row
-from mlx_runtime.runs.report import LAST_CHARTS, read_curves
+from mlx_runtime.runs.report import OF_TRAINING, read_curves
 
 STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "WAITING", "PENDING", "SUCCEEDED")
 """A trial has the first of these that one of its runs has."""
@@ -94,7 +94,7 @@ def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
     with contextlib.suppress(OSError, StorageError):
         curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
         for name, points in curves.items():
-            if name.partition("/")[0] not in LAST_CHARTS:
+            if not OF_TRAINING.match(name):
                 for _, value, epoch in points:
                     found.setdefault(epoch, {})[name] = math.nan if value is None else value
     return dict(sorted(found.items()))
