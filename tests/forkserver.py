@@ -104,7 +104,8 @@ class Commands:
 
     def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None
-        self._server.stdin.write(b"\n")  # what this process has forked may hold the pipe open
+        with contextlib.suppress(BrokenPipeError):
+            self._server.stdin.write(b"\n")  # what this process has forked may hold the pipe open
         self._server.stdin.close()
         self._server.wait()
         self._places.cleanup()
