@@ -43,7 +43,7 @@ class Text(Dataset[torch.Tensor]):
     Row `i + streams` continues row `i`. All workers together read one row of each stream per step.
 
     Args:
-        vocabulary: number of words that are told apart: the most frequent ones, and 0 for all others.
+        vocabulary: number of distinct words: the most frequent ones, and 0 for all others.
     """
 
     def __init__(

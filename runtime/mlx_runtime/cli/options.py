@@ -79,7 +79,7 @@ def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
 def word(text: str) -> str:
     """Refuse text that is empty or has control characters, as the type of an option or argument."""
     if not text.strip():
-        raise click.BadParameter("it is empty, as a variable of the shell is that is not set")
+        raise click.BadParameter("it is empty; perhaps a shell variable is not set")
     if any(unicodedata.category(letter) == "Cc" for letter in text):
         raise click.BadParameter(f"{text!a} contains a control character")
     return text

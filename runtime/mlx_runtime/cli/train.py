@@ -57,12 +57,7 @@ def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -
 
 @group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
 @options.verbosity
-@click.option(
-    "--fast-dev-run",
-    "fast",
-    is_flag=True,
-    help="Check in seconds that the code runs; keep nothing.",
-)
+@click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that the code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
 @click.option("--profile", is_flag=True, help="Profile a few training steps, and print what took longest.")
 @prepare_option

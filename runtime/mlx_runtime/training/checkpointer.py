@@ -205,12 +205,14 @@ class Checkpointer:
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
         """Return the optimizers that had other parameter groups at save time; sharded ones are restored as they are."""
+        if self._from_shards or self._has_shards():
+            return set()
         optimizers = self._context.groups.members("optimizers")
         return {
             name
             for name, saved in state["optimizers"].items()
-            if name in optimizers and not self._from_shards and not self._has_shards()
-            if len(saved.get("param_groups", ())) != len(getattr(optimizers[name], "param_groups", ()))
+            if name in optimizers
+            and len(saved.get("param_groups", ())) != len(getattr(optimizers[name], "param_groups", ()))
         }
 
     def _find(self) -> tuple[State, State] | None:
