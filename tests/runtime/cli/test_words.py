@@ -1,0 +1,36 @@
+"""Words of command lines, and what commands print of stored text."""
+
+import pytest
+from click.testing import CliRunner
+
+from mlx_runtime.cli.xp import _echo, group
+from mlx_runtime.runs.report import read_curves
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["rm", "digits", "", "--yes"],
+        ["stop", "digits", " "],
+        ["logs", ""],
+        ["consolidate", "digits", "--output", ""],
+        ["best", "digits", "--metric", ""],
+    ],
+)
+def test_an_empty_word_names_nothing(words: list[str]) -> None:
+    done = CliRunner().invoke(group, words)
+    assert (done.exit_code, "it is empty; perhaps a shell variable is not set" in done.output) == (2, True)
+
+
+def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    _echo("\x1b]52;c;aGk=\x07\x1b[2Jrank 0\r50 %\n\x9b31m")
+    assert capsys.readouterr().out == "rank 0\r50 %\n\ufffd31m"
+
+
+def test_damaged_lines_of_metrics_are_counted_but_not_the_last_one_of_a_live_run() -> None:
+    problems: list[str] = []
+    curves = read_curves('{"step": 1, "epoch": 0, "loss": 0.5}\nbroken\n{"step": 2, "ep', problems)
+    assert curves == {"loss": [(1, 0.5, 1)]}
+    assert problems == ["1 line of metrics.jsonl cannot be read"]
