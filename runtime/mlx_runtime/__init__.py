@@ -12,17 +12,16 @@ from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
-    from mlx_runtime.cli.exits import clean_exit
     from mlx_runtime.cluster.datajob import DataJob, run_job
-    from mlx_runtime.config.nodes import DUMMY_PARAMS
+    from mlx_runtime.config.building import DUMMY_PARAMS
     from mlx_runtime.distributed.topology import get_device
     from mlx_runtime.distributed.wrapping import prepare_model
     from mlx_runtime.errors import MlxError
+    from mlx_runtime.exits import clean_exit
     from mlx_runtime.runs.reader import open_run
     from mlx_runtime.sweeps.api import kfold, sweep
     from mlx_runtime.sweeps.results import open_sweep
     from mlx_runtime.training.api import run
-    from mlx_runtime.training.engines.placement import connect
     from mlx_runtime.training.experiment import BaseModule
     from mlx_runtime.training.function_runs import Trainer
     from mlx_runtime.training.functions import (
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
         world_size,
     )
     from mlx_runtime.training.options import DataConfig, TrainConfig
+    from mlx_runtime.training.planning import connect
     from mlx_runtime.training.request import load_config
     from mlx_runtime.training.terminal import fit
 
@@ -71,14 +71,14 @@ sys.meta_path.insert(0, SourceFinder("src"))  # importing src must not load data
 
 _HOMES = {
     "BaseModule": "training.experiment",
-    "DUMMY_PARAMS": "config.nodes",
+    "DUMMY_PARAMS": "config.building",
     "DataConfig": "training.options",
     "DataJob": "cluster.datajob",
     "MlxError": "errors",
     "TrainConfig": "training.options",
     "Trainer": "training.function_runs",
-    "clean_exit": "cli.exits",
-    "connect": "training.engines.placement",
+    "clean_exit": "exits",
+    "connect": "training.planning",
     "fit": "training.terminal",
     "get_device": "distributed.topology",
     "kfold": "sweeps.api",

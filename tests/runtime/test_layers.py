@@ -15,8 +15,10 @@ PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 
 ROOMS = (
     "cli",
+    "exits",
     "sweeps",
     "cluster",
+    "hub",
     "training",
     "tracking",
     "runs",
@@ -28,6 +30,7 @@ ROOMS = (
     "errors",
     "settings",
     "importing",
+    "companions",
 )
 """From highest to lowest. A room imports only from those after it."""
 
@@ -41,11 +44,11 @@ HOMES = {
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.detection"},
-    "huggingface_hub": {"config.pins", "runs.mirrors.hub"},
+    "huggingface_hub": {"config.pins", "hub.repository"},
     "hydra": {"config.composition"},
     "jinja2": {"runs.report"},
     "matplotlib": {"training.gradients"},
-    "mlflow": {"tracking.trackers"},
+    "mlflow": {"tracking.mlflow"},
     "omegaconf": {"config", "storage.documents", "training.request"},
     "optuna": {"sweeps.charts", "sweeps.study"},
     "pathspec": {"runs.snapshots", "storage.uploads"},

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__
-from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.errors import UsageError
+from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
 GROUPS = {

@@ -12,6 +12,7 @@ from mlx_runtime.cli.verbs import xp
 from mlx_runtime.errors import MlxError, UsageError, printable
 from mlx_runtime.runs import comparison, listing, lookup
 from mlx_runtime.runs.folder import SWEEP, RunFolder
+from mlx_runtime.runs.remote import is_remote
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
 
@@ -179,7 +180,7 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
     Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
     repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
     """
-    from mlx_runtime.runs.mirrors import hub, pushing
+    from mlx_runtime.hub import pushing
 
     def mirror(folder: RunFolder) -> str:
         def announce(text: str) -> None:
@@ -197,7 +198,7 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
             raise UsageError("which run? mlx xp push NAME RUN --to URI")
         if not folders:
             say("all mirrors are complete", err=True)
-    elif run is not None and hub.is_hub(run):
+    elif run is not None and is_remote(run):
         folders, to = [lookup.resolve_run(name)], run
     else:
         folders = [lookup.resolve_run(name, run or "latest")]
@@ -218,9 +219,10 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
 @click.argument("repository", type=word)
 def release(repository: str) -> None:
     """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
-    from mlx_runtime.runs.mirrors import claims, hub
+    from mlx_runtime.hub import claims
+    from mlx_runtime.hub.repository import Address, Repository
 
-    say(claims.release(hub.Repository(hub.Address.parse(repository))))
+    say(claims.release(Repository(Address.parse(repository))))
 
 
 @group.command()

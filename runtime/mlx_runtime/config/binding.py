@@ -3,6 +3,7 @@
 Variants that name a class are completed and merged in the same way. Patches follow what the code has renamed or moved.
 """
 
+import contextlib
 import difflib
 import json
 import warnings
@@ -14,19 +15,19 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.config.building import declare
+from mlx_runtime.config.building import DUMMY_PARAMS, declare
 from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import recorded_default
 from mlx_runtime.config.following import Follow
 from mlx_runtime.config.interpolation import parsed, resolved
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
-from mlx_runtime.config.nodes import DUMMY_PARAMS, Description, Node
+from mlx_runtime.config.nodes import Description, Node
 from mlx_runtime.config.pins import pin_defaults
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
 from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, parameters
-from mlx_runtime.config.text import commented_map, yaml_text
+from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
 from mlx_runtime.storage.local import write_atomic
@@ -106,10 +107,12 @@ def bind(experiment: type, path: Path) -> Binding:
     """
     description = Description(experiment)
     _verify(experiment, description.tree, yaml_text(description.tree))
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = read_text(path)
     notices = pin_defaults(description.tree, commented_map(before, path) if before.strip() else {})
     schema = path.with_name(SCHEMA)
-    former = json.loads(schema.read_text(encoding="utf-8")) if schema.exists() else {}
+    former = {}
+    with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
+        former = json.loads(schema.read_text(encoding="utf-8"))
     binding = merge(path, description.tree, former_defaults(former), description.of_class)
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
@@ -123,7 +126,7 @@ def bind(experiment: type, path: Path) -> Binding:
                 nodes.setdefault(key, {})[name] = node
             binding.variants.append(part)
     for file in variants.partial.values():
-        before = file.read_text(encoding="utf-8")
+        before = read_text(file)
         patch, changes = commented_map(before, file), Changes()
         follow.into(patch, "", changes)
         binding.variants.append(Binding(file, before, yaml_text(patch) if changes else before, changes))
@@ -140,7 +143,7 @@ def _merge_variant(
 
     Returns the node with all defaults, which is empty if its class is gone; None for a patch.
     """
-    before = file.read_text(encoding="utf-8")
+    before = read_text(file)
     merged, changes = commented_map(before, file), Changes()
     same_class = former.get(f"{key}._target_") == merged.get("_target_")
     follow.into(merged, key, changes)
@@ -196,7 +199,7 @@ def merge(
     node_of_class: NodeOfClass = lambda path, key: None,
 ) -> Binding:
     """Update conf.yaml to match the code, in memory; `former` holds the defaults at the last bind, by full key."""
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    before = read_text(path)
     changes = Changes()
     if not before.strip():
         return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)

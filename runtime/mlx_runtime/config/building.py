@@ -8,20 +8,24 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mlx_runtime.config.declarations import (
     Declaration,
     declared,
     declared_with_arguments,
     is_dataset,
+    is_pretrained,
     made_on_read,
 )
-from mlx_runtime.config.expressions import statements
-from mlx_runtime.config.pretrained import builder
-from mlx_runtime.config.signatures import fitted, parameters
+from mlx_runtime.config.signatures import fitted, parameters, statements
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]
+
+DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
+"""Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
 
 Context = Callable[[str], contextlib.AbstractContextManager[None]]
 """Returns what a dataset is constructed within, by its name in the group."""
@@ -34,7 +38,16 @@ def build(node: Any, key: str = "", **objects: Any) -> Any:
     types (lists to tuples, strings to paths and enums), and that a `_partial_` node builds a `functools.partial` of the
     target itself. `objects` are further arguments that are not YAML, passed as they are.
     """
-    return _build(node, key, builder, objects)
+    return _build(node, key, _builder, objects)
+
+
+def _builder(target: Any) -> Callable[..., Any]:
+    """Return what to call for a target: itself, unless it loads trained weights."""
+    if not is_pretrained(target):
+        return target  # type: ignore[no-any-return]
+    from mlx_runtime.config.pretrained import builder
+
+    return builder(target)
 
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:

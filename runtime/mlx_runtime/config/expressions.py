@@ -10,11 +10,9 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import functools
 import importlib
 import inspect
 import sys
-import textwrap
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_runtime.config.declarations import deferred
+from mlx_runtime.config.signatures import statements
 
 _RECORDING = "__mlx_recording__"
 
@@ -193,20 +192,3 @@ def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             values.append(getattr(statement, "value", None))
     return values[0] if len(values) == 1 else None
-
-
-def statements(thing: Any) -> list[ast.stmt]:
-    """Parse the source of a module, class or function; empty if it is not available."""
-    return _parsed(thing) if isinstance(thing, types.ModuleType) else _parsed_once(thing)
-
-
-def _parsed(thing: Any) -> list[ast.stmt]:
-    try:
-        source = inspect.getsource(thing)
-        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
-    except (OSError, TypeError, SyntaxError):
-        return []
-
-
-_parsed_once = functools.lru_cache(maxsize=64)(_parsed)
-"""For classes and functions: to find the source of a class, `inspect` parses its whole module."""

@@ -16,7 +16,7 @@ from mlx_runtime.config.variants import values_by_key
 
 @dataclass
 class Follow:
-    """What the code has renamed or moved since the last bind.
+    """Names that the code has renamed or moved since the last bind.
 
     `renamed` maps the full key of each argument to the former one, and `moved` paths of classes that are gone to those
     that the code's defaults name in their place.

@@ -20,7 +20,7 @@ NodeOfClass = Callable[[str, str], Node | None]
 
 @dataclass
 class Changes:
-    """What a merge changes, by full keys.
+    """The changes of a merge, by full keys.
 
     `updated` values had the former default and get the new one, `renamed` maps each new key to the former one,
     `dropped` maps keys to removed values with comments, and `kept` values are the user's and differ from the default.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
+from mlx_runtime.config.building import DUMMY_PARAMS
 from mlx_runtime.config.declarations import Declaration
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import Call, Recording, recorded_constant, recorded_default
@@ -26,9 +27,6 @@ Node = dict[str, Any]
 
 RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
 """Keys with a special meaning in a node."""
-
-DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
-"""Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
 
 BASES = (
     torch.nn.Module,

@@ -9,14 +9,13 @@ import contextlib
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
 
-from mlx_runtime.config.declarations import FROM_PRETRAINED, is_pretrained, library_of
+from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
 from mlx_runtime.config.pins import offline
 from mlx_runtime.errors import short_message
 from mlx_runtime.settings import Settings
@@ -71,15 +70,8 @@ def _saves_all_values(model: nn.Module) -> bool:
     return all(id(parameter) in saved for parameter in model.parameters())
 
 
-def silence_load_reports() -> None:
-    """Let transformers report missing and unexpected weights in other workers only, whose models have the same."""
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
-
-
 def builder(target: Any) -> Callable[..., Any]:
-    """Return what to call for a target: one that builds the same model with other values inside `without_weights`."""
-    if not is_pretrained(target):
-        return target  # type: ignore[no-any-return]
+    """Return what to call for a function that loads weights: it builds other values inside `without_weights`."""
     return functools.partial(_built_without_weights if weightless() else _built_with_weights, target)
 
 

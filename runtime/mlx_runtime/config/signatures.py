@@ -1,9 +1,12 @@
 """The parameters of constructors, and YAML values converted to their types: a list to a tuple, a string to a Path."""
 
+import ast
 import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -157,3 +160,20 @@ def type_name(hint: Any) -> str:
     if hint is type(None):
         return "None"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def statements(thing: Any) -> list[ast.stmt]:
+    """Parse the source of a module, class or function; empty if it is not available."""
+    return _parsed(thing) if isinstance(thing, types.ModuleType) else _parsed_once(thing)
+
+
+def _parsed(thing: Any) -> list[ast.stmt]:
+    try:
+        source = inspect.getsource(thing)
+        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+_parsed_once = functools.lru_cache(maxsize=64)(_parsed)
+"""For classes and functions: to find the source of a class, `inspect` parses its whole module."""

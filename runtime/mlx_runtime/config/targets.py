@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_runtime.errors import BindError
 PUBLIC = {
     "mlx_runtime.training.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
+    "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.data.huggingface": "mlx_runtime.datasets",
@@ -21,8 +23,8 @@ PUBLIC = {
 }
 """The path that conf.yaml shows for classes and functions, by the module that defines them."""
 
-MOVED = {"mlx_runtime.config": "mlx_runtime.training.options", "mlx_runtime.trackers": "mlx_runtime.tracking.trackers"}
-"""Modules that a conf.yaml may name, and the modules that define their classes."""
+OWN = {module for paths in PUBLIC.items() for module in paths if module.startswith("mlx_runtime")}
+"""Modules of this package whose classes conf.yaml may name."""
 
 
 def path_of(thing: Any) -> str:
@@ -49,7 +51,7 @@ def path_of(thing: Any) -> str:
 
 def object_at(path: str) -> Any:
     """Import the class, function or constant at a dotted path; ImportError or AttributeError if it is not there."""
-    parts = _current(path)
+    parts = path.split(".")
     if not all(parts):
         raise ImportError(f"{path!r} is not a dotted path")
     for split in range(len(parts) - 1, 0, -1):
@@ -65,8 +67,10 @@ def object_at(path: str) -> Any:
 
 
 def loaded_object_at(path: str) -> Any | None:
-    """Like `object_at`, but return None if its module is not imported yet, so that no code runs."""
-    parts = _current(path)
+    """Like `object_at`, but return None if its module is not imported yet, so that no code of others runs."""
+    parts = path.split(".")
+    if path.rpartition(".")[0] in OWN:
+        return object_at(path)
     split = next((count for count in range(len(parts) - 1, 0, -1) if ".".join(parts[:count]) in sys.modules), 0)
     if not split:
         if len(parts) > 1 and importlib.util.find_spec(parts[0]) is not None:
@@ -81,6 +85,22 @@ def loaded_object_at(path: str) -> Any | None:
     raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
 
 
+def targets_of(tree: Any) -> Iterator[str]:
+    """Yield the target of each node of a config."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from targets_of(item)
+    elif isinstance(tree, dict):
+        if isinstance(target := tree.get("_target_"), str):
+            yield target
+        yield from targets_of(list(tree.values()))
+
+
+def names_repositories(tree: Any) -> bool:
+    """Return True if nodes of a config may name repositories of the Hugging Face Hub."""
+    return any(target.endswith((".from_pretrained", ".load_dataset")) for target in targets_of(tree))
+
+
 def namesake(path: str) -> str | None:
     """Return the path of the only class or function of this name in the loaded modules of the same package."""
     package, _, _ = path.partition(".")
@@ -93,8 +113,3 @@ def namesake(path: str) -> str | None:
 def _defines(module: Any, name: str) -> bool:
     thing = vars(module).get(name)
     return callable(thing) and getattr(thing, "__module__", None) == module.__name__
-
-
-def _current(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    return f"{MOVED[module]}.{name}".split(".") if module in MOVED and name[:1].isupper() else path.split(".")

@@ -2,6 +2,7 @@
 
 import functools
 import io
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,6 +20,14 @@ def yaml_text(tree: Any) -> str:
     stream = io.StringIO()
     _yaml().dump(written(tree), stream)
     return stream.getvalue()
+
+
+def read_text(file: Path) -> str:
+    """Return the content of a file, which is empty if there is none; raise BindError if it is not text."""
+    try:
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+    except UnicodeDecodeError as error:
+        raise BindError(f"{file} is not UTF-8 text: {error}") from error
 
 
 def commented_map(text: str, title: object) -> CommentedMap:

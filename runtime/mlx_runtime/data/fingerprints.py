@@ -22,8 +22,8 @@ from torch.utils.data import IterableDataset
 
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
-from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
 from mlx_runtime.data.prepared import Manifest
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.data.streams import make_dataset, stream_of
 from mlx_runtime.errors import DatasetError
 

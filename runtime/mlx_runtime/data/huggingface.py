@@ -12,16 +12,11 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from mlx_runtime.config.building import Context
-from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.config.declarations import is_hf_dataset
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time
-
-LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
-"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
 
 SHUFFLE_BUFFER = 1000
 """Rows of a stream among which the next one is drawn; the attribute `shuffle_buffer` overrides it."""
@@ -152,16 +147,7 @@ class HFStream(_Owned, IterableDataset[Any]):
 
 
 def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
-    """Return what loaders read: the rows if a dataset is one of Hugging Face or has `to_hf()`, else the dataset itself.
-
-    Args:
-        dataset: the object in `Datasets`.
-        name: its name there.
-        node: its node in conf.yaml.
-
-    Raises:
-        DatasetError: it has several splits, or `to_hf()` returns something else.
-    """
+    """Return what loaders read; see `definitions.adopted`."""
     source = dataset.to_hf() if hasattr(type(dataset), "to_hf") else dataset
     if is_hf_dataset(type(source)):
         kind = HFStream if isinstance(source, sys.modules["datasets"].IterableDataset) else HFRows
@@ -191,30 +177,10 @@ def _has_splits(source: Any) -> bool:
 
 
 @contextlib.contextmanager
-def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
-    """Construct the dataset of a node in conf.yaml within the block: random data is the same in all processes."""
-    with seeded(seed), loading(node):
-        yield
-
-
-def constructing_each(nodes: Mapping[str, Any], seed: int) -> Context:
-    """Return `constructing` for the datasets of a group by name, as `build_group` takes it."""
-    return lambda name: constructing(nodes[name], seed)
-
-
-@contextlib.contextmanager
-def loading(node: Mapping[str, Any] | None) -> Iterator[None]:
-    """Let one process of this machine at a time load the dataset of a node in conf.yaml, if it is of Hugging Face.
+def loading(node: Mapping[str, Any]) -> Iterator[None]:
+    """Let one process of this machine at a time load the dataset of a node in conf.yaml.
 
     The others find the files that it has downloaded and mapped in the cache.
     """
-    if node is None or not loads_hf(object_at(node["_target_"])):
-        yield
-        return
     with one_at_a_time(Settings.read().cache / "locks", json.dumps(node, default=str)):
         yield
-
-
-def loads_hf(target: Any) -> bool:
-    """Return True if calling a class or function makes a dataset of Hugging Face, or an object with `to_hf()`."""
-    return hasattr(target, "to_hf") or is_hf_dataset(getattr(target, "__self__", None)) or returns_hf_dataset(target)

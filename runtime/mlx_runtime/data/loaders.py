@@ -21,15 +21,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.data.batches import Batch, device_copies, row_lengths
-from mlx_runtime.data.columns import PreparedReader
-from mlx_runtime.data.huggingface import adopted, batch_size_cure, constructing
-from mlx_runtime.data.prepared import PreparedSet
+from mlx_runtime.data.definitions import adopted, constructing
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
 from mlx_runtime.data.sampling import ShardPlan, Subset, WorkerPass, micro_batches, mix_seeds
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
+    from mlx_runtime.data.prepared import PreparedSet
     from mlx_runtime.data.stream_reader import StreamReader
 
 _EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
@@ -94,7 +93,7 @@ class DatasetShard:
     group: Any
     topology: Topology
     options: LoaderOptions = LoaderOptions()
-    prepared: PreparedSet | None = None
+    prepared: "PreparedSet | None" = None
     stream: "StreamReader | None" = None
     subset: Subset | None = None
     node: Mapping[str, Any] | None = None
@@ -158,6 +157,8 @@ class DatasetShard:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
+            from mlx_runtime.data.huggingface import batch_size_cure
+
             cure = batch_size_cure(None if self.prepared else self.dataset)
             raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
         wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
@@ -169,6 +170,8 @@ class DatasetShard:
     def reader(self) -> Reader:
         """Return the reader of the rows."""
         if self.prepared is not None:
+            from mlx_runtime.data.columns import PreparedReader
+
             return PreparedReader(self.prepared, self.topology.device)
         if self.stream is not None:
             return self.stream

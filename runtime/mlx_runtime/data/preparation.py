@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from mlx_runtime.data.fingerprints import Candidate
-from mlx_runtime.data.huggingface import LOADER_ARGUMENTS
 from mlx_runtime.data.prepared import PreparedSet, Store
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS
 from mlx_runtime.data.streams import dataset_error
 from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
 

@@ -19,7 +19,7 @@ from typing import Any
 from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
-from mlx_runtime.storage.files import Storage, joined, storage_errors, storage_root
+from mlx_runtime.storage.files import Storage, storage_errors
 
 MANIFEST = "manifest.json"
 
@@ -206,8 +206,3 @@ def _is_busy(infos: Sequence[Any]) -> bool:
 def is_read_mark(name: str, changed_s: float) -> bool:
     """Return True if a file, last written at `changed_s` since 1970, marks the dataset in its folder as being read."""
     return name.startswith(READ_MARK) and leases.is_fresh(changed_s)
-
-
-def prepared_root(storage_path: str, prepared_path: str | None) -> str:
-    """Return the folder or URI of prepared datasets: `cfg.prepared_path`, by default a folder in the storage."""
-    return prepared_path or joined(storage_root(storage_path), ".prepared")

@@ -30,6 +30,9 @@ import torch
 Range = tuple[int, int]
 """First position, and the position after the last."""
 
+LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
+"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+
 
 def mix_seeds(*numbers: int) -> int:
     """Combine numbers into one seed, 0 … 2**63 - 1. Different combinations are unlikely to give the same seed."""

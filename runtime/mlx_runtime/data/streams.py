@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from mlx_runtime.config.building import build
-from mlx_runtime.config.targets import object_at
 from mlx_runtime.data.batches import Batch
-from mlx_runtime.data.huggingface import adopted, constructing
+from mlx_runtime.data.definitions import adopted, constructing
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
 
@@ -104,14 +103,3 @@ def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:
                 "convert it to numbers, or drop it, in to_ray()"
             ) from error
     return columns
-
-
-def stream_names(tree: Mapping[str, Any]) -> list[str]:
-    """Return the names of the datasets that are streams of Ray Data."""
-    return [name for name, node in dataset_nodes(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
-
-
-def dataset_nodes(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes of the datasets that conf.yaml describes, by name."""
-    nodes = tree.get("datasets", {}).items()
-    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}

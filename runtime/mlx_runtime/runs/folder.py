@@ -291,7 +291,7 @@ def list_sweeps(root: str, experiment: str) -> list[RunFolder]:
 
 
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
-    """Return a run by name (`run_003`), number (`3`) or `latest`, which is none of a sweep.
+    """Return a run by name (`run_003`), number (`3`) or `latest`, ignoring runs of sweeps.
 
     Raise UsageError, with similar names, if there is none.
     """

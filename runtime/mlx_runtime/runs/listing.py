@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from mlx_runtime.errors import StorageError, UsageError, suggest
 from mlx_runtime.runs import lookup, records
 from mlx_runtime.runs.folder import RunFolder, find_run, list_runs, run_folder
-from mlx_runtime.runs.mirrors.downloads import MirroredRun
-from mlx_runtime.runs.mirrors.hub import is_hub
+from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.runs.tables import counted, format_duration, format_number
 from mlx_runtime.storage import documents
 
@@ -169,8 +168,8 @@ def list_rows(
     `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
     smallest first. Runs without a value come last. `warn` is that of `lookup.storage_root`.
     """
-    if name is not None and is_hub(name):
-        return [_mirrored_row(name)]
+    if name is not None and is_remote(name):
+        return [_remote_row(name)]
     root = lookup.storage_root(warn)
     folders = list_runs(root, name)
     if name is not None and not folders:
@@ -269,15 +268,15 @@ def _row(folder: RunFolder) -> Row:
     return Row(folder, records.status_of(record), record)
 
 
-def _mirrored_row(uri: str) -> Row:
+def _remote_row(uri: str) -> Row:
     """Return the run in a repository."""
-    mirrored = MirroredRun.find(uri)
+    run = reader_of(uri).find(uri)
     try:
-        record = mirrored.record()
+        record = run.record()
     except StorageError as error:
-        return Row(mirrored.listed, UNREADABLE, {}, str(error))
+        return Row(run.listed, UNREADABLE, {}, str(error))
     living = record["status"] in records.LIVING
-    return Row(mirrored.listed, record["status"] if not living or mirrored.claim.held else "STALE", record)
+    return Row(run.listed, record["status"] if not living or run.held else "STALE", record)
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -10,8 +10,7 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
-from mlx_runtime.runs.mirrors.downloads import fetched_checkpoint
-from mlx_runtime.runs.mirrors.hub import is_hub
+from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
@@ -75,7 +74,7 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
     A single word is one of the latter in this experiment, `digits/run_003`, or the path or URI of a run's folder; a
     second word is then ignored.
     """
-    if is_hub(name):
+    if is_remote(name):
         raise UsageError(
             f"{name} is the mirror of a run, which has no logs and no driver; mlx xp ls, mlx train eval, --from, "
             "cfg.restore_checkpoint_path and open_run read it"
@@ -95,8 +94,8 @@ def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
 
     Return its run, and its folder or URI.
     """
-    if is_hub(text):
-        _, folder, name = fetched_checkpoint(text)
+    if is_remote(text):
+        folder, name = reader_of(text).fetched_checkpoint(text)
         return folder, joined(folder.checkpoints, name)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)

@@ -1,4 +1,4 @@
-"""What is needed to repeat a run: command, code, versions, machine."""
+"""The provenance of a run: command, code, versions, machine."""
 
 import importlib.metadata
 import platform

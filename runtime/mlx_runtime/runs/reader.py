@@ -15,8 +15,7 @@ from mlx_runtime.runs import checkpoints, lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first
 from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
-from mlx_runtime.runs.mirrors.downloads import MirroredRun
-from mlx_runtime.runs.mirrors.hub import is_hub
+from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import Storage, is_uri
 
@@ -36,8 +35,8 @@ def open_run(run: str | Path) -> "Run":
         UsageError: there is no such run.
     """
     text = str(run)
-    if is_hub(text):
-        return _MirroredRun(MirroredRun.find(text))
+    if is_remote(text):
+        return _RemoteRun(reader_of(text).find(text))
     if "/" not in text and not is_uri(text) and not Path(text, "run.json").is_file():
         raise UsageError(f"{text!r} does not name a run; write name/run_003, or the path of its folder")
     return Run(lookup.resolve_run(text))
@@ -211,16 +210,16 @@ class Run:
         return f"<Run {self._folder.title}>"
 
 
-class _MirroredRun(Run):
+class _RemoteRun(Run):
     """A run in a repository, as of the commit at which it was opened. Checkpoints are downloaded when they are read."""
 
-    def __init__(self, mirrored: MirroredRun) -> None:
-        super().__init__(mirrored.cached())
-        self._mirrored = mirrored
+    def __init__(self, run: RemoteRun) -> None:
+        super().__init__(run.cached())
+        self._remote = run
 
     def state(self, checkpoint: str = "latest") -> State:
         saved, found = find_checkpoint(self._folder, checkpoint)
-        self._mirrored.fetch_checkpoint(found.name)
+        self._remote.fetch_checkpoint(found.name)
         return saved.load(found)
 
 

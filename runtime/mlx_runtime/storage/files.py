@@ -220,6 +220,11 @@ def storage_root(storage_path: str) -> str:
         raise UsageError(f"{storage_path!r:.200} cannot be the storage: {short_message(error)}") from error
 
 
+def prepared_root(storage_path: str, prepared_path: str | None) -> str:
+    """Return the folder or URI of prepared datasets: `cfg.prepared_path`, by default a folder in the storage."""
+    return prepared_path or joined(storage_root(storage_path), ".prepared")
+
+
 def size_text(size_bytes: float) -> str:
     """Return a human-readable size, like `1.2 GB`."""
     for unit in ("bytes", "kB", "MB", "GB", "TB"):

@@ -1,1 +1,1 @@
-"""Many runs of one experiment: the trials of a sweep, what runs next, and what has come of them."""
+"""Many runs of one experiment: the trials of a sweep, the choice of the next run, and their results."""

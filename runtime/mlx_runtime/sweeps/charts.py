@@ -33,7 +33,7 @@ Chart = dict[str, Any]
 
 
 class Look(NamedTuple):
-    """How some of the trials are drawn; the color is named as in the page."""
+    """The style of a group of trials; the color is named as in the page."""
 
     name: str
     color: str

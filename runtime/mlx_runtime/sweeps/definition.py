@@ -1,9 +1,10 @@
-"""What a sweep runs: its parameters, how values are chosen, and the metric by which trials are compared."""
+"""The definition of a sweep: its parameters, its search, and the metric that compares trials."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from mlx_runtime import companions
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.data.folds import Fold, fold_rows
 from mlx_runtime.errors import UsageError
@@ -11,7 +12,6 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.redaction import redacted_override
 from mlx_runtime.sweeps.space import Space, check, parse, trial_count
 from mlx_runtime.training.background import conf_of
-from mlx_runtime.training.planning import refuse_mirror
 from mlx_runtime.training.request import RunConfig, load_config
 
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
@@ -23,17 +23,17 @@ OF_FOLDS = ("cfg.seed", "cfg.splitter")
 
 @dataclass(frozen=True)
 class Definition:
-    """What a sweep runs, as its record holds it. What is left empty gets a default from `plan`.
+    """The definition of a sweep, as its record holds it. `plan` fills in empty fields with defaults.
 
     Attributes:
-        overrides: As typed.
+        overrides: Overrides as typed.
         search: `grid`, `random` or `optuna`.
         scheduler: `none` or `asha`.
-        metric: That trials are compared by.
-        mode: `max` or `min`, whichever is best.
-        trials: How many there are.
+        metric: Metric that compares trials.
+        mode: Whether the `max` or the `min` is best.
+        trials: Number of trials.
         folds: Runs per trial; None without cross-validation.
-        seed: Of the search.
+        seed: Seed of the search.
         parallel: Runs at the same time; None for as many as fit.
         gpus_per_trial: GPUs, or the share of one, of each run; None for what its workers need.
         experiment: Path of the class that is trained, like `src.notebook.Experiment`; empty for `src.experiment`.
@@ -107,7 +107,8 @@ def plan(
     with conf_of(experiment) as conf:
         check(space, experiment, conf, look=look, title=asked.experiment)
         config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
-    refuse_mirror(config.cfg)
+    for companion in companions.asked_for(vars(config.cfg)):
+        companion.refuse_sweep(config.cfg)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()
     cfg = config.cfg

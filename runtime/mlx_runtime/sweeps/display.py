@@ -1,4 +1,4 @@
-"""What the user sees while a sweep runs: a table of trials on a terminal, lines in a pipe, and the results."""
+"""The display of a sweep: a table of trials on a terminal, lines in a pipe, and the results."""
 
 import io
 import shlex

@@ -8,8 +8,6 @@ from typing import Any
 
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import AskJobs, summarize
-from mlx_runtime.runs.mirrors import pushing
-from mlx_runtime.runs.mirrors.contents import SweepSummary
 from mlx_runtime.runs.report import known_facts, render
 from mlx_runtime.runs.tables import counted, format_duration
 from mlx_runtime.sweeps import charts
@@ -41,11 +39,14 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
 def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) -> str:
     """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a line about it.
 
-    Of a trial with folds, the mirrored run is that of the first fold; see `mlx_runtime.runs.mirrors.pushing.push`.
+    Of a trial with folds, the mirrored run is that of the first fold; see `mlx_runtime.hub.pushing.push`.
 
     Raises:
         UsageError: No trial has recorded the metric.
     """
+    from mlx_runtime.hub import pushing  # nothing else of a sweep needs it
+    from mlx_runtime.hub.contents import SweepSummary
+
     result = SweepResult(folder)
     best = result.best
     comparison = (

@@ -1,4 +1,4 @@
-"""How well a trial does: the metrics of its runs, epoch by epoch, and their mean over folds."""
+"""The score of a trial: the metrics of its runs, epoch by epoch, and their mean over folds."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""What is known of each trial of a sweep: its runs, how they ended, and the metric by epoch."""
+"""The state of each trial of a sweep: its runs, their outcomes, and the metric by epoch."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ class TrialState:
     """A trial: a configuration with one run, or with one per fold.
 
     Attributes:
-        number: From 1.
+        number: Number of the trial, from 1.
         values: Text of each value by key.
         runs: Name of each run, recorded before its folder is created; None for those not started.
-        statuses: Of each run: empty if it waits to be started or resumed, RUNNING, or how it ended.
-        curves: Of each run, at the ends of epochs.
+        statuses: Status of each run: empty if it waits to be started or resumed, RUNNING, or its outcome.
+        curves: Values of the metric of each run at the ends of epochs.
         checkpoint: Epoch and value of the best checkpoint of a trial without folds, perhaps within an epoch.
     """
 
@@ -98,7 +98,7 @@ def best_trial(trials: Sequence[TrialState], mode: str) -> TrialState | None:
 def read_trial(
     sweep: RunFolder, entry: Mapping[str, Any], metric: str, mode: str, *, folds: bool, retry_failed: bool = False
 ) -> TrialState:
-    """Read what has come of a trial from the records and metrics of its runs.
+    """Rebuild the state of a trial from the records and metrics of its runs.
 
     Raises:
         UsageError: one of its runs is being trained.

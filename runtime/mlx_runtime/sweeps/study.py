@@ -1,4 +1,4 @@
-"""What a sweep tries next, and which trials it ends early. Everything that uses Optuna.
+"""The search and the pruner of a sweep. Everything that uses Optuna.
 
 The same seed and the same history give the same values and the same decisions, so that a resumed sweep continues like
 an uninterrupted one.

@@ -39,14 +39,14 @@ class Sweep:
     """The trials of a sweep that this process drives. An engine asks it for runs, and reports what they do.
 
     Args:
-        record: Of the sweep, claimed by this process.
-        plan: What it runs.
-        trials: Those that were begun before.
+        record: Record of the sweep, claimed by this process.
+        plan: Plan of the sweep.
+        trials: Trials that have begun before.
         listeners: Called with each event of the sweep.
 
     Attributes:
         control: Collects requests to stop.
-        problem: Why the sweep cannot go on; None otherwise.
+        problem: Error that ended the sweep, or None.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Sweep:
         """Keep the record alive within the block, watch for requests to stop, and record how the sweep ends.
 
         Raises:
-            MlxError: the sweep cannot go on, or another driver has taken it over.
+            MlxError: the sweep cannot continue, or another driver has taken it over.
         """
         folder = self.record.folder
         self._emit(SweepStarted(folder, self.plan.definition, tuple(trial for trial in self.trials if trial.done)))

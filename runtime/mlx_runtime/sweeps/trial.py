@@ -25,9 +25,9 @@ from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.console_lines import ConsoleLines
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines.placement import Cluster, connect
+from mlx_runtime.training.engines.placement import Cluster
 from mlx_runtime.training.engines.processes import held_signals
-from mlx_runtime.training.planning import planned
+from mlx_runtime.training.planning import connect, planned
 from mlx_runtime.training.request import RunConfig, load_config
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -53,7 +53,7 @@ class TrialJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the record of the run holds about its sweep."""
+        """The sweep of a run, as its record holds it."""
         return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
 
 

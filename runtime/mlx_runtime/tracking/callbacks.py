@@ -19,6 +19,10 @@ Callbacks only, in every worker, where the batches are; `stage` is the name of t
     on_evaluate_start(experiment, stage)      before the first batch of a pass over an evaluation dataset
     on_evaluate_end(experiment, stage)        after the last one, or when the loop leaves the pass
 
+Callbacks only, in the driver:
+
+    accompany(run)                            a context manager around the run; see `training.extensions.RunExtension`
+
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so
 that they reach an object store. With `append_only = True`, they are cut back to the checkpoint before `on_rewind`.
 

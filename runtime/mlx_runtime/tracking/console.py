@@ -1,4 +1,4 @@
-"""What the user sees while a run trains: progress bars on a terminal, lines in a pipe, a table of epochs."""
+"""The console of a run: progress bars on a terminal, lines in a pipe, a table of epochs."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Trackers for `cfg.trackers`: TensorBoard, CSV, MLflow. They run on rank 0 (see `callbacks`).
+"""Trackers for `cfg.trackers` that write files: TensorBoard, CSV, JSONL. They run on rank 0 (see `callbacks`).
 
 Independently of them, every run records all metrics in `metrics.jsonl` of its folder, which listings, reports and
 `open_run` read.
@@ -7,16 +7,14 @@ Independently of them, every run records all metrics in `metrics.jsonl` of its f
 import contextlib
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from mlx_runtime.tracking.callbacks import Report, RunInfo
-from mlx_runtime.tracking.weights_and_biases import WandB, remembered
 
-__all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
+__all__ = ["CSV", "JSONL", "TensorBoard"]
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -171,49 +169,6 @@ class CSV:
         self._lines = file.open("a", encoding="utf-8", newline="", buffering=1)
 
 
-class MLflow:
-    """Sends metrics to an MLflow server or local store (`pip install mlflow`). A resumed run stays one run there.
-
-    Args:
-        tracking_uri: like `http://host:5000`; None keeps a SQLite file in the run's folder.
-        experiment: name of the experiment; None uses the run's.
-    """
-
-    files = ("mlflow-run-id", "mlflow.db")
-
-    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None):
-        self.tracking_uri, self.experiment = tracking_uri, experiment
-        self._client: Any = None
-        self._id = ""
-
-    def on_run_start(self, run: RunInfo) -> None:
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
-
-        self._client = MlflowClient(self.tracking_uri or f"sqlite:///{run.folder / 'mlflow.db'}")
-        title = self.experiment or run.experiment
-        found = self._client.get_experiment_by_name(title)
-        home = found.experiment_id if found else self._client.create_experiment(title)
-        begin = partial(self._client.create_run, home, run_name=run.name, tags={"mlx.place": run.place})
-        self._id = remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
-        self._client.update_run(self._id, status="RUNNING")
-        if run.attempt == 1:
-            params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]
-            for start in range(0, len(params), 100):  # limit of a request
-                self._client.log_batch(self._id, params=params[start : start + 100])
-
-    def on_report(self, report: Report) -> None:
-        from mlflow.entities import Metric
-
-        moment = int(1000 * report.facts["timestamp"])
-        values = {**report.values, "epoch": report.epoch}
-        self._client.log_batch(self._id, [Metric(name, value, moment, report.step) for name, value in values.items()])
-
-    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
-        ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}
-        self._client.set_terminated(self._id, ends.get(status, "FAILED"))
-
-
 def row(report: Report) -> dict[str, Any]:
     """Return a report as one flat dict; None stands for NaN and infinity."""
     values = {name: value if abs(value) < float("inf") else None for name, value in report.values.items()}
@@ -236,3 +191,10 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of a JSONL file."""
     with contextlib.suppress(FileNotFoundError):
         yield from map(json.loads, file.read_text(encoding="utf-8").rpartition("\n")[0].splitlines())
+
+
+def remembered(file: Path, make: Callable[[], str]) -> str:
+    """Return the content of a file, which is created the first time."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text()

@@ -3,7 +3,7 @@
 import contextlib
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, parent_of
 from mlx_runtime.tracking.callbacks import Report, RunInfo
+from mlx_runtime.tracking.trackers import remembered
 
 DATA_DIR = "WANDB_DATA_DIR"
 """Environment variable with the folder where W&B keeps copies until they are sent, by default in HOME."""
@@ -123,10 +124,3 @@ class WandB:
         artifact.metadata = {"epoch": own.epoch, "global_step": own.global_step, **own.metrics}
         so_far = best_first([item for item in kept.values() if item.order <= own.order], *self._monitor)
         self._run.log_artifact(artifact, aliases=["latest", name, *(["best"] if so_far[:1] == [own] else [])])
-
-
-def remembered(file: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file, which is created the first time."""
-    if not file.exists():
-        file.write_text(make())
-    return file.read_text()

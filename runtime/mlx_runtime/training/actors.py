@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, WorkerLostError, short_message
 from mlx_runtime.training.engines.base import backend_of
-from mlx_runtime.training.engines.placement import on_ray
+from mlx_runtime.training.engines.ray_start import on_ray
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.worker import loop_errors
 

@@ -53,7 +53,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended.
+    """The outcome of a run.
 
     Attributes:
         status: `SUCCEEDED`, `STOPPED` or `PRUNED`.

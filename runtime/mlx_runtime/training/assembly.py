@@ -1,6 +1,7 @@
 """What a worker builds from the config: models first, then the strategy, then optimizers; and the dataset shards."""
 
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +13,9 @@ from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.declarations import is_pretrained
-from mlx_runtime.config.pretrained import built_to_be_restored, silence_load_reports
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.data.huggingface import constructing_each
+from mlx_runtime.config.targets import object_at, targets_of
+from mlx_runtime.data.definitions import constructing_each, stream_names
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
-from mlx_runtime.data.streams import stream_names
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.topology import Topology
@@ -58,7 +57,7 @@ def build_experiment(
             groups[name] = build_group(node, name, constructing_each(node, cfg.seed))
         elif name == "models":
             make = partial(strategy.build, node)
-            groups[name] = built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
+            groups[name] = _built_to_be_restored(make) if _restores(job, topology, cfg, node) else make()
         elif name not in ("cfg", "optimizers"):
             groups[name] = build(node, name)
     if "optimizers" in job.tree:
@@ -67,22 +66,23 @@ def build_experiment(
     return groups, cls(**groups)
 
 
+def silence_load_reports() -> None:
+    """Let transformers report missing and unexpected weights in other workers only, whose models have the same."""
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+
+
+def _built_to_be_restored(make: Callable[[], Any]) -> Any:
+    from mlx_runtime.config.pretrained import built_to_be_restored
+
+    return built_to_be_restored(make)
+
+
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
     """Return True if a checkpoint is about to overwrite the trained weights of models. Every worker must call this."""
-    if not any(is_pretrained(object_at(target)) for target in _targets(models)):
+    if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
     some = broadcast(Checkpoints(job.folder.checkpoints).any() if topology.writes else None)
     return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
-
-
-def _targets(node: Any) -> Iterator[str]:
-    if isinstance(node, list):
-        for item in node:
-            yield from _targets(item)
-    elif isinstance(node, dict):
-        if "_target_" in node:
-            yield node["_target_"]
-        yield from _targets(list(node.values()))
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from mlx_runtime.settings import prepare_fork
 from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.engines import local
-from mlx_runtime.training.engines.placement import connect
 from mlx_runtime.training.links import Link
+from mlx_runtime.training.planning import connect
 from mlx_runtime.training.request import RunConfig, load_config
 from mlx_runtime.training.terminal import fit
 

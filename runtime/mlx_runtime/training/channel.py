@@ -132,7 +132,7 @@ class Receiver:
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
         """Yield the remaining events once the workers have closed their ends, or have sent none for `timeout_s`.
 
-        Workers that go on sending are left after five times as long.
+        Workers that keep sending are left after five times as long.
         """
         until = time.monotonic() + timeout_s
         limit = until + 4 * timeout_s

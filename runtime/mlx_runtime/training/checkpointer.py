@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how an experiment is saved to it and restored from it."""
+"""The content of a checkpoint: an experiment is saved to it and restored from it."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -12,10 +12,9 @@ from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import AsyncCheckpointer, Layouts, State
+from mlx_runtime.runs.checkpoints import AsyncCheckpointer, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import filled, hidden_texts
-from mlx_runtime.training import resuming
 from mlx_runtime.training.context import RunContext, is_per_worker
 from mlx_runtime.training.optimization import Optimization
 from mlx_runtime.training.reporting import Reporter
@@ -278,11 +277,11 @@ class Checkpointer:
             raise (checkpoints.DamagedError if damaged else StorageError)(text)
         return prepared
 
-    def _layouts(self) -> Layouts | None:
+    def _layouts(self) -> "checkpoints.Layouts | None":
         """Return where the tensors of a state belong, or None if neither they nor those of the run are sharded."""
         if not self._from_shards and not self._has_shards():
             return None
-        return Layouts(self._context.groups.members("models"), whole=not self._from_shards)
+        return checkpoints.Layouts(self._context.groups.members("models"), whole=not self._from_shards)
 
     def _load_what_fits(self, saved: State) -> list[str]:
         """Load the weights that fit; see `checkpoints.load_what_fits`."""
@@ -317,7 +316,9 @@ class Checkpointer:
         before, now = (config.get("tools") or {} for config in self._configs(state))
         if name not in before or name not in now:
             return part
-        return resuming.with_settings(part, before[name], now[name], f"tools.{name}")
+        from mlx_runtime.training.resuming import with_settings
+
+        return with_settings(part, before[name], now[name], f"tools.{name}")
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
         """Restore objects of which each worker has its own, unless the number of workers has changed."""
@@ -340,7 +341,9 @@ class Checkpointer:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
         kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
-        resuming.set_group_values(self._context.groups.optimizers, kept, before, now)
+        from mlx_runtime.training.resuming import set_group_values
+
+        set_group_values(self._context.groups.optimizers, kept, before, now)
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if wanted, metrics of this rank; after a change of size, what can be merged."""

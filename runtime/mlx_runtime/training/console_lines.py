@@ -67,9 +67,6 @@ class ConsoleLines:
             self._print(f"folder    {run.place}", always=True)
         for line in config.notes:
             self._print(line, always=True)
-        if self._plan.mirror is not None:
-            public = " (public: everybody can read it)" if self._plan.mirror.public else ""
-            self._print(f"mirror    {self._plan.mirror.uri}{public}")
         if config.run is not None:
             self._overrides()
         self._workers()

@@ -1,4 +1,4 @@
-"""What the parts of a session share: the run, its progress, and the objects of the experiment."""
+"""The state that the parts of a session share: the run, its progress, and the objects of the experiment."""
 
 import math
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ def is_per_worker(item: Any) -> bool:
 
 @dataclass
 class Progress:
-    """How far a run has progressed."""
+    """The progress of a run."""
 
     epoch: int = 0  # counted from 0
     epochs: int | None = None  # expected in total; None means `cfg.num_epochs`

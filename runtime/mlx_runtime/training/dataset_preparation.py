@@ -7,25 +7,16 @@ from pathlib import Path
 
 from mlx_runtime.config.building import declare_group
 from mlx_runtime.config.declarations import Declaration
-from mlx_runtime.config.targets import object_at, path_of
-from mlx_runtime.data import batches, loaders, preparation
+from mlx_runtime.config.targets import path_of
+from mlx_runtime.data import preparation
+from mlx_runtime.data.definitions import dataset_nodes, stream_names
 from mlx_runtime.data.fingerprints import Candidate
 from mlx_runtime.data.folds import with_held_out
-from mlx_runtime.data.prepared import PreparedSet, Store, prepared_root
-from mlx_runtime.data.streams import dataset_nodes, stream_names
+from mlx_runtime.data.prepared import PreparedSet, Store
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Event, Notice, PreparationProgress
-from mlx_runtime.training.engines.placement import start_ray
+from mlx_runtime.training.engines.ray_start import start_ray
 from mlx_runtime.training.request import RunConfig
-
-
-def check_datasets(config: RunConfig) -> None:
-    """Refuse datasets and a `cfg.loader` that no worker could read."""
-    for name, node in config.tree.get("datasets", {}).items():
-        target = object_at(node["_target_"]) if isinstance(node, dict) else None
-        if isinstance(target, type):
-            batches.check(target, f"datasets.{name}")
-    loaders.reading_processes(config.cfg.loader)
 
 
 def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
@@ -62,12 +53,7 @@ def _find(
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
     candidates, _ = _preparable(config, project)
-    return preparation.find(candidates, store_of(config), notify, ray_needed)
-
-
-def store_of(config: RunConfig) -> str:
-    """Return the folder or URI of prepared datasets."""
-    return prepared_root(config.cfg.storage_path, config.cfg.prepared_path)
+    return preparation.find(candidates, config.prepared_root, notify, ray_needed)
 
 
 @contextlib.contextmanager
@@ -79,7 +65,7 @@ def mark_used(item: PreparedSet) -> Iterator[bool]:
 
 
 def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
-    cfg, root = config.cfg, store_of(config)
+    cfg, root = config.cfg, config.prepared_root
     candidates, left_out = _preparable(config, project)
     for name in left_out:
         emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))

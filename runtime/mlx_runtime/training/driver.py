@@ -4,23 +4,24 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from mlx_runtime import events
 from mlx_runtime.config.targets import path_of
-from mlx_runtime.data.folds import leak_warning
-from mlx_runtime.data.streams import stream_names
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.mirrors.mirror import Follower
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Receiver
-from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
-from mlx_runtime.training.engines.placement import start_ray
+from mlx_runtime.training.extensions import AccompaniedRun, Extensions
 from mlx_runtime.training.job import Job
-from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
 from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.prepared import PreparedSet
 
 SLOW_START_S = 2.0
 """Workers that take longer to start are announced."""
@@ -60,7 +61,7 @@ class Driver:
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
-        self._mirroring: Follower | None = None
+        self._extensions = Extensions(plan.extensions)
         self._unread: deque[events.Event] = deque()
         self._stop_announced = False
 
@@ -99,7 +100,7 @@ class Driver:
         with contextlib.ExitStack() as guard:
             record = claim(self._plan, lambda: guard.enter_context(self._guard()))
             recorder = self.recorder = RunRecorder(record, self._plan)
-            interrupted = False  # while its end is recorded: too late to stop the run, but its mirror is not waited for
+            interrupted = False  # while its end is recorded: too late to stop the run, but nothing else is waited for
             try:
                 with (
                     self.control.watching(record.folder, record["attempt"]),
@@ -130,7 +131,8 @@ class Driver:
                     interrupted = True
                     ended = recorder.succeed()
             finally:
-                self._end_mirroring(interrupted)
+                self._extensions.exit(taken_over=self.control.taken_over, interrupted=interrupted)
+                self._receive()
         self._emit(ended)
         yield from self._pending()
         if ended.error is not None and not isinstance(ended.error, Terminated):
@@ -139,23 +141,19 @@ class Driver:
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""
         plan, config, record = self._plan, self._plan.config, recorder.record
-        if plan.mirror is not None:
-            self._mirroring = plan.mirror.follow(record, self.control.request)
+        self._extensions.enter(AccompaniedRun(record, self.control.request))
         if not record.held:
             recorder.begin()
         folder, attempt = record.folder, record["attempt"]
         run = events.RunInfo(folder.experiment, folder.name, folder.path, folder.location, config.shown, attempt)
         self._emit(events.RunStarted(run))
-        if plan.fold is not None and (warning := leak_warning(config.tree)):
-            self._emit(events.Notice(warning))
+        self._receive()
+        self._warn_of_leaks()
         if plan.cluster.engine == "in_process" and stream_names(config.tree):
+            from mlx_runtime.training.engines.ray_start import start_ray
+
             stack.enter_context(start_ray(config.cfg))
-        sets = prepare_datasets(config, plan.project, self._emit)
-        sets = {name: item for name, item in sets.items() if stack.enter_context(mark_used(item))}
-        if sets:
-            names = {name: item.manifest.name for name, item in sets.items()}
-            created = max(item.manifest.created for item in sets.values())
-            self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
+        sets = self._prepared_datasets(stack)
         yield from self._pending()
         self.control.check()
         with contextlib.closing(Receiver(plan.cluster.host)) as receiver:
@@ -175,6 +173,27 @@ class Driver:
             yield from self._follow(job, receiver, recorder)
         if recorder.stopped:
             raise Terminated
+
+    def _warn_of_leaks(self) -> None:
+        if self._plan.fold is not None:
+            from mlx_runtime.data.folds import leak_warning
+
+            if warning := leak_warning(self._plan.config.tree):
+                self._emit(events.Notice(warning))
+
+    def _prepared_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
+        """Return the prepared datasets to read instead of samples. Nobody removes them until `stack` is closed."""
+        if not may_be_prepared(self._plan.config):
+            return {}
+        from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
+
+        sets = prepare_datasets(self._plan.config, self._plan.project, self._emit)
+        sets = {name: item for name, item in sets.items() if stack.enter_context(mark_used(item))}
+        if sets:
+            names = {name: item.manifest.name for name, item in sets.items()}
+            created = max(item.manifest.created for item in sets.values())
+            self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
+        return sets
 
     def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[events.Event]:
         """Start the workers, and yield their events until they are done."""
@@ -205,7 +224,7 @@ class Driver:
                         receiver.broadcast(STOP)
                         stop_sent = True
                     deadlocks.check(recorder.world_size)
-                    self._report_mirroring()
+                    self._receive()
                     yield from self._pending()
                 for event in receiver.drain():
                     self._emit(event)
@@ -224,23 +243,15 @@ class Driver:
             self._emit(events.StopRequested(self.control.reason))
         return True
 
-    def _report_mirroring(self) -> None:
-        for notice in self._mirroring.notices() if self._mirroring is not None else ():
-            self._emit(notice)
-
-    def _end_mirroring(self, interrupted: bool) -> None:
-        """Wait for the last upload, as long as `cfg.mirror_timeout_s`, unless the wait is interrupted already."""
-        if self._mirroring is not None and self.control.taken_over:
-            self._mirroring.abandon()
-        elif self._mirroring is not None:
-            for notice in self._mirroring.finish(self._plan.config.cfg.mirror_timeout_s, interrupted=interrupted):
-                self._emit(notice)
+    def _receive(self) -> None:
+        """Emit what extensions of the run have sent."""
+        for event in self._extensions.received():
+            self._emit(event)
 
     def _emit(self, event: events.Event) -> None:
         if self.recorder is not None:
             self.recorder.handle(event)
-        if self._mirroring is not None and isinstance(event, events.CheckpointSaved):
-            self._mirroring.saved()
+        self._extensions.handle(event)
         for listener in self._listeners:
             listener(event)
         outdated = self._unread and isinstance(self._unread[-1], events.StepProgress)

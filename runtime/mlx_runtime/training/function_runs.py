@@ -29,7 +29,7 @@ from mlx_runtime.training.functions import FunctionConfig, FunctionExperiment, t
 from mlx_runtime.training.options import TrainConfig
 
 Results = list[dict[str, float]]
-"""What the workers have reported, by rank."""
+"""The reports of the workers, by rank."""
 
 OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
 """Settings that `Trainer` determines."""
@@ -240,7 +240,7 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """What the newest checkpoint of the latest run was saved with, or None."""
+        """The values that the newest checkpoint of the latest run was saved with, or None."""
         run = self.latest_run
         return run.state()["own"]["saved"] if run.record.get("latest") is not None else None
 

@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.data.prepared import PreparedSet
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.events import RunInfo
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.training.engines.placement import Cluster
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.prepared import PreparedSet
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Job:
     project: Path  # folder of the experiment
     cluster: Cluster
     verbose: bool  # let Ray print
-    prepared: dict[str, PreparedSet]  # by name of the dataset, which is not read itself
+    prepared: "dict[str, PreparedSet]"  # by name of the dataset, which is not read itself
     subsets: dict[str, Subset]  # by name of the dataset; others are read whole
     receiver: tuple[tuple[str, int], bytes]  # address and key of the driver's `Receiver`
     evaluate: bool  # run `eval_loop` instead of `worker_loop`

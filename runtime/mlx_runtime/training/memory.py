@@ -75,17 +75,6 @@ def out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def peak_gb(device: torch.device) -> float:
-    """Return the peak memory of tensors on a GPU since `reset_peak`, 0 for a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin to measure the peak memory of a GPU anew."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def snapshot(folder: RunFolder, topology: Topology) -> str:
     """Store what the memory of this worker's GPU is used for. Return a line about it, empty if there is none."""
     if topology.device.type != "cuda":

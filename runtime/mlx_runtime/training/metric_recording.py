@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from mlx_runtime.distributed.collectives import agree
+from mlx_runtime.distributed.wrapping import unwrap
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of, state_since
 from mlx_runtime.tracking.metric_sync import (
@@ -18,7 +21,6 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
-from mlx_runtime.training import memory, utilization
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.passes import Pass
 from mlx_runtime.training.reporting import Reporter
@@ -170,7 +172,8 @@ class MetricRecorder:
         progress = self._context.progress
         ends = item.finished or not item.active
         self._in_flight = Exchange(item, item.name, progress.global_step, progress.epoch, rates, ends)
-        numbers = waited, memory.peak_gb(self._context.topology.device)
+        device = self._context.topology.device
+        numbers = waited, torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
         self._sync.send(SyncMessage((item.name, item.step), groups, numbers, taken))
         record.new, record.snapshots = set(), {}
         record.sent_at, record.sent_step = time.monotonic(), item.step
@@ -217,7 +220,7 @@ class MetricRecorder:
         self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 
     def _may_lag(self) -> bool:
-        """Return True unless there is nobody to wait for, or metrics that synchronize themselves go on changing."""
+        """Return True unless there is nobody to wait for, or metrics that synchronize themselves keep changing."""
         alone = self._context.topology.data_parallel_size == 1
         return not alone and not any(item.syncs_itself for item in self._metrics.values())
 
@@ -245,12 +248,22 @@ class MetricRecorder:
         }
         if item.loader is not None:
             rates |= item.part.rates
-            if flops := utilization.flops_per_row(self._context.groups.modules):
-                topology = self._context.topology
-                flops_per_s = flops * rates["samples_per_s"] / topology.world_size
-                rates |= utilization.operations(flops_per_s, topology.device, self._context.cfg)
+            rates |= self._operations(rates["samples_per_s"])
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":
-            rates |= utilization.busy(self._context.topology.device)
+            from mlx_runtime.training.utilization import busy
+
+            rates |= busy(self._context.topology.device)
         return rates
+
+    def _operations(self, samples_per_s: float) -> dict[str, float]:
+        """Return the operations per second of one device, if models say what a row takes."""
+        counted = [model for model in map(unwrap, self._context.groups.modules) if hasattr(model, "flops_per_row")]
+        if not counted:
+            return {}
+        from mlx_runtime.training.utilization import flops_per_row, operations
+
+        topology = self._context.topology
+        flops_per_s = flops_per_row(counted) * samples_per_s / topology.world_size
+        return operations(flops_per_s, topology.device, self._context.cfg)

@@ -3,7 +3,7 @@ several workers and steps, scaled and clipped, and inspected before each update.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,12 +14,13 @@ from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
 from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.forward import compile_forward, in_half_precision
-from mlx_runtime.training.gradients import GradientMonitor
 from mlx_runtime.training.losses import Mean
 from mlx_runtime.training.reporting import Reporter
 from mlx_runtime.training.strategies import Strategy
 from mlx_runtime.training.weighting import Weight, WeightedLosses, checked_weight, without_gradient
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.gradients import GradientMonitor
 
 
 @dataclass
@@ -46,8 +47,7 @@ class Optimization:
         self.accumulation = Accumulation()
         self._divisor = 1.0  # of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted = WeightedLosses()
-        report = self._report_norms if context.topology.writes or strategy.shards else None
-        self.monitor = GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, reporter.events.notice)
+        self._monitor = self._gradient_monitor() if cfg.watch_gradients or cfg.stop_on_nan else None
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
@@ -57,6 +57,13 @@ class Optimization:
         self._owners: set[str] = set()  # optimizers that `step` was called for, ever
         self._last_owners: set[str] = set()  # those since the last backward pass
         self._without: set[str] = set()  # those without gradients just before it
+
+    def _gradient_monitor(self) -> "GradientMonitor":
+        from mlx_runtime.training.gradients import GradientMonitor
+
+        cfg, topology = self._context.cfg, self._context.topology
+        report = self._report_norms if topology.writes or self._strategy.shards else None
+        return GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, self._reporter.events.notice)
 
     # -- called by user code
 
@@ -242,9 +249,9 @@ class Optimization:
         if not self._stepping:
             self._check_plain_step()
         step = self._context.progress.global_step
-        if self.monitor.wants(step):
+        if self._monitor is not None and self._monitor.wants(step):
             models = {name: unwrap(item) for name, item in self._context.groups.members("models").items()}
-            self.monitor.inspect(models, _params(optimizer), step)
+            self._monitor.inspect(models, _params(optimizer), step)
 
     def after_update(self) -> None:
         """Note an update."""
@@ -273,6 +280,10 @@ class Optimization:
                 "cfg.gradient_clip needs self.optimizer_step(); optimizer.step() does not clip"
             )
 
+    def picture(self) -> Any:
+        """Draw the norms of gradients since the last picture, if they are watched."""
+        return None if self._monitor is None else self._monitor.picture()
+
     def _report_norms(self, values: dict[str, float]) -> None:
         progress = self._context.progress
         self._reporter.record(values, progress.global_step, progress.epoch)
@@ -293,6 +304,10 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
     Raises:
         ConfigError: `cfg.compile` has what `torch.compile` does not take.
     """
+    if cfg.precision == 32 and not cfg.compile:
+        return
+    from mlx_runtime.training.forward import compile_forward, in_half_precision
+
     for model in models:
         if isinstance(model, nn.Module) and not is_sharded(model):
             if cfg.precision != 32:

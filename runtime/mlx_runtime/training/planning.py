@@ -3,27 +3,32 @@
 import contextlib
 import dataclasses
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mlx_runtime import companions
 from mlx_runtime.config.building import build_cfg
-from mlx_runtime.data.folds import Fold, fold_rows, rows_digest, with_held_out
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data import batches, loaders
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.mirrors.hub import UnreachableError
-from mlx_runtime.runs.mirrors.mirror import WITHOUT, Mirror
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.dataset_preparation import check_datasets, store_of, unprepared_streams
-from mlx_runtime.training.engines import local
+from mlx_runtime.storage.files import Storage, is_uri
 from mlx_runtime.training.engines.base import Engine
-from mlx_runtime.training.engines.placement import Cluster, on_ray, start_ray
+from mlx_runtime.training.engines.placement import Cluster, engine_for, this_machine
 from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.extensions import RunExtension
+from mlx_runtime.training.options import DataConfig, TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
+
+if TYPE_CHECKING:
+    from mlx_runtime.data.folds import Fold
 
 OPEN_FILES = 48, 16
 """Files that a driver has open at once: without workers, and for each of them."""
@@ -40,8 +45,25 @@ class RunPlan:
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
-    mirror: Mirror | None = None  # of `cfg.mirror`
-    fold: Fold | None = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
+    extensions: tuple[RunExtension, ...] = ()  # what accompanies the run in its driver
+    fold: "Fold | None" = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
+
+
+@contextlib.contextmanager
+def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
+    """Provide the machine or cluster that the run trains on.
+
+    Raises:
+        ConfigError: the workers do not fit, or `cfg.engine` cannot train them.
+    """
+    engine, why = engine_for(cfg)
+    if engine == "ray":
+        from mlx_runtime.training.engines.ray_start import on_ray
+
+        with on_ray(cfg, why) as cluster:
+            yield cluster
+    else:
+        yield this_machine(cfg, engine)
 
 
 @contextlib.contextmanager
@@ -57,7 +79,10 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
     """
     _refuse_too_few_files(config.cfg)
-    config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
+    if config.cfg.fold is not None:
+        from mlx_runtime.data.folds import with_held_out
+
+        config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
         raise UsageError(
@@ -77,15 +102,31 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
             config = stack.enter_context(_in_temporary_storage(config))
         launched = settings.job is not None
         fold = _fold(config)
-        mirror = _mirror(config) if config.kept else None
-        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, mirror, fold)
+        extensions = tuple(_extensions(config)) if config.kept else ()
+        yield RunPlan(experiment, config, cluster, engine, project, launched, settings.verbose, extensions, fold)
+
+
+def check_datasets(config: RunConfig) -> None:
+    """Refuse datasets and a `cfg.loader` that no worker could read."""
+    for name, node in config.tree.get("datasets", {}).items():
+        target = object_at(node["_target_"]) if isinstance(node, dict) else None
+        if isinstance(target, type):
+            batches.check(target, f"datasets.{name}")
+    loaders.reading_processes(config.cfg.loader)
+
+
+def may_be_prepared(config: RunConfig) -> bool:
+    """Return False if there are certainly no prepared datasets to read, and none are to be made."""
+    how, root = config.cfg.prepared, config.prepared_root
+    return how == "make" or (how == "auto" and (is_uri(root) or Path(Storage(root).path).is_dir()))
 
 
 def _refuse_too_few_files(cfg: TrainConfig) -> None:
     """Raise UsageError if the system lets a process open fewer files than a run needs, which would fail anywhere."""
     needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != limit < needed:
-        raise UsageError(f"a process may open {limit} files here, and the run needs {needed}: run ulimit -n 1024 first")
+        cure = f"run ulimit -n {max(1024, needed)} first"
+        raise UsageError(f"a process may open {limit} files here, and the run needs {needed}: {cure}")
 
 
 @contextlib.contextmanager
@@ -93,7 +134,10 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     """Yield a cluster that can read the datasets: an embedded Ray if the local engine cannot."""
     with contextlib.ExitStack() as stack:
         streams = []
-        if cluster.engine == "local":
+        if cluster.engine == "local" and stream_names(config.tree):
+            from mlx_runtime.training.dataset_preparation import unprepared_streams
+            from mlx_runtime.training.engines.ray_start import on_ray, start_ray
+
             streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
         if streams:
             why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
@@ -109,14 +153,16 @@ def _engine(config: RunConfig, cluster: Cluster) -> Engine:
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
-    if cluster.engine != "local":
-        local.cool_down()
+    if cluster.engine != "local" and (local := sys.modules.get("mlx_runtime.training.engines.local")):
+        local.cool_down()  # the command may have warmed it up
     if cluster.engine == "in_process":
         from mlx_runtime.training.engines.in_process import InProcess
 
         return InProcess(use_gpu=cluster.use_gpu)
     if cluster.engine == "local":
-        return local.Local(cfg, use_gpu=cluster.use_gpu, timeout_s=timeout_s)
+        from mlx_runtime.training.engines.local import Local
+
+        return Local(cfg, use_gpu=cluster.use_gpu, timeout_s=timeout_s)
     from mlx_runtime.training.engines.on_ray import OnRay
 
     return OnRay(cfg, cluster, timeout_s=timeout_s)
@@ -132,35 +178,19 @@ def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
         )
 
 
-def refuse_mirror(cfg: TrainConfig) -> None:
-    """Raise a ConfigError if the runs of a sweep were to be mirrored."""
-    if cfg.mirror is not None:
-        raise ConfigError(
-            f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one when "
-            f"the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.mirror}"
-        )
+def _extensions(config: RunConfig) -> Iterator[RunExtension]:
+    """Yield the extensions of a run: those of companions, which may refuse it, and callbacks that are extensions."""
+    for companion in companions.asked_for(vars(config.cfg)):
+        yield companion.extension(config)
+    yield from (item for item in config.cfg.callbacks.values() if hasattr(item, "accompany"))
 
 
-def _mirror(config: RunConfig) -> Mirror | None:
-    """Return the mirror of a run. Refuse one that the run cannot be mirrored to."""
-    uri = config.cfg.mirror
-    if uri is None:
-        return None
-    if config.sweep:
-        refuse_mirror(config.cfg)
-    try:
-        mirror = Mirror(uri)
-        mirror.check(config.run)
-    except UnreachableError as error:
-        error.hint = WITHOUT
-        raise
-    return mirror
-
-
-def _fold(config: RunConfig) -> Fold | None:
+def _fold(config: RunConfig) -> "Fold | None":
     """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
     if config.cfg.fold is None:
         return None
+    from mlx_runtime.data.folds import fold_rows, rows_digest
+
     fold: Fold = fold_rows(config)[config.cfg.fold]
     run = config.run
     recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
@@ -180,7 +210,7 @@ def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
     """
     prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # a fast dev run prepares nothing
     with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
-        changed: dict[str, Any] = {"storage_path": storage, "prepared_path": store_of(config), "prepared": prepared}
-        changed |= {"trackers": {}, "callbacks": {}, "mirror": None}
+        changed: dict[str, Any] = {"storage_path": storage, "prepared_path": config.prepared_root, "prepared": prepared}
+        changed |= {"trackers": {}, "callbacks": {}}
         tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
         yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

@@ -1,4 +1,4 @@
-"""What a worker reports: events for the driver, numbers for the trackers, and the numbers of an epoch."""
+"""The reports of a worker: events for the driver, numbers for the trackers, and the numbers of an epoch."""
 
 import math
 import time

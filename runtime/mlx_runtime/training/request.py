@@ -6,29 +6,28 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import OmegaConf
 
+from mlx_runtime import companions
 from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
 from mlx_runtime.config.interpolation import parsed
-from mlx_runtime.config.pins import pinned
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
-from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs import records, remote, snapshots
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run, reading
 from mlx_runtime.runs.lookup import names_run, refuse_empty
-from mlx_runtime.runs.mirrors import restoring as mirrors
-from mlx_runtime.runs.mirrors.downloads import MirroredRun, pinned_checkpoint
-from mlx_runtime.runs.mirrors.hub import is_hub
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.documents import COUNT, misfit
-from mlx_runtime.storage.files import Storage, storage_root
-from mlx_runtime.training import resuming
+from mlx_runtime.storage.files import Storage, prepared_root, storage_root
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.resuming import Change
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.resuming import Change
 
 FAST_DEV_RUN = "--fast-dev-run"
 
@@ -49,7 +48,7 @@ class RunConfig(Config):
     run: RunFolder | None = None  # run to resume; None for a new one
     claimed: RunFolder | None = None  # folder that was created for this run, which has not begun yet
     origin: RunFolder | None = None  # run whose conf.yaml this is instead of the experiment's
-    changes: tuple[Change, ...] = ()  # differences from the config that the run had before
+    changes: "tuple[Change, ...]" = ()  # differences from the config that the run had before
     fast: bool = False  # run a few batches to see that all code works, and keep nothing
     checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
     sweep: Mapping[str, Any] | None = None  # of a new run of a sweep, for its record: name, trial, fold and values
@@ -59,6 +58,11 @@ class RunConfig(Config):
     def kept(self) -> bool:
         """True if the run stays in the storage."""
         return not self.fast and self.checkpoint is None
+
+    @property
+    def prepared_root(self) -> str:
+        """Folder or URI of prepared datasets."""
+        return prepared_root(self.cfg.storage_path, self.cfg.prepared_path)
 
 
 class _Choice(NamedTuple):
@@ -127,9 +131,11 @@ def load_config(
             _refuse_hidden(config)
         if run is not None and conf is not None:
             _check_stored(run, conf)
-        if not look and is_hub(str(getattr(config.cfg, "restore_checkpoint_path", None))):
+        if not look and remote.is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
-        if not look:
+        if not look and names_repositories(config.tree):
+            from mlx_runtime.config.pins import pinned
+
             file = parsed(read_from.read_text(encoding="utf-8"))
             before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
             pinned(config.tree, config.unresolved, file, before)
@@ -186,19 +192,19 @@ def _choose(
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
     if options["--from"] or claimed:
         origin = None
-        if is_hub(options["--from"]):
-            origin = MirroredRun.find(options["--from"]).cached()
+        if remote.is_remote(options["--from"]):
+            origin = remote.reader_of(options["--from"]).find(options["--from"]).cached()
         elif options["--from"]:
             origin = named_run(options["--from"], root, experiment)
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
     name = options["--resume"] or options["--run"] or cfg.get("resume")
-    if name == "auto" and cfg.get("mirror") and not look:
+    for companion in companions.asked_for(cfg) if name == "auto" and not look else ():
         check(typed)
         with sigterm_stops(StopRequests()):  # it removes what it has downloaded
-            mirrored, notes = mirrors.latest(str(cfg["mirror"]), root, experiment)
-        choice = choice._replace(notes=tuple(notes))
-        name = mirrored.name if mirrored is not None else name
+            latest, notes = companion.latest(cfg, root, experiment)
+        choice = choice._replace(notes=(*choice.notes, *notes))
+        name = latest.name if latest is not None else name
     if name in ("auto", "latest"):
         runs = reversed(list_runs(root, experiment))
         begun = (run.name for run in runs if has_begun(run) and not in_sweep(run))  # others died in their first second
@@ -254,7 +260,8 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 
 def _pin_checkpoint(config: Config) -> None:
     """Let the run start from the present state of a mirror, whatever is uploaded to it while its workers start."""
-    pinned_uri = pinned_checkpoint(str(config.cfg.restore_checkpoint_path))
+    uri = str(config.cfg.restore_checkpoint_path)
+    pinned_uri = remote.reader_of(uri).pinned_checkpoint(uri)
     config.cfg.restore_checkpoint_path = pinned_uri
     for tree in (config.tree, config.unresolved):
         tree["cfg"]["restore_checkpoint_path"] = pinned_uri
@@ -305,8 +312,10 @@ def new_run(run: RunFolder, cfg: TrainConfig) -> str:
     return f"mlx train run --from {run.title}"
 
 
-def _changes(run: RunFolder, conf: Path, config: Config) -> tuple[Change, ...]:
+def _changes(run: RunFolder, conf: Path, config: Config) -> "tuple[Change, ...]":
     """Return the differences from the config that a run had before. Refuse those that a resumed run cannot have."""
+    from mlx_runtime.training import resuming
+
     changes = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
     changes = [change for change in changes if not LEFT_OUT.search(str(change.before))]
     problems = resuming.refusals(changes, type(config.cfg))

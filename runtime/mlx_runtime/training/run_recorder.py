@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import events
-from mlx_runtime.config import pins
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.data.folds import rows_digest
+from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoint_index import score
@@ -35,6 +34,14 @@ class RunRecorder:
         self.world_size = 0  # until the workers have started
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
+
+    def _note_repositories(self) -> None:
+        """Record which commits of repositories on the Hugging Face Hub the config stands for."""
+        if names_repositories(self._plan.config.tree):
+            from mlx_runtime.config.pins import recorded
+
+            if hub := recorded(self._plan.config.tree):
+                self.record.update(hub=hub)
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -69,8 +76,7 @@ class RunRecorder:
             cls = self._plan.experiment
             if cls.__module__ != AN_EXPERIMENT.module:
                 self.record.update(experiment_class=f"{cls.__module__}.{cls.__qualname__}")
-            if hub := pins.recorded(self._plan.config.tree):
-                self.record.update(hub=hub)
+            self._note_repositories()
             if self._plan.config.kept and not snapshots.is_unpacked(self._plan.project):  # it has its code
                 snapshots.store(self._plan.project, self.record.folder, self._plan.config.cfg.code_files)
 
@@ -149,6 +155,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
+        from mlx_runtime.data.folds import rows_digest
+
         facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows_digest([plan.fold])}
     return facts | {
         "status": "RUNNING",

@@ -27,7 +27,6 @@ from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
 from mlx_runtime.training.checkpointer import Checkpointer
 from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.memory import reset_peak
 from mlx_runtime.training.metric_recording import MetricRecorder
 from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import Pass, PassTracker
@@ -92,10 +91,11 @@ class Session:
 
     def _end_epoch(self) -> None:
         cfg, progress = self.context.cfg, self.progress
-        if cfg.evaluate_every_steps is not None and progress.global_step and not self._calls_every:
+        trains = progress.global_step > 0 and not self.context.evaluates
+        if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
         self.metrics.receive()
-        self.reporter.end_epoch(self.optimization.monitor.picture)
+        self.reporter.end_epoch(self.optimization.picture)
 
     # -- a pass and its steps: called by loaders
 
@@ -224,7 +224,8 @@ class Session:
         if not self.progress.interrupted:
             self._end_epoch()
             self.progress.epoch = epoch
-        reset_peak(self.context.topology.device)
+        if self.context.topology.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.context.topology.device)
         self.progress.interrupted = False
 
     def step_finished(self, item: Pass, batch: Batch) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from mlx_runtime.data.streams import stream_names
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.errors import (
     HangError,
     MlxError,
@@ -31,12 +31,11 @@ from mlx_runtime.storage import documents
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.breakpoints import at_breakpoint
 from mlx_runtime.training.console_lines import ConsoleLines, resume_command
-from mlx_runtime.training.dataset_preparation import check_datasets, prepare_datasets, store_of
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines.placement import Cluster, start_ray
+from mlx_runtime.training.engines.placement import Cluster
 from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.planning import RunPlan, planned
+from mlx_runtime.training.planning import RunPlan, check_datasets, planned
 from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.stop_requests import (
     OUTPUT_CLOSED,
@@ -104,15 +103,19 @@ def prepare(config: RunConfig) -> None:
         DatasetError: a dataset cannot be batched or prepared.
         StorageError: the store cannot be written.
     """
+    from mlx_runtime.training.dataset_preparation import prepare_datasets
+
     check_datasets(config)
     display = Display(sys.stdout)
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
         if stream_names(config.tree):
+            from mlx_runtime.training.engines.ray_start import start_ray
+
             stack.enter_context(start_ray(config.cfg))
         sets = prepare_datasets(config, Path.cwd(), display.handle)
     if sets:
-        display.print(f"{len(sets)} prepared in {store_of(config)}; runs use them automatically")
+        display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
     else:
         display.print("nothing was prepared")
 

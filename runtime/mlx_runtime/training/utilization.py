@@ -1,4 +1,4 @@
-"""How well a run uses its devices: how long a GPU is busy, and how many operations of the models it carries out."""
+"""Utilization of the devices of a run: busy time of a GPU, and operations of the models per second."""
 
 import contextlib
 import re

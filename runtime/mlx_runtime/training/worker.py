@@ -17,7 +17,6 @@ from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.torch_private import record_allocations
 from mlx_runtime.distributed.wrapping import raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
@@ -30,9 +29,7 @@ from mlx_runtime.training.channel import Remote, Sink
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.job import Job
-from mlx_runtime.training.memory import memory_needs, needs_of_config, out_of_memory, snapshot, ways_to_save
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.profiling import profiled
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import Strategy, strategy_of
@@ -114,6 +111,8 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
+        from mlx_runtime.training.memory import out_of_memory
+
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
         hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
@@ -125,6 +124,8 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         with user_errors(project, translate):
             yield
     except MlxError as error:
+        from mlx_runtime.training.memory import out_of_memory
+
         if not out_of_memory(error):
             raise
         raise type(error)(f"{error}\n{needed()}".rstrip()) from None
@@ -132,17 +133,23 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
 
 def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
     """Return what is needed, and on a GPU where a snapshot of its memory is stored."""
+    from mlx_runtime.training.memory import snapshot
+
     stored = snapshot(job.folder, topology)  # first, because the next line frees memory
     return f"{needed()}\n{stored}".rstrip()
 
 
 def _needed_here(groups: Mapping[str, Any]) -> str:
+    from mlx_runtime.training.memory import memory_needs, ways_to_save
+
     needs = memory_needs(groups.get("models"), groups.get("optimizers"))
     return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
 
 
 def _needed_in_all(job: Job) -> str:
     """Like `_needed_here`, for an experiment that could not be built."""
+    from mlx_runtime.training.memory import needs_of_config, ways_to_save
+
     lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
     with contextlib.suppress(Exception):  # constructors may need real tensors
         lines.insert(0, f"An unsharded replica needs, besides activations and batches: {needs_of_config(job.tree)}")
@@ -165,9 +172,13 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
     cfg, topology = session.context.cfg, session.context.topology
     if cfg.profile and topology.device.type == "cuda":
+        from mlx_runtime.distributed.torch_private import record_allocations
+
         record_allocations(enabled=True)
         stack.callback(record_allocations, enabled=False)
     if cfg.profile and topology.writes:
+        from mlx_runtime.training.profiling import profiled
+
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
     if isinstance(sink, Remote):

@@ -11,8 +11,8 @@ import pytest
 from conftest import Start
 from faults import wait_for
 
-from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.errors import RunStopped, UsageError
+from mlx_runtime.exits import clean_exit
 
 pytestmark = pytest.mark.pure
 
@@ -60,7 +60,7 @@ def test_what_the_system_refuses_is_one_line(command: str, code: int, told: str 
 @pytest.mark.process
 def test_a_second_interrupt_disturbs_nothing_that_others_do_at_the_end() -> None:
     script = (
-        "import atexit, os, signal, time; from mlx_runtime.cli.exits import clean_exit\n"
+        "import atexit, os, signal, time; from mlx_runtime.exits import clean_exit\n"
         "def shut_down():\n"
         "    os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1); print('shut down')\n"
         "atexit.register(shut_down)\n"

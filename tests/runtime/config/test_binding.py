@@ -233,12 +233,15 @@ def test_what_cannot_be_written_is_refused_by_name(experiment: type, message: st
     assert str(caught.value).startswith(message)
 
 
-def test_a_damaged_file_is_refused_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"cfg: [1,\n", "is not valid YAML"), (b"\xff\xfe", "conf.yaml is not UTF-8 text: ")]
+)
+def test_a_damaged_file_is_refused_and_kept(content: bytes, problem: str, tmp_path: Path) -> None:
     path = tmp_path / "conf.yaml"
-    path.write_text("cfg: [1,\n")
-    with pytest.raises(BindError, match="is not valid YAML"):
+    path.write_bytes(content)
+    with pytest.raises(BindError, match=problem):
         merge(path, Description(Annotated).tree)
-    assert path.read_text() == "cfg: [1,\n"
+    assert path.read_bytes() == content
 
 
 class TestAgainstTheFormerDefaults:

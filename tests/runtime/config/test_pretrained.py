@@ -21,10 +21,11 @@ from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.pins import Pin, pin_defaults, pinned, recorded
-from mlx_runtime.config.pretrained import built_to_be_restored, silence_load_reports, without_weights
+from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.config.text import commented_map
 from mlx_runtime.errors import ConfigError, MlxError
+from mlx_runtime.training.assembly import silence_load_reports
 
 pytestmark = pytest.mark.process
 

@@ -15,7 +15,7 @@ from mlx_runtime.data.sampling import ShardPlan
 from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError
-from mlx_runtime.training.engines import placement
+from mlx_runtime.training.engines import ray_start
 from mlx_runtime.training.options import TrainConfig
 
 pytestmark = pytest.mark.cluster
@@ -46,7 +46,7 @@ class Numbers:
 
 @pytest.fixture(scope="module", autouse=True)
 def with_ray() -> Iterator[None]:
-    with placement.start_ray(TrainConfig(start_workers=1)):
+    with ray_start.start_ray(TrainConfig(start_workers=1)):
         yield
         for assigner in ASSIGNERS:
             assigner.close()

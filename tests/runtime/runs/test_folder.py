@@ -76,7 +76,7 @@ def test_a_full_disk_is_told_at_the_start(tmp_path: Path) -> None:
     """A file size limit of 4 KiB simulates a full disk: creating works, writing fails."""
     script = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from mlx_runtime.cli.exits import clean_exit; from mlx_runtime.runs.folder import claim_run\n"
+        "from mlx_runtime.exits import clean_exit; from mlx_runtime.runs.folder import claim_run\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "with clean_exit(): claim_run(sys.argv[1], 'digits')"
     )

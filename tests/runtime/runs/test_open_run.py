@@ -14,8 +14,8 @@ from conftest import Mlx, edit
 
 from mlx_runtime import MlxError, open_run
 from mlx_runtime.errors import ConfigError, UsageError
+from mlx_runtime.hub import card
 from mlx_runtime.runs import comparison, listing, report
-from mlx_runtime.runs.mirrors import card
 
 pytestmark = pytest.mark.process
 

@@ -104,7 +104,7 @@ def terminated(self, *arguments):
     return end_early(self, *arguments)
 
 
-driver.prepare_datasets, RunRecorder.end_early = interrupt, terminated
+driver.may_be_prepared, RunRecorder.end_early = interrupt, terminated
 main()
 """
 
@@ -178,7 +178,8 @@ def test_what_workers_sent_before_an_error_is_received() -> None:
     heard: list[Event] = []
     cfg = SimpleNamespace(callbacks={}, hang_timeout_s=600)
     unused: Any = None
-    plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), engine=SimpleNamespace(start=lambda *_: Group()))
+    engine = SimpleNamespace(start=lambda *_: Group())
+    plan: Any = SimpleNamespace(config=SimpleNamespace(cfg=cfg), engine=engine, extensions=())
     with contextlib.closing(Receiver("127.0.0.1")) as receiver:
         followed = Driver(plan, [heard.append])._follow(unused, receiver, unused)
         with pytest.raises(WorkerLoopError, match="on purpose"):

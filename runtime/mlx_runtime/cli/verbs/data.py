@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.data.prepared import prepared_root
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import is_uri
+from mlx_runtime.storage.files import is_uri, prepared_root
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:

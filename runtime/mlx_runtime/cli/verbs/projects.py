@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import __version__
-from mlx_runtime.cli.exits import clean_exit
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError
+from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.training.engines.placement import JOB_FLAG
 from mlx_runtime.training.engines.processes import die_with_parent, unsafe_to_fork

@@ -25,9 +25,15 @@ holds those of the shards' blocks. Any number of workers can load a checkpoint: 
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from mlx_runtime.runs.checkpoints.groups import (
+    DamagedError,
     State,
     copied,
+    has_shards,
+    has_stored,
     load_into,
     load_what_fits,
     members,
@@ -36,9 +42,11 @@ from mlx_runtime.runs.checkpoints.groups import (
     plain_entries,
     state_of,
 )
-from mlx_runtime.runs.checkpoints.layouts import Layouts
-from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, has_shards, has_stored
 from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read
+
+if TYPE_CHECKING:
+    from mlx_runtime.runs.checkpoints.layouts import Layouts
+    from mlx_runtime.runs.checkpoints.shards import Parts
 
 __all__ = [
     "PARTS",
@@ -60,3 +68,11 @@ __all__ = [
     "read",
     "state_of",
 ]
+
+_OF_SHARDS = {"Layouts": "layouts", "Parts": "shards"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_SHARDS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_OF_SHARDS[name]}"), name)

@@ -5,14 +5,14 @@ A state consists of plain values: what loading a checkpoint can return without r
 
 import collections
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs import metric_states
 
@@ -20,6 +20,17 @@ State = dict[str, Any]
 
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
 """Mappings that keep their type when they are loaded with `weights_only=True`."""
+
+PLACEHOLDER = "mlx_runtime.sharded"
+"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
+
+
+class DamagedError(ConfigError):
+    """A file of a checkpoint is missing, or is not what was saved."""
+
+
+class Stored:
+    """A tensor of a loaded state whose content has not been read yet; see `shards.StoredTensor`."""
 
 
 def members(group: Any, kind: type = object) -> dict[str, Any]:
@@ -211,3 +222,34 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map_tensors(item, change) for item in value)
     return value
+
+
+# -- sharded tensors of a state, which `shards` reads and writes
+
+
+def has_shards(*groups: Mapping[str, Any]) -> bool:
+    """Return True if members of groups hold sharded tensors. FSDP shows whole parameters between two passes."""
+    for member in (member for group in groups for member in group.values()):
+        if isinstance(member, nn.Module):
+            held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())
+        elif isinstance(member, torch.optim.Optimizer):
+            held = (item for group in member.param_groups for item in group["params"])
+        else:
+            held = tensors(getattr(member, "__dict__", None))
+        if any(map(is_sharded, held)):
+            return True
+    return False
+
+
+def has_stored(value: Any) -> bool:
+    """Return True if plain values contain a `StoredTensor`."""
+    if isinstance(value, dict | list | tuple):
+        return any(map(has_stored, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Stored)
+
+
+def has_placeholders(value: Any) -> bool:
+    """Return True if plain values contain a placeholder, whose tensor is in a shard."""
+    if isinstance(value, dict):
+        return value.keys() == {PLACEHOLDER} or any(map(has_placeholders, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_placeholders, value))

@@ -55,7 +55,7 @@ class _Destination:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a worker has written."""
+    """The shards that a worker has written."""
 
     file: str
     size_bytes: int

@@ -9,18 +9,17 @@ and the parts are in files in the format of safetensors:
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mlx_runtime.distributed.wrapping import is_sharded
-from mlx_runtime.errors import ConfigError, StorageError, short_message
+from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs.checkpoints import tensor_files
-from mlx_runtime.runs.checkpoints.groups import tensors
+from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, DamagedError, Stored
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, joined
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
     from torch.distributed.tensor import DTensor
-
-_PLACEHOLDER = "mlx_runtime.sharded"
-"""Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 _CHUNK = mapping_with(
     {"offsets": list_of(COUNT), "sizes": list_of(COUNT), "file": NAME, "start": COUNT},
@@ -45,29 +41,11 @@ _FILE = mapping_with({"size_bytes": COUNT, "sha256": list_of(TEXT)}, needs=("siz
 _SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE, NAME)}
 
 
-class DamagedError(ConfigError):
-    """A file of a checkpoint is missing, or is not what was saved."""
-
-
 # -- tensors of a state that are sharded
 
 
-def has_shards(*groups: Mapping[str, Any]) -> bool:
-    """Return True if members of groups hold sharded tensors. FSDP shows whole parameters between two passes."""
-    for member in (member for group in groups for member in group.values()):
-        if isinstance(member, nn.Module):
-            held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())
-        elif isinstance(member, torch.optim.Optimizer):
-            held = (item for group in member.param_groups for item in group["params"])
-        else:
-            held = tensors(getattr(member, "__dict__", None))
-        if any(map(is_sharded, held)):
-            return True
-    return False
-
-
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Stored):
     """A tensor of a loaded state whose content has not been read yet."""
 
     shards: "Shards"
@@ -122,7 +100,7 @@ class Parts:
                 path += "'"
             self._names[memory], self.tensors[path] = path, tensor
         dims = sorted({item.dim for item in tensor.placements if item.is_shard()})  # type: ignore[attr-defined]
-        return {_PLACEHOLDER: [self._names[memory], dims]}
+        return {PLACEHOLDER: [self._names[memory], dims]}
 
     def staged(self, before: Mapping[str, torch.Tensor], staging: Staging) -> dict[str, torch.Tensor]:
         """Return copies of this worker's parts on the CPU, which training does not change.
@@ -137,20 +115,6 @@ def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -
     if part.device.type != "cpu" or before is None or before.shape != part.shape or before.dtype != part.dtype:
         return staging.copy(part)
     return before.copy_(part)
-
-
-def has_stored(value: Any) -> bool:
-    """Return True if plain values contain a `StoredTensor`."""
-    if isinstance(value, dict | list | tuple):
-        return any(map(has_stored, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, StoredTensor)
-
-
-def has_placeholders(value: Any) -> bool:
-    """Return True if plain values contain a placeholder, whose tensor is in a shard."""
-    if isinstance(value, dict):
-        return value.keys() == {_PLACEHOLDER} or any(map(has_placeholders, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_placeholders, value))
 
 
 # -- read
@@ -195,8 +159,8 @@ class Shards:
     def loaded(self, value: Any) -> Any:
         """Return plain values with a `StoredTensor` instead of each placeholder."""
         if isinstance(value, dict):
-            if value.keys() == {_PLACEHOLDER}:
-                name, dims = value[_PLACEHOLDER]
+            if value.keys() == {PLACEHOLDER}:
+                name, dims = value[PLACEHOLDER]
                 if name not in self.metadata.state_dict_metadata:
                     raise ValueError(f"it does not describe {name}")
                 return StoredTensor(self, name, tuple(dims))

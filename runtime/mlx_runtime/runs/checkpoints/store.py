@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,14 +24,15 @@ from mlx_runtime.runs.checkpoint_index import (
     read_description,
     undescribed,
 )
-from mlx_runtime.runs.checkpoints.groups import State
-from mlx_runtime.runs.checkpoints.shards import DamagedError, Parts, Shards, full, has_placeholders
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, has_placeholders, has_stored
 from mlx_runtime.runs.checkpoints.staging import Staging
-from mlx_runtime.runs.mirrors.downloads import fetched_checkpoint
-from mlx_runtime.runs.mirrors.hub import is_hub
+from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
+
+if TYPE_CHECKING:
+    from mlx_runtime.runs.checkpoints.shards import Parts, Shards
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -89,7 +90,7 @@ class Checkpoints:
         self,
         state: State | None,
         checkpoint: Checkpoint,
-        parts: Parts,
+        parts: "Parts",
         staged: Mapping[str, torch.Tensor],
         group: Any,
         allowed: Callable[[], None] = lambda: None,
@@ -153,7 +154,7 @@ class Checkpoints:
         loaded, self._newest = self._newest, None
         if loaded is None or loaded[0] != checkpoint:
             loaded = checkpoint, _loaded(self._storage, checkpoint.name, checkpoint)
-        return full(loaded[1]) if whole else loaded[1]
+        return _full(loaded[1]) if whole else loaded[1]
 
     def reject(self, checkpoint: Checkpoint, problem: str) -> None:
         """Note that shards of a checkpoint are damaged, so that `newest` returns the previous one."""
@@ -243,7 +244,7 @@ class AsyncCheckpointer:
         self._staging.end()
         self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
 
-    def save_sharded(self, state: State | None, checkpoint: Checkpoint, parts: Parts) -> None:
+    def save_sharded(self, state: State | None, checkpoint: Checkpoint, parts: "Parts") -> None:
         """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
         self.wait()
         if self._group is None:
@@ -286,8 +287,8 @@ class AsyncCheckpointer:
 
 def read(path: str, *, whole: bool = True) -> State:
     """Return the state of the checkpoint in any folder, URI or mirror; see `Checkpoints.load`."""
-    if is_hub(path):
-        _, folder, name = fetched_checkpoint(path)
+    if is_remote(path):
+        folder, name = reader_of(path).fetched_checkpoint(path)
         path = joined(folder.checkpoints, name)
     storage, name = parent_of(path)
     with storage_errors(f"cannot read {path}"):
@@ -298,7 +299,16 @@ def read(path: str, *, whole: bool = True) -> State:
         beside = f" The folder also contains: {others}." if others else ""
         raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}.{beside}")
     state = _loaded(storage, name, about)
-    return full(state) if whole else state
+    return _full(state) if whole else state
+
+
+def _full(state: State) -> State:
+    """Return a state with whole tensors on the CPU instead of stored ones."""
+    if not has_stored(state):
+        return state
+    from mlx_runtime.runs.checkpoints.shards import full
+
+    return cast("State", full(state))
 
 
 def _write_state(publication: Publication, state: State | None, checkpoint: Checkpoint) -> Checkpoint:
@@ -353,7 +363,7 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
         raise DamagedError(f"{path} is damaged: {short_message(error)}") from error
 
 
-def _shards(storage: Storage, name: str, about: Checkpoint | None) -> Shards | None:
+def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | None":
     """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
     file_name = about.index if about is not None else INDEX
     if file_name is None:
@@ -363,6 +373,8 @@ def _shards(storage: Storage, name: str, about: Checkpoint | None) -> Shards | N
         content = storage.read(name, file_name)
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
+        from mlx_runtime.runs.checkpoints.shards import Shards
+
         return Shards(storage, name, content)
     except FileNotFoundError as error:
         if about is None:

@@ -1,4 +1,4 @@
-"""What an engine of sweeps needs of a sweep, and what the sweep needs of an engine."""
+"""The protocol between a sweep and the engine that runs its trials."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""How many runs of a sweep train at the same time."""
+"""The number of runs of a sweep that train at the same time."""
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.training.engines.placement import uses_gpus

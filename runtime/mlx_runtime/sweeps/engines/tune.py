@@ -31,7 +31,7 @@ from mlx_runtime.sweeps.definition import SweepPlan
 from mlx_runtime.sweeps.engines.base import Trials
 from mlx_runtime.sweeps.engines.room import room
 from mlx_runtime.sweeps.trial import TrialJob, begun_overrides, record_end, run_trial
-from mlx_runtime.training.engines.placement import on_ray
+from mlx_runtime.training.engines.ray_start import on_ray
 from mlx_runtime.training.stop_requests import GRACE_S, StopRequests
 
 QUIET = {

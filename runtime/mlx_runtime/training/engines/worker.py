@@ -22,7 +22,7 @@ from mlx_runtime.training.worker import train_to
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What the workers of one attempt share."""
+    """The parameters that the workers of one attempt share."""
 
     job: Job
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank

@@ -1,4 +1,4 @@
-"""What a run asks of its strategy."""
+"""The protocol of strategies."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol

@@ -8,11 +8,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mlx_runtime.config.building import build
+from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.strategies.blocks import blocks_of
-from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
-from mlx_runtime.training.strategies.recomputation import recompute_blocks
 
 
 class DDP:
@@ -24,16 +23,30 @@ class DDP:
         self._cfg, self._device, self.notice = cfg, topology.device, notice
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        group = build_models(node)
+        deferred: Collection[str] = ()
+        if any(hasattr(object_at(node["_target_"]), name) for name in ("deferred_init", "strategies")):
+            from mlx_runtime.training.strategies.building import build_models, deferred_models
+
+            group, deferred = build_models(node), deferred_models(node)
+        else:
+            group = build(node, "models")
         models = members(group, nn.Module)
         if self._cfg.activation_checkpointing:
+            from mlx_runtime.training.strategies.blocks import blocks_of
+            from mlx_runtime.training.strategies.recomputation import recompute_blocks
+
             recompute_blocks(models, blocks_of(group, models), self._cfg.activation_checkpointing)
-        self.place(models, deferred_models(node))
+        self.place(models, deferred)
         return group
 
     def place(self, models: Mapping[str, nn.Module], deferred: Collection[str]) -> None:
         """Move models to the device. The deferred ones are initialized on the CPU, as on any number of workers."""
         for name, model in models.items():
+            if name not in deferred and not any(item.is_meta for item in (*model.parameters(), *model.buffers())):
+                model.to(self._device)
+                continue
+            from mlx_runtime.training.strategies.building import check_values, initialize, place
+
             if name in deferred:
                 place(model, torch.device("cpu"))
                 initialize(name, model, torch.device("cpu"))

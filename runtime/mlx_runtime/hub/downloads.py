@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError, UsageError, suggest
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.hub.claims import FILE, Claim, claim_of
+from mlx_runtime.hub.repository import Address, File, Head, Repository
 from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
+from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.mirrors.claims import FILE, Claim, claim_of
-from mlx_runtime.runs.mirrors.hub import Address, File, Head, Repository
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_errors
 from mlx_runtime.storage.local import opened, place, size_below
@@ -59,6 +59,11 @@ class MirroredRun:
     def begun(self) -> bool:
         """True if there is more than the claim of a driver."""
         return RECORD in self.files
+
+    @property
+    def held(self) -> bool:
+        """True if a driver writes to the repository."""
+        return self.claim.held
 
     @property
     def uri(self) -> str:
@@ -131,34 +136,6 @@ class MirroredRun:
         name = self.repository.address.name.replace("/", "--")
         root = str(Settings.read().cache / "hub")
         return root, name, self.head.commit[:12], self.claim.experiment, self.claim.run
-
-
-def fetched_checkpoint(uri: str) -> tuple[MirroredRun, RunFolder, str]:
-    """Return a mirrored run, its copy on this machine, and the name of a checkpoint that the copy holds completely.
-
-    Args:
-        uri: like `hf://user/name`, which stands for its latest checkpoint, or `hf://user/name/checkpoints/epoch_0004`.
-
-    Raises:
-        UsageError: there is no such repository or checkpoint.
-    """
-    address, _, name = uri.rstrip("/").partition(f"/{CHECKPOINTS}/")
-    mirrored = MirroredRun.find(address)
-    folder = mirrored.cached()
-    known = [item.name for item in list_checkpoints(folder.checkpoints)]
-    if not known:
-        raise UsageError(f"{mirrored.uri} has no checkpoint yet")
-    if name and name not in known:
-        raise UsageError(f"{mirrored.uri} has no checkpoint {name}.{suggest(name, known)}")
-    mirrored.fetch_checkpoint(name or known[-1])
-    return mirrored, folder, name or known[-1]
-
-
-def pinned_checkpoint(uri: str) -> str:
-    """Download a checkpoint of a mirrored run. Return its URI with the present commit, which all workers then read."""
-    mirrored, _, name = fetched_checkpoint(uri)
-    pinned = mirrored.repository.address._replace(revision=mirrored.head.commit)
-    return f"{pinned}/{CHECKPOINTS}/{name}"
 
 
 def _describes(path: str) -> bool:

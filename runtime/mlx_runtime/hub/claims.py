@@ -1,4 +1,4 @@
-"""Which driver mirrors a run to a repository: the file `mirror.json`, replaced by every commit.
+"""The claim of the driver that mirrors a run to a repository: the file `mirror.json`, replaced by every commit.
 
 The Hub accepts a commit only if its parent is still the latest commit, so of several drivers exactly one can replace
 the claim of another. A claim expires if its driver has not committed for `LEASE_S`.
@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.hub.repository import Head, OutdatedError, Repository
 from mlx_runtime.runs.folder import RUN_NAME
-from mlx_runtime.runs.mirrors.hub import Head, OutdatedError, Repository
 from mlx_runtime.runs.records import LIVING
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, TIME, from_json, mapping_with
@@ -49,7 +49,7 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What a repository holds, and which driver committed it.
+    """The run that a repository holds, and the driver that committed it.
 
     Attributes:
         id: identifies the run on every machine, whatever its number is there.

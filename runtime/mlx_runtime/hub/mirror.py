@@ -3,20 +3,19 @@
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.hub.claims import FILE, REFRESH_S, Claim, claim_of
+from mlx_runtime.hub.contents import Staged, SweepSummary, latest_step, staged
+from mlx_runtime.hub.downloads import MirroredRun
+from mlx_runtime.hub.repository import Address, Head, OutdatedError, Repository, UnreachableError
+from mlx_runtime.hub.screening import announcement, redactions
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.mirrors.claims import FILE, REFRESH_S, Claim, claim_of
-from mlx_runtime.runs.mirrors.contents import Staged, SweepSummary, latest_step, staged
-from mlx_runtime.runs.mirrors.downloads import MirroredRun
-from mlx_runtime.runs.mirrors.hub import Address, Head, OutdatedError, Repository, UnreachableError
-from mlx_runtime.runs.mirrors.screening import announcement, redactions
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
@@ -142,14 +141,16 @@ class Mirror:
         with staged(run, weights=True, sweep=sweep) as state:
             return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
 
-    def follow(self, record: records.Record, stop: Callable[[str], object]) -> "Follower":
+    def follow(
+        self, record: records.Record, stop: Callable[[str], object], notify: Callable[[Notice], object]
+    ) -> "Follower":
         """Claim the repository, and start the thread that mirrors a run; see `Follower`."""
         try:
             claim = self.claim(record.folder, record["attempt"])
         except UnreachableError as error:
             error.hint = WITHOUT
             raise
-        return Follower(self._writer, record, claim.id, stop)
+        return Follower(self._writer, record, claim.id, stop, notify)
 
 
 class Writer:
@@ -227,18 +228,25 @@ class Follower:
     Args:
         record: record of the run, which says whether everything is uploaded.
         stop: called if another driver has claimed the run, with the reason.
+        notify: called with what there is for the user, also by the thread.
     """
 
-    def __init__(self, writer: Writer, record: records.Record, run_id: str, stop: Callable[[str], object]) -> None:
-        self._writer, self._record, self._stop = writer, record, stop
+    def __init__(
+        self,
+        writer: Writer,
+        record: records.Record,
+        run_id: str,
+        stop: Callable[[str], object],
+        notify: Callable[[Notice], object],
+    ) -> None:
+        self._writer, self._record, self._stop, self._notify = writer, record, stop, notify
         self._id = run_id
         self._changed = threading.Condition()
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self._done = threading.Event()
         self._failure: str | None = None  # why nothing more is uploaded
-        self._notices: deque[Notice] = deque()
         self._allowance = Allowance()
-        writer.announce = lambda text: self._notices.append(Notice(text))
+        writer.announce = lambda text: notify(Notice(text))
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
@@ -248,16 +256,8 @@ class Follower:
             self._dirty = True
             self._changed.notify()
 
-    def notices(self) -> list[Notice]:
-        """Return what there is for the user since the last call."""
-        found = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self._notices.popleft())
-        return found
-
-    def finish(self, timeout_s: float, *, interrupted: bool = False) -> list[Notice]:
-        """Upload the last state, wait for that, and mark the record. Return what there is for the user.
+    def finish(self, timeout_s: float, *, interrupted: bool = False) -> None:
+        """Upload the last state, wait for that, and mark the record.
 
         The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended;
         with `interrupted`, there is no wait.
@@ -277,12 +277,13 @@ class Follower:
         if self._done.is_set() and self._failure is None:
             self._mark(unfinished=False)
             text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
-            return [*self.notices(), Notice(text)]
+            self._notify(Notice(text))
+            return
         run = self._record.folder
         text = f"the upload to {self._writer.address} is unfinished: {self._failure or late}"
         if not isinstance(self._failure, _Superseded):
             text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
-        return [*self.notices(), WarningNotice(text)]
+        self._notify(WarningNotice(text))
 
     def abandon(self) -> None:
         """Upload nothing more, because another driver owns the run folder."""
@@ -304,7 +305,7 @@ class Follower:
                 self._failure = _Superseded(self._failure)
                 self._stop(self._failure)
             elif not self._ending:
-                self._notices.append(WarningNotice(f"nothing more is mirrored: {self._failure}"))
+                self._notify(WarningNotice(f"nothing more is mirrored: {self._failure}"))
         finally:
             self._done.set()
 
@@ -324,7 +325,7 @@ class Follower:
         except (StorageError, OSError) as error:
             if not self._trying_again:
                 text = "training continues without a mirror until the upload succeeds"
-                self._notices.append(WarningNotice(f"{text}: {short_message(error)}"))
+                self._notify(WarningNotice(f"{text}: {short_message(error)}"))
             self._trying_again = True
             time.sleep(1)
             self._pause(RETRY_S)
@@ -332,7 +333,7 @@ class Follower:
                 self._dirty = self._dirty or dirty
             return False
         if self._trying_again:
-            self._notices.append(Notice(f"mirror    {self._writer.address} is up to date again"))
+            self._notify(Notice(f"mirror    {self._writer.address} is up to date again"))
         self._trying_again = False
         self._allowance.take()
         return last

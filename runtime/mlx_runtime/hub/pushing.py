@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Callable
 
 from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.hub.contents import SweepSummary
+from mlx_runtime.hub.mirror import Mirror
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
-from mlx_runtime.runs.mirrors.contents import SweepSummary
-from mlx_runtime.runs.mirrors.mirror import Mirror
 from mlx_runtime.runs.tables import counted
 from mlx_runtime.storage.files import Storage, storage_errors, to_json
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
 from mlx_runtime.storage.documents import stays_below
 
-SCHEME = "hf://"
-
 PATIENCE_S = 60.0
 """How long an operation is repeated before it fails."""
 
@@ -62,11 +60,7 @@ class Address(NamedTuple):
         return cls(match[1], match[2])
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.name}" + (f"@{self.revision}" if self.revision else "")
-
-
-def is_hub(text: str) -> bool:
-    return text.startswith(SCHEME)
+        return f"hf://{self.name}" + (f"@{self.revision}" if self.revision else "")
 
 
 @dataclass(frozen=True)

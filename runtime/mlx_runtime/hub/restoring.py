@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.hub.contents import latest_step
+from mlx_runtime.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun
+from mlx_runtime.hub.repository import Address, Repository
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT
 from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
-from mlx_runtime.runs.mirrors.contents import latest_step
-from mlx_runtime.runs.mirrors.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun
-from mlx_runtime.runs.mirrors.hub import Address, Repository
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri, joined, size_text, to_json
 from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below

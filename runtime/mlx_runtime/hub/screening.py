@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.runs.folder import EVALUATIONS
-from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, WEIGHTS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import counted
 from mlx_runtime.storage.detection import HIDDEN, find

@@ -1,4 +1,4 @@
-"""What of a run folder is mirrored, and how it changes a repository.
+"""The files of a run folder to mirror, and the changes that they make to a repository.
 
 README.md             model card
 mirror.json           who writes to the repository (see `claims`)
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError
+from mlx_runtime.hub import card
+from mlx_runtime.hub.claims import FILE, IGNORED
+from mlx_runtime.hub.downloads import CARD, CHECKPOINTS, SWEEP_PAGE, SWEEP_RECORD, WEIGHTS
+from mlx_runtime.hub.repository import File
+from mlx_runtime.hub.screening import screen
 from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT, list_checkpoints
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
-from mlx_runtime.runs.mirrors import card
-from mlx_runtime.runs.mirrors.claims import FILE, IGNORED
-from mlx_runtime.runs.mirrors.downloads import CARD, CHECKPOINTS, SWEEP_PAGE, SWEEP_RECORD, WEIGHTS
-from mlx_runtime.runs.mirrors.hub import File
-from mlx_runtime.runs.mirrors.screening import screen
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.storage.files import Storage, joined, to_json
 
@@ -41,7 +41,7 @@ NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """What the mirror of a sweep holds besides its best run."""
+    """The files of a sweep's mirror besides those of its best run."""
 
     folder: RunFolder  # of the sweep
     comparison: str  # sentence on the best trial, in Markdown

@@ -28,15 +28,16 @@ from stored_sweeps import LR, store_run, store_sweep
 from mlx_runtime import BaseModule, TrainConfig, open_run
 from mlx_runtime.cli.xp import push
 from mlx_runtime.errors import ConfigError, MlxError, UsageError
-from mlx_runtime.events import WarningNotice
+from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.hub import card, claims, mirror, pushing, repository, restoring
+from mlx_runtime.hub.downloads import MirroredRun
+from mlx_runtime.hub.mirror import Allowance, Mirror, SupersededError
+from mlx_runtime.hub.repository import Address, Repository, UnreachableError
 from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import PARTS, Checkpoints, read
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.listing import list_rows
-from mlx_runtime.runs.mirrors import card, claims, hub, mirror, pushing, restoring
-from mlx_runtime.runs.mirrors.downloads import MirroredRun
-from mlx_runtime.runs.mirrors.mirror import Allowance, Follower, Mirror, SupersededError
 from mlx_runtime.storage.files import Storage
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
@@ -58,8 +59,25 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         for name, value in (server.variables() | {"MLX_CACHE": str(tmp_path / "cache")}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it is read on import
-        monkeypatch.setattr(hub, "WAIT_S", (0.05, 0.1))
+        monkeypatch.setattr(repository, "WAIT_S", (0.05, 0.1))
         yield server
+
+
+class Following:
+    """The thread that mirrors a run, and what it has told the user."""
+
+    def __init__(self, opened: Mirror, training: "Training") -> None:
+        self._told: list[Notice] = []
+        self._follower = opened.follow(training.record, training.reasons.append, self._told.append)
+        self.saved, self.abandon, self._done = self._follower.saved, self._follower.abandon, self._follower._done
+
+    def notices(self) -> list[Notice]:
+        """Return what it has told since the last call."""
+        return [self._told.pop(0) for _ in range(len(self._told))]
+
+    def finish(self, timeout_s: float) -> list[Notice]:
+        self._follower.finish(timeout_s)
+        return self.notices()
 
 
 class Training:
@@ -74,9 +92,8 @@ class Training:
         self.record.begin(CONF)
         self.reasons: list[str] = []
 
-    def follow(self, uri: str = URI) -> Follower:
-        opened = Mirror(uri)
-        return opened.follow(self.record, self.reasons.append)
+    def follow(self, uri: str = URI) -> Following:
+        return Following(Mirror(uri), self)
 
     def save(self, epoch: int, *, seed: int = 0, size: int = 3000) -> Checkpoint:
         weight = torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + epoch))
@@ -497,9 +514,9 @@ class TestTwoMachines:
         one, other = Training(tmp_path / "a"), Training(tmp_path / "b")
         server.create("alice/digits")
         first, second = Mirror(URI), Mirror(URI)
-        first.follow(one.record, one.reasons.append)
+        Following(first, one)
         with pytest.raises(SupersededError, match="was taken over by attempt 1 on"):
-            second.follow(other.record, other.reasons.append)
+            Following(second, other)
         assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
 
     def test_while_another_one_trains(self, server: Hub, tmp_path: Path) -> None:
@@ -510,7 +527,10 @@ class TestTwoMachines:
         with pytest.raises(UsageError, match=message):
             restoring.latest(URI, str(tmp_path / "b"), "digits")
         elsewhere(server, age_s=601)
-        assert claims.claim_of(hub.Repository(hub.Address.parse(URI)), hub.Repository(hub.Address.parse(URI)).require())
+        assert claims.claim_of(
+            Repository(Address.parse(URI)),
+            Repository(Address.parse(URI)).require(),
+        )
         assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (None, [])  # no checkpoint yet
         assert claim["attempt"] == 1
 
@@ -520,7 +540,7 @@ class TestTwoMachines:
         training.save(0)
         following.saved()
         until(lambda: len(server.commits("alice/digits")) == 2)
-        assert claims.release(hub.Repository(hub.Address.parse(URI))).startswith(f"released {URI}")
+        assert claims.release(Repository(Address.parse(URI))).startswith(f"released {URI}")
         before = server.repositories["models/alice/digits"].commits[-1].sha
         training.save(1)
         following.saved()
@@ -536,7 +556,7 @@ class TestTwoMachines:
         training = Training(tmp_path)
         following = training.follow()
 
-        class Overtaken(hub.Repository):
+        class Overtaken(Repository):
             """The driver commits between the two requests of a release."""
 
             def commit(self, *arguments: Any) -> str:
@@ -547,14 +567,14 @@ class TestTwoMachines:
                     until(lambda: len(server.commits("alice/digits")) == epoch + 2)
                 return super().commit(*arguments)
 
-        assert claims.release(Overtaken(hub.Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        assert claims.release(Overtaken(Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
         titles = [title.partition(" of ")[0] for title in server.commits("alice/digits")]
         assert titles == ["Attempt 1", "digits/run_001: step 10", "digits/run_001: step 20", "Release the claim"]
 
     def test_it_is_released_once_though_the_answer_is_lost(self, server: Hub, tmp_path: Path) -> None:
         Training(tmp_path).follow()
         server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
-        assert claims.release(hub.Repository(hub.Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        assert claims.release(Repository(Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
         assert len(server.commits("alice/digits")) == 2
 
 
@@ -899,16 +919,16 @@ class TestHostileRepositories:
         self, server: Hub, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.offered(server, {f"checkpoints/epoch_000{number}/checkpoint.json": b"{}" for number in (1, 2)})
-        download = hub.Repository.download
+        download = Repository.download
 
-        def replacing(self: hub.Repository, path: str, commit: str, folder: Path) -> Path:
+        def replacing(self: Repository, path: str, commit: str, folder: Path) -> Path:
             for made in tmp_path.rglob("checkpoints"):
                 if not made.is_relative_to(folder) and not made.is_symlink():
                     shutil.rmtree(made)
                     made.symlink_to(outside)
             return download(self, path, commit, folder)
 
-        monkeypatch.setattr(hub.Repository, "download", replacing)
+        monkeypatch.setattr(Repository, "download", replacing)
         with pytest.raises(MlxError, match="links are not followed"):
             open_run(URI)
         with pytest.raises(MlxError, match="links are not followed"):
@@ -1001,27 +1021,27 @@ def test_pauses_between_requests_grow(server: Hub, monkeypatch: pytest.MonkeyPat
         pauses.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr(hub, "WAIT_S", (0.5, 8.0))
-    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    monkeypatch.setattr(repository, "WAIT_S", (0.5, 8.0))
+    monkeypatch.setattr(repository, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     server.faults = Faults(1, ("429", "503"))
-    with pytest.raises(hub.UnreachableError, match="for hf://alice/digits: .*(429|503)"):
-        hub.Repository(hub.Address.parse(URI)).head()
+    with pytest.raises(UnreachableError, match="for hf://alice/digits: .*(429|503)"):
+        Repository(Address.parse(URI)).head()
     planned = (0.5, 1, 2, 4, 8, 8, 8, 8)
     assert [round(pause / expected) for pause, expected in zip(pauses, planned, strict=False)] == [1] * 8
     assert len(server.requests) == len(pauses) + 1 <= 12
 
 
 def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(hub.UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
+    with pytest.raises(UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
         Mirror(URI)
 
 
 @pytest.mark.kills
 def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning is printed when the Hub fails, and one line when the mirror is up to date again."""
-    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
     monkeypatch.setattr(mirror, "RETRY_S", 0.0)
     training = Training(tmp_path)
     following = training.follow()
@@ -1044,11 +1064,11 @@ def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: p
 
 
 def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub.Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
     opened = Mirror(URI)
     server.faults = Faults(1, ("503",))
-    with pytest.raises(hub.UnreachableError) as caught:
-        opened.follow(Training(tmp_path).record, print)
+    with pytest.raises(UnreachableError) as caught:
+        Following(opened, Training(tmp_path))
     assert caught.value.hint.startswith("To train without it: cfg.mirror=null. To upload the run later: mlx xp push")
 
 

@@ -1,0 +1,65 @@
+"""The datasets that conf.yaml defines: their nodes, and how each process constructs them."""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mlx_runtime.config.building import Context
+from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.distributed.randomness import seeded
+
+
+def dataset_nodes(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the nodes of the datasets that conf.yaml describes, by name."""
+    nodes = tree.get("datasets", {}).items()
+    return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
+
+
+def stream_names(tree: Mapping[str, Any]) -> list[str]:
+    """Return the names of the datasets that are streams of Ray Data."""
+    return [name for name, node in dataset_nodes(tree).items() if hasattr(object_at(node["_target_"]), "to_ray")]
+
+
+@contextlib.contextmanager
+def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
+    """Construct the dataset of a node in conf.yaml within the block: random data is the same in all processes.
+
+    One process of a machine at a time loads a dataset of Hugging Face.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(seeded(seed))
+        if node is not None and loads_hf(object_at(node["_target_"])):
+            from mlx_runtime.data.huggingface import loading
+
+            stack.enter_context(loading(node))
+        yield
+
+
+def constructing_each(nodes: Mapping[str, Any], seed: int) -> Context:
+    """Return `constructing` for the datasets of a group by name, as `build_group` takes it."""
+    return lambda name: constructing(nodes[name], seed)
+
+
+def loads_hf(target: Any) -> bool:
+    """Return True if calling a class or function makes a dataset of Hugging Face, or an object with `to_hf()`."""
+    return hasattr(target, "to_hf") or is_hf_dataset(getattr(target, "__self__", None)) or returns_hf_dataset(target)
+
+
+def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
+    """Return what loaders read: the rows if a dataset is one of Hugging Face or has `to_hf()`, else the dataset itself.
+
+    Args:
+        dataset: the object in `Datasets`.
+        name: its name there.
+        node: its node in conf.yaml.
+
+    Raises:
+        DatasetError: it has several splits, or `to_hf()` returns something else.
+    """
+    if "datasets" not in sys.modules and not hasattr(type(dataset), "to_hf"):
+        return dataset
+    from mlx_runtime.data import huggingface
+
+    return huggingface.adopted(dataset, name, node)

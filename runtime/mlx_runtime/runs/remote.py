@@ -1,0 +1,55 @@
+"""Runs and checkpoints in repositories elsewhere, which companions read: `hf://user/name` names the mirror of a run."""
+
+from typing import Any, Protocol, cast
+
+from mlx_runtime import companions
+from mlx_runtime.runs.folder import RunFolder
+
+
+class RemoteRun(Protocol):
+    """A run in a repository, as of the moment at which it was found."""
+
+    @property
+    def listed(self) -> RunFolder:
+        """The folder of the run for listings, which is not on this machine."""
+
+    @property
+    def held(self) -> bool:
+        """True if a driver writes to the repository."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of its record; raise StorageError if it is damaged."""
+
+    def cached(self) -> RunFolder:
+        """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
+
+    def fetch_checkpoint(self, name: str) -> None:
+        """Add everything of a checkpoint to the copy on this machine."""
+
+
+class RemoteReader(Protocol):
+    """The functions of a companion's module `remote`. They raise a UsageError if there is no such run or checkpoint."""
+
+    def find(self, uri: str) -> RemoteRun:
+        """Return the run in a repository."""
+
+    def fetched_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
+        """Return a copy of a run on this machine, and the name of a checkpoint that the copy holds completely.
+
+        The URI is that of the run, which stands for its latest checkpoint, or ends in `/checkpoints/NAME`.
+        """
+
+    def pinned_checkpoint(self, uri: str) -> str:
+        """Download a checkpoint. Return a URI of its present state, which all workers then read."""
+
+
+def is_remote(text: str) -> bool:
+    """Return True if a companion reads this URI."""
+    return companions.scheme_of(text) is not None
+
+
+def reader_of(uri: str) -> RemoteReader:
+    """Return what reads a URI for which `is_remote` is True."""
+    scheme = companions.scheme_of(uri)
+    assert scheme is not None
+    return cast(RemoteReader, companions.remote_of(scheme))

@@ -1,0 +1,87 @@
+"""What a plain run of the template loads: the core, and none of the companions that only some runs want."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_layers import PACKAGE
+
+from mlx_runtime.companions import COMPANIONS
+
+pytestmark = pytest.mark.process
+
+MAX_MODULES, MAX_LINES = 105, 15_800
+"""Of a run in one process. The goal is 80 and 11,500; a change may lower these figures, not raise them."""
+
+ONLY_SOME_RUNS = (
+    *("cluster", "sweeps", "config.binding", "config.pins", "config.pretrained", "data.columns", "data.folds"),
+    *("data.huggingface", "data.prepared", "data.stream", "runs.checkpoints.shard", "runs.report", "tracking.mlflow"),
+    *("tracking.weights_and_biases", "training.actors", "training.api", "training.engines.local"),
+    *("training.engines.on_ray", "training.engines.ray_start", "training.function", "training.strategies.sharded"),
+)
+"""The beginnings of names of modules that a plain run does without, besides companions."""
+
+SCRIPT = """
+import json, runpy, sys
+sys.path.insert(0, ".")
+sys.argv = ["main.py", "cfg.start_workers=0", "cfg.num_epochs=1", "cfg.limit_batches=2"]
+runpy.run_path("main.py", run_name="__main__")
+print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "mlx_runtime"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(bound: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The modules of the package that a run has loaded."""
+    settings = environment | {"MLX_STORAGE": str(tmp_path_factory.mktemp("runs"))}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=bound, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return names
+
+
+def test_a_plain_run_loads_little(loaded: list[str]) -> None:
+    lines = {name: len(Path(str(sys.modules[name].__file__)).read_text().splitlines()) for name in found(loaded)}
+    assert len(lines) <= MAX_MODULES
+    assert sum(lines.values()) <= MAX_LINES, sorted(lines.items(), key=lambda item: -item[1])
+
+
+def found(names: list[str]) -> list[str]:
+    """Import modules here. Return their names."""
+    for name in names:
+        __import__(name)
+    return names
+
+
+@pytest.mark.parametrize("name", [*COMPANIONS, *ONLY_SOME_RUNS])
+def test_it_does_without(loaded: list[str], name: str) -> None:
+    assert [item for item in loaded if item.startswith(f"mlx_runtime.{name}")] == []
+    assert list(PACKAGE.glob(f"{name.replace('.', os.sep)}*")), "there is no such module"
+
+
+@pytest.mark.parametrize("name", COMPANIONS)
+def test_a_companion_is_removed_with_its_folder_and_its_line(
+    name: str, digits: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    package = tmp_path / "mlx_runtime"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(package / name)
+    lines = (package / "companions.py").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(f'    "{name}": ')]
+    assert len(kept) == len(lines) - 1
+    (package / "companions.py").write_text("".join(kept))
+
+    def mlx(*words: str) -> str:
+        command, settings = [sys.executable, "-m", "mlx_runtime", *words], environment | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, cwd=digits, env=settings, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    mlx("train", "bind")
+    mlx("train", "run", "cfg.start_workers=0", "cfg.limit_batches=2", "cfg.num_epochs=1")
+    mlx("train", "run", "--resume=run_001", "cfg.start_workers=0", "cfg.num_epochs=2")
+    assert "SUCCEEDED" in mlx("xp", "ls")
