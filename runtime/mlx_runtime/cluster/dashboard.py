@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import shlex
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
 RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
 SILENCE_S = 8.0  # how long to wait for a cluster that stopped answering while it is checked
+REMOVE_S = 3.0  # Ray looks at an ended job once more, and would list one that is gone by then as FAILED
 AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
 SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
 
@@ -118,13 +120,19 @@ class Dashboard:
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
             time.sleep(0.2)
         log = self.log(job)
-        with contextlib.suppress(ClusterError):
-            self._request("DELETE", f"jobs/{job}")
+        threading.Thread(
+            target=self._remove, args=(job,), name="remove"
+        ).start()  # this process waits for it at its end
         for line in log.splitlines():
             if line.startswith(marker):
                 return json.loads(line.removeprefix(marker))
         reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
         raise NoAnswerError(f"the job {job} failed: {reason}", log)
+
+    def _remove(self, job: str) -> None:
+        time.sleep(REMOVE_S)
+        with contextlib.suppress(ClusterError):
+            self._request("DELETE", f"jobs/{job}")
 
     def state(self, job: str, deadline: float = 0.0) -> JobState:
         """Return the state of a job; raises if the cluster does not know it, or has not answered by the deadline."""

@@ -20,7 +20,8 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
     """Find the run and the checkpoint of an experiment in which a metric is best.
 
     Metric and mode (`max` or `min`) default to those of the runs. A value that no checkpoint was saved with, like
-    the result of a final test, comes with the latest checkpoint of the run.
+    the result of a final test, comes with the latest checkpoint of the run. Folds of a cross-validation are left out:
+    only their mean compares with other results.
     """
     rows = [row for row in list_rows(name) if row.problem is None]
     chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)
@@ -45,7 +46,12 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
             return None
         return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
 
-    found = [item for item in map_concurrently(best_of, rows) if item is not None]
+    folds = [row for row in rows if row.record.get("fold")]
+    found = [item for item in map_concurrently(best_of, [row for row in rows if row not in folds]) if item is not None]
+    if not found and folds:
+        sweep = folds[-1].sweep.get("name")
+        cure = f"the mean of each trial: mlx xp best {name} {sweep}" if sweep else "compare the means of their values"
+        raise UsageError(f"all runs of {name} with {chosen} are folds of a cross-validation; {cure}")
     if not found:
         raise UsageError(f"no run of {name} has recorded {chosen}.{suggest_metric(rows, chosen)}")
     sign = 1 if chosen_mode == "max" else -1
@@ -60,7 +66,8 @@ def best_lines(found: Mapping[str, Any]) -> list[str]:
     rows = {found["metric"]: f"{format_number(found['value'])}{spread} ({found['mode']}{at})"}
     if "sweep" in found:
         rows["trial"] = f"{found['trial']} of {found['experiment']}/{found['sweep']}"
-        rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
+        if found["values"]:
+            rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
     rows |= {"run": f"{found['experiment']}/{', '.join(found['runs'] if 'runs' in found else [found['run']])}"}
     if "checkpoints" in found:
         lost = f"no checkpoint of epoch {found['epoch']} is kept"

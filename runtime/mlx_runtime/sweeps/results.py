@@ -203,7 +203,8 @@ class SweepResult:
     def __repr__(self) -> str:
         text = f"<SweepResult {self.folder.title}, {counted(len(self.trials), 'trial')}"
         with contextlib.suppress(UsageError):
-            text += f", best {self.metric} {format_number(self.best.score)} with {' '.join(self.best.overrides)}"
+            values = f" with {' '.join(self.best.overrides)}" if self.best.overrides else ""
+            text += f", best {self.metric} {format_number(self.best.score)}{values}"
         return f"{text}>"
 
     def _repr_html_(self) -> str:

@@ -61,7 +61,7 @@ class _Checked:
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         problems += _sharding_problems(cfg)
         clip = getattr(cfg, "gradient_clip", None)
-        if clip is not None and clip <= 0:
+        if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
         folds, fold, splitter = (getattr(cfg, name, None) for name in ("folds", "fold", "splitter"))
         if (folds is None) != (fold is None):

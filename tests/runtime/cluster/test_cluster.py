@@ -310,6 +310,11 @@ def test_the_check_finds_everything_that_is_wrong_at_once(
     assert "WANDB_API_KEY is not set on every node" in found["secrets"]
     failed = r"the nodes form no process group: [\d.]+: .*Unable to find address for: eth9\. Set GLOO_SOCKET_IFNAME in "
     assert re.search(failed + r"cfg\.runtime_env\.env_vars .* open all TCP ports", found["gloo"])
+    deadline = time.monotonic() + 60
+    while checks := [job for job in ray_cluster.get("/api/jobs/") if str(job["submission_id"]).startswith("mlx-check")]:
+        assert [job for job in checks if job["status"] == "FAILED"] == []
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> None:

@@ -519,6 +519,14 @@ class TestBest:
         found = comparison.best("digits", "loss", "min")  # the later of equal values; never NaN
         assert (found["run"], later in found["checkpoint"]) == ("run_002", True)
 
+    def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
+        fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})
+        saved(fold, 0, f1=1.0)
+        with pytest.raises(UsageError, match=r"f1 are folds of a cross-validation; .* mlx xp best digits sweep_001"):
+            comparison.best("digits")
+        saved(made(monitor="f1", mode="max"), 0, f1=0.9)
+        assert comparison.best("digits")["value"] == 0.9
+
     def test_a_number_of_the_end_comes_with_the_latest_checkpoint(self, trained: Path, mlx: Mlx) -> None:
         done = mlx(trained, "xp", "best", "digits", "--metric", "test/f1", "--mode", "max", "--json")
         found = json.loads(done.stdout)

@@ -65,6 +65,11 @@ def test_what_fits_is_accepted(settings: dict[str, Any]) -> None:
     assert TrainConfig.out_of_range(TrainConfig(**settings)) == []
 
 
+def test_a_norm_that_is_not_a_number_is_refused() -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(gradient_clip=float("nan")))
+    assert problem == "cfg.gradient_clip is nan; write a norm above 0, or null for no clipping"
+
+
 @pytest.mark.parametrize("name", ["seed", "num_epochs", "log_every_steps"])
 def test_numbers_that_no_record_can_hold_are_refused(name: str) -> None:
     (problem,) = TrainConfig.out_of_range(TrainConfig(**{name: 10**23}))
