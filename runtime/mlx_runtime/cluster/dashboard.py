@@ -120,9 +120,8 @@ class Dashboard:
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
             time.sleep(0.2)
         log = self.log(job)
-        threading.Thread(
-            target=self._remove, args=(job,), name="remove"
-        ).start()  # this process waits for it at its end
+        # This process does not end before it.
+        threading.Thread(target=self._remove, args=(job,), name="remove").start()
         for line in log.splitlines():
             if line.startswith(marker):
                 return json.loads(line.removeprefix(marker))

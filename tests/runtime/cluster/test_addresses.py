@@ -168,12 +168,16 @@ def test_a_check_that_fails_is_told_soon_and_leaves_no_job(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(dashboard_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(dashboard_module, "REMOVE_S", 0.0)
     with Checked(dies=dies) as cluster:
         dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{cluster.server_port}", "here"))
         started = time.monotonic()
         with pytest.raises(ClusterError, match=message):
             dashboard.ask("mlx-check", JobSpec(["true"], Upload.of(tmp_path)), marker="mlx ", timeout_s=60)
         assert time.monotonic() - started < 15
+        for thread in threading.enumerate():
+            if thread.name == "remove":
+                thread.join()
         assert bool(cluster.jobs) == dies
 
 
