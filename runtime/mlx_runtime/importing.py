@@ -1,13 +1,14 @@
-"""Imports of large libraries: without repeated garbage collection, and code that runs after them."""
+"""Imports: of large libraries without repeated garbage collection, on first use, and code that runs after them."""
 
 import atexit
 import contextlib
 import gc
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -28,6 +29,17 @@ def many_imports() -> Iterator[None]:
 def exit_quickly() -> None:
     """Skip the final garbage collection when this process exits, which takes a second or two."""
     atexit.register(gc.freeze)
+
+
+def imports_on_use(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that imports some of its names, each from another module, on first use."""
+
+    def getattr_of_module(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return getattr_of_module
 
 
 def after_import(name: str, call: Callable[[], object]) -> None:

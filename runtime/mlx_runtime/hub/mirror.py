@@ -228,7 +228,7 @@ class Follower:
     Args:
         record: record of the run, which says whether everything is uploaded.
         stop: called if another driver has claimed the run, with the reason.
-        notify: called with what there is for the user, also by the thread.
+        notify: called with each notice for the user, also from the thread.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Interrupting:
 
 
 class Failing:
-    """Fails where it is told to."""
+    """Raises an exception at a given moment of the run."""
 
     def __init__(self, where: str = "on entry"):
         self.where = where

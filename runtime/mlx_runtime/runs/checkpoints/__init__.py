@@ -25,9 +25,9 @@ holds those of the shards' blocks. Any number of workers can load a checkpoint: 
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mlx_runtime.importing import imports_on_use
 from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
@@ -69,10 +69,4 @@ __all__ = [
     "state_of",
 ]
 
-_OF_SHARDS = {"Layouts": "layouts", "Parts": "shards"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _OF_SHARDS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_OF_SHARDS[name]}"), name)
+__getattr__ = imports_on_use(__name__, {"Layouts": f"{__name__}.layouts", "Parts": f"{__name__}.shards"})

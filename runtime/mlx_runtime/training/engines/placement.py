@@ -93,6 +93,7 @@ def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
 
 
 def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> None:
+    """Raise a ConfigError if the smallest group of workers does not fit; see `shortage`."""
     lacking = shortage(cfg, cpus, gpus, cluster=cluster)
     if lacking:
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
