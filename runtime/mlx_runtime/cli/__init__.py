@@ -25,17 +25,24 @@ PRINTING = {"best", "completion", "diff", "doctor", "logs", "ls", "show"}
 """Commands that do nothing but print."""
 
 
+ENTRY_POINTS = "mlx_runtime.commands"
+"""The entry points by which other packages add commands."""
+
+
 class LazyGroup(click.Group):
     """Imports the module of a command when it is used, so that `mlx --help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*GROUPS, *self.commands])
+        return sorted([*GROUPS, *self.commands, *_others()])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in GROUPS:
             module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
             command: click.Command = module.group
             return command
+        if name not in self.commands and (other := _others().get(name)) is not None:
+            added: click.Command = other.load()
+            return added
         return self.commands.get(name)
 
     def invoke(self, context: click.Context) -> Any:
@@ -45,7 +52,18 @@ class LazyGroup(click.Group):
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             own = {name: command.get_short_help_str() for name, command in self.commands.items()}
-            formatter.write_dl(sorted((GROUPS | own).items()))
+            others = {name: f"From the package {item.dist.name}." for name, item in _others().items()}
+            formatter.write_dl(sorted((others | GROUPS | own).items()))
+
+
+def _others() -> dict[str, Any]:
+    """Return the entry points of other packages' commands by name, which most installations have none of."""
+    files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
+    if not any(ENTRY_POINTS in file.read_text() for file in files):
+        return {}
+    from importlib.metadata import entry_points  # here, because it takes as long as importing click
+
+    return {item.name: item for item in entry_points(group=ENTRY_POINTS)}
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

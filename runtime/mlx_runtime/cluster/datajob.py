@@ -18,7 +18,7 @@ from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import joined, size_text, storage_root
 from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.options import DataConfig
 from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
 

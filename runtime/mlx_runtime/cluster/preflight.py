@@ -19,7 +19,8 @@ from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError
 from mlx_runtime.storage.files import Storage, is_uri
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
-from mlx_runtime.training.engines.placement import shortage
+from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.engines.placement import engine_class, shortage
 from mlx_runtime.training.options import DataConfig
 
 if TYPE_CHECKING:
@@ -66,18 +67,17 @@ def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
 
 
 def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
-    """Load the config. Refuses `cfg.engine=local` with an error, because no other check matters then."""
+    """Load the config. Refuses an engine that cannot train in a job, because no other check matters then."""
     try:
         config = load()
     except ConfigError as error:
         return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
     except MlxError as error:
         return None, Check("config", str(error), f"See: {commands()} launch --help")
-    if config.cfg.engine == "local":
-        raise ConfigError(
-            "cfg.engine=local trains on this machine, but launch submits to a cluster; use cfg.engine=auto, "
-            f"or train here: {commands()} run"
-        )
+    name = config.cfg.engine
+    if name in ENGINES and (reason := engine_class(name).refusal(config.cfg, in_job=True)):  # others are imported there
+        line = f"cfg.engine={name} cannot train this: {reason}; use cfg.engine=auto, or train here: {commands()} run"
+        raise ConfigError(line)
     return config, valid_config(config)
 
 

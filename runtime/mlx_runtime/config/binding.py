@@ -26,7 +26,7 @@ from mlx_runtime.config.nodes import Description, Node
 from mlx_runtime.config.pins import pin_defaults
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
-from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, parameters
+from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, own_default, parameters
 from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
@@ -213,6 +213,10 @@ def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
     written = parsed(text)
     problems = []
     for group, cls in groups(experiment).items():
+        if (own := own_default(experiment, group, cls)) is not None:
+            if difference := _difference(own.default, cls, written[group], group):
+                problems.append(f"{group}: conf.yaml would not re-create this default: {difference}")
+            continue
         for item in parameters(cls) or []:
             if item.default is not MISSING and item.name in tree[group]:
                 default, key = item.default, f"{group}.{item.name}"

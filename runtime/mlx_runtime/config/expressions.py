@@ -90,7 +90,7 @@ def recorded_default(target: Callable[..., Any], name: str, default: Any = None)
 
     If the value that it had is passed as `default`, this takes the place of what its constructor would make again.
     """
-    if dataclasses.is_dataclass(target) and isinstance(target, type):
+    if isinstance(target, type) and (dataclasses.is_dataclass(target) or name in inspect.get_annotations(target)):
         source = _field(target, name)
     else:
         source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]

@@ -18,7 +18,7 @@ from mlx_runtime.config.building import DUMMY_PARAMS
 from mlx_runtime.config.declarations import Declaration
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import Call, Recording, recorded_constant, recorded_default
-from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, parameters
+from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, own_default, parameters
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import BindError, short_message
 
@@ -51,7 +51,10 @@ class Description:
         self._owners: dict[int, tuple[str, tuple[str, str], Any]] = {}
         for name, cls in groups(experiment).items():
             _refuse_untyped(cls, name)
-            self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
+            if (own := own_default(experiment, name, cls)) is not None:
+                self.tree[name] = self._default(experiment, own, name)
+            else:
+                self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
             if name in ("losses", "metrics"):
                 self.notices += _unrecorded(self.tree[name], name)
         base = base_of(experiment)

@@ -88,6 +88,15 @@ def groups(experiment: type) -> dict[str, type]:
     return hints
 
 
+def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter | None:
+    """Return a group as a parameter if the experiment itself has a default for it, as in `cfg: Config = Config(3)`."""
+    items = {item.name: item.default for item in parameters(experiment) or []}
+    default = items.get(group, getattr(experiment, group, None))
+    if default is MISSING or default is None:
+        return None
+    return inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the only one of another annotation."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

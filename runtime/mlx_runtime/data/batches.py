@@ -216,7 +216,7 @@ def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 def check(cls: type, key: str) -> None:
     """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
-    if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf")):
+    if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf", "to_reader")):
         return
     if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):
         raise DatasetError(

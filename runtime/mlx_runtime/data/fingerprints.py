@@ -59,6 +59,8 @@ class Candidate:
         """Why this dataset is never prepared, or None if it may be."""
         if getattr(self.cls, "prepare", True) is False:
             return f"{self.cls.__name__}.prepare is False"
+        if hasattr(self.cls, "to_reader"):
+            return f"{self.cls.__name__} has a reader of its own"
         if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):
             return f"{self.cls.__name__} is a stream"
         return None

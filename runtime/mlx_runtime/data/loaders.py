@@ -175,6 +175,9 @@ class DatasetShard:
             return PreparedReader(self.prepared, self.topology.device)
         if self.stream is not None:
             return self.stream
+        if hasattr(self.dataset, "to_reader"):
+            own: Reader = self.dataset.to_reader()
+            return own
         processes = ReadingProcesses(self.options.processes, pin_memory=self.topology.device.type == "cuda")
         reader = IterableReader if isinstance(self.dataset, IterableDataset) else MapReader
         return reader(self.dataset, self.name, processes)

@@ -24,7 +24,7 @@ from mlx_runtime.errors import DatasetError, short_message
 
 
 class Reader(Protocol):
-    """Reads the rows of one dataset for one worker."""
+    """Reads the rows of one dataset for one worker. A method `to_reader` of a dataset returns one of another kind."""
 
     window_rows: int  # consecutive rows that a worker reads, within which a stream is shuffled; 1 for random access
 

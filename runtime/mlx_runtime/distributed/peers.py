@@ -1,4 +1,4 @@
-"""Other workers and nodes that are lost or about to be."""
+"""Errors that mean only that another worker is lost."""
 
 import dis
 import re
@@ -37,10 +37,3 @@ def _raised_in_python(error: BaseException) -> bool:
     if innermost is None:
         return False  # it comes from another process, which kept the traceback
     return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-
-
-def preempted() -> bool:
-    """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
-    import ray.train  # here, because only clusters preempt nodes
-
-    return ray.train.get_preemption_info() is not None

@@ -25,7 +25,7 @@ from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.console_lines import ConsoleLines
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.planning import connect, planned
 from mlx_runtime.training.request import RunConfig, load_config

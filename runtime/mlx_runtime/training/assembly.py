@@ -21,8 +21,8 @@ from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import Checkpoints, members
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies import Strategy
 
@@ -124,7 +124,7 @@ def dataset_shards(
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     streams = _stream_readers(streamed, job, topology, cfg.seed)
-    keeps_global_batch = cfg.keep_global_batch and job.cluster.engine != "in_process"
+    keeps_global_batch = cfg.keep_global_batch and not job.cluster.in_driver
     limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
     options = LoaderOptions(
         seed=cfg.seed,
@@ -163,7 +163,7 @@ def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed
 
     from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
 
-    if job.cluster.engine == "in_process":
+    if job.cluster.in_driver:
         return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})
     assigners = {}

@@ -28,6 +28,13 @@ MAX_PENDING = 256
 """Maximum number of connections that have not authenticated yet; more than workers that connect at the same time."""
 
 
+def address_towards(peer: tuple[str, int]) -> str:
+    """Return the address of this machine in the network of a peer. Sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in peer[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(peer)
+        return str(probe.getsockname()[0])
+
+
 class Sink(Protocol):
     """A worker's end of the channel."""
 

@@ -89,10 +89,9 @@ class ConsoleLines:
     def _workers(self) -> None:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number, (fewest, most) = cfg.start_workers, self._sizes
-        why = {"local": "local engine", "ray": cluster.why, "in_process": "in-process engine"}[cluster.engine]
         elastic = f"{fewest} to " if fewest < most else ""
         workers = f"{elastic}{counted(most, f'{cfg.strategy.upper()} worker')} " if number else ""
-        self._print(f"workers   {workers}{cluster.title}{f' ({why})' if why else ''}")
+        self._print(f"workers   {workers}{cluster.title}{f' ({cluster.why})' if cluster.why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
         if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
@@ -100,7 +99,7 @@ class ConsoleLines:
             hint = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false chooses CPUs"
             self._print(f"warning   training on CPUs, with {gpus} for {number} workers. {hint}", always=True)
         cores = os.cpu_count() or 1
-        if (cluster.engine == "local" or cluster.embedded) and number * cfg.cpus_per_worker > cores:
+        if cluster.shares_cores and number * cfg.cpus_per_worker > cores:
             self._print(f"          more workers than the {cores} cores here: they share them")
 
     @property

@@ -1,7 +1,7 @@
 """The state that the parts of a session share: the run, its progress, and the objects of the experiment."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ class Groups:
         if name == "per_worker":
             found = {f"tools.{item}": value for item, value in self.members("tools").items()} | self._own()
             return SimpleNamespace(**{item: value for item, value in found.items() if is_per_worker(value)})
-        return getattr(self.experiment, name)
+        return getattr(self.experiment, name, None)  # its own __init__ may set fewer
 
     def members(self, name: str) -> dict[str, Any]:
         """Return the objects of a group by name."""
@@ -96,7 +96,7 @@ class RunContext:
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved conf.yaml of the run
     shown_config: Mapping[str, Any] = field(default_factory=dict)  # the same without secrets
     evaluates: bool = False  # a checkpoint is evaluated and nothing is trained
-    preemptible: bool = False  # the cluster may announce that a node is preempted
+    preempted: Callable[[], bool] | None = None  # see `Cluster`
     progress: Progress = field(default_factory=Progress)
 
     @property

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from mlx_runtime import events
 from mlx_runtime.config.targets import path_of
-from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Receiver
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.extensions import AccompaniedRun, Extensions
-from mlx_runtime.training.job import Job
 from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
@@ -149,10 +148,6 @@ class Driver:
         self._emit(events.RunStarted(run))
         self._receive()
         self._warn_of_leaks()
-        if plan.cluster.engine == "in_process" and stream_names(config.tree):
-            from mlx_runtime.training.engines.ray_start import start_ray
-
-            stack.enter_context(start_ray(config.cfg))
         sets = self._prepared_datasets(stack)
         yield from self._pending()
         self.control.check()

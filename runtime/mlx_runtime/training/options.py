@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from mlx_runtime.errors import suggest
 from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
+from mlx_runtime.training.engines import ENGINES
 
 MINIMUM = {
     "accumulate_grad_batches": 1,
@@ -35,9 +37,6 @@ MINIMUM = {
 }
 """Minimum of each setting."""
 
-EngineName = Literal["in_process", "local", "ray"]
-"""Starts the workers of a run; `in_process` trains without any."""
-
 
 class _Checked:
     """Settings whose values have ranges."""
@@ -59,6 +58,10 @@ class _Checked:
         if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
             limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
+        engines = ("auto", *(name for name in ENGINES if name != "in_process"))
+        if cfg.engine not in engines and "." not in cfg.engine:
+            hint = suggest(cfg.engine, engines)
+            problems.append(f"cfg.engine is {cfg.engine!r}; write {', '.join(engines)}, or an import path.{hint}")
         problems += _sharding_problems(cfg)
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
@@ -115,7 +118,8 @@ class TrainConfig(_Checked):
             even within an epoch. It counts updates, like `global_step`; None means no limit.
         evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
         engine: starts the workers: `local` as processes on this machine; `ray` on a cluster, or on a Ray embedded
-            here; `auto` is `local` on one machine unless only Ray can train the run.
+            here; `auto` is `local` on one machine unless only Ray can train the run. The import path of a class names
+            an engine of your own.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
         min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
         max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
@@ -197,7 +201,7 @@ class TrainConfig(_Checked):
     num_epochs: int = 10
     max_steps: int | None = None
     evaluate_every_steps: int | None = None
-    engine: Literal["auto", "local", "ray"] = "auto"
+    engine: str = "auto"
     start_workers: int = 2
     min_workers: int | None = None
     max_workers: int | None = None

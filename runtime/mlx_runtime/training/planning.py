@@ -20,8 +20,8 @@ from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri
-from mlx_runtime.training.engines.base import Engine
-from mlx_runtime.training.engines.placement import Cluster, engine_for, this_machine
+from mlx_runtime.training.engines.base import Cluster, Engine
+from mlx_runtime.training.engines.placement import engine_class, engine_for
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.extensions import RunExtension
 from mlx_runtime.training.options import DataConfig, TrainConfig
@@ -57,13 +57,8 @@ def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
         ConfigError: the workers do not fit, or `cfg.engine` cannot train them.
     """
     engine, why = engine_for(cfg)
-    if engine == "ray":
-        from mlx_runtime.training.engines.ray_start import on_ray
-
-        with on_ray(cfg, why) as cluster:
-            yield cluster
-    else:
-        yield this_machine(cfg, engine)
+    with engine_class(engine).connect(cfg, why) as cluster:
+        yield cluster
 
 
 @contextlib.contextmanager
@@ -131,19 +126,20 @@ def _refuse_too_few_files(cfg: TrainConfig) -> None:
 
 @contextlib.contextmanager
 def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterator[Cluster]:
-    """Yield a cluster that can read the datasets: an embedded Ray if the local engine cannot."""
+    """Yield a cluster that can read the datasets: an embedded Ray if the engine cannot read streams."""
     with contextlib.ExitStack() as stack:
         streams = []
-        if cluster.engine == "local" and stream_names(config.tree):
+        if not cluster.reads_streams and stream_names(config.tree):
             from mlx_runtime.training.dataset_preparation import unprepared_streams
             from mlx_runtime.training.engines.ray_start import on_ray, start_ray
 
             streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
         if streams:
             why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
-            if config.cfg.engine == "local":
+            if config.cfg.engine != "auto":
                 raise ConfigError(
-                    f"cfg.engine=local cannot train this: {why}; run mlx train prepare first, or use cfg.engine=auto"
+                    f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
+                    "or use cfg.engine=auto"
                 )
             cluster = stack.enter_context(on_ray(config.cfg, why))
         yield cluster
@@ -153,19 +149,10 @@ def _engine(config: RunConfig, cluster: Cluster) -> Engine:
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
-    if cluster.engine != "local" and (local := sys.modules.get("mlx_runtime.training.engines.local")):
-        local.cool_down()  # the command may have warmed it up
-    if cluster.engine == "in_process":
-        from mlx_runtime.training.engines.in_process import InProcess
-
-        return InProcess(use_gpu=cluster.use_gpu)
-    if cluster.engine == "local":
-        from mlx_runtime.training.engines.local import Local
-
-        return Local(cfg, use_gpu=cluster.use_gpu, timeout_s=timeout_s)
-    from mlx_runtime.training.engines.on_ray import OnRay
-
-    return OnRay(cfg, cluster, timeout_s=timeout_s)
+    engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
+    if (local := sys.modules.get("mlx_runtime.training.engines.local")) is not None:
+        local.cool_down()  # the command may have warmed it up for nothing
+    return engine
 
 
 def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:

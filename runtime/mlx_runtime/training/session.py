@@ -53,7 +53,7 @@ class Session:
         self.stopping = StopPoll(
             context.topology,
             sink.stop_asked,
-            preemptible=context.preemptible,
+            preempted=context.preempted,
             resumable_by_fewer=fewer,
             notice=notice,
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed.peers import preempted
 from mlx_runtime.distributed.topology import Topology
 
 SECONDS_PER_VOTE = 0.1
@@ -81,7 +80,7 @@ class StopConsensus:
 class StopPoll:
     """Lets all workers stop at the same step: on a request, or when a node is being preempted.
 
-    Every worker must construct it. `preemptible`: the cluster may announce it; `resumable_by_fewer`: the run continues.
+    Every worker must construct it. `preempted` asks all workers at once; with `resumable_by_fewer`, the run continues.
     """
 
     def __init__(
@@ -89,12 +88,12 @@ class StopPoll:
         topology: Topology,
         requested: Callable[[], bool] = lambda: False,
         *,
-        preemptible: bool = False,
+        preempted: Callable[[], bool] | None = None,
         resumable_by_fewer: bool = False,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._consensus = StopConsensus(topology)
-        self._requested, self._preemptible, self._resumable_by_fewer = requested, preemptible, resumable_by_fewer
+        self._requested, self._ask, self._resumable_by_fewer = requested, preempted, resumable_by_fewer
         self._notice = notice
         self._votes = 0
         self._preempted = False
@@ -112,9 +111,9 @@ class StopPoll:
             return False
         self.agreed = bool(self._consensus.poll(self._requested()))
         self._votes += 1
-        if not self._preemptible or self._preempted or self._votes % VOTES_PER_PREEMPTION_CHECK:
+        if self._ask is None or self._preempted or self._votes % VOTES_PER_PREEMPTION_CHECK:
             return False
-        self._preempted = preempted()
+        self._preempted = self._ask()
         if self._preempted:
             then = "the others resume from a checkpoint" if self._resumable_by_fewer else "stopping with a checkpoint"
             self._notice(f"a node of this run is being drained; {then}")

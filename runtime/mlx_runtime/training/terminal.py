@@ -32,7 +32,7 @@ from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.breakpoints import at_breakpoint
 from mlx_runtime.training.console_lines import ConsoleLines, resume_command
 from mlx_runtime.training.driver import Driver
-from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.planning import RunPlan, check_datasets, planned
@@ -203,7 +203,7 @@ class _Terminal:
         else:
             display = Display(sys.stdout, log.copy, epochs=epochs)
         self._stack.callback(display.close)
-        if self._plan.cluster.engine == "in_process":
+        if self._plan.cluster.in_driver:
             self._stack.enter_context(at_breakpoint(display.step_aside))
         self._lines = ConsoleLines(display, self._plan)
 

@@ -25,10 +25,10 @@ from mlx_runtime.runs.logs import Log
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.assembly import build_experiment, dataset_shards
 from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.training.channel import Remote, Sink
+from mlx_runtime.training.channel import Remote, Sink, address_towards
 from mlx_runtime.training.context import Groups, RunContext
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.job import Job
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
@@ -62,7 +62,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         sys.path.insert(0, str(job.project))
     with contextlib.ExitStack() as stack:
         stack.enter_context(topology.entered())
-        if job.cluster.engine == "ray":  # the local engine reads the output of its workers from pipes
+        if not job.cluster.captures_output:
             stack.enter_context(Log(job.folder, topology.rank))
         if isinstance(sink, Remote):
             stack.enter_context(at_breakpoint(no_pdb(sink)))
@@ -71,9 +71,9 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
             groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
         torch.set_num_threads(cfg.cpus_per_worker)
-        preemptible = job.cluster.engine == "ray" and not job.cluster.embedded
+        preempted = job.cluster.preempted
         context = RunContext(
-            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preemptible
+            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
         )
         tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
         session = experiment._run = Session(context, strategy, sink, tracking)
@@ -202,15 +202,10 @@ def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
     folder.path.mkdir(parents=True, exist_ok=True)
     info = replace(job.run, folder=folder.path)
-    host = _address() if job.cluster.engine == "ray" else "127.0.0.1"
     forward = sink.send if any(hasattr(item, "on_report") for item in cfg.callbacks.values()) else None
-    return ReportWriter(info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, host)
-
-
-def _address() -> str:
-    import ray.util  # here, because other engines do without Ray
-
-    return str(ray.util.get_node_ip_address())
+    return ReportWriter(
+        info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, address_towards(job.receiver[0])
+    )
 
 
 def _position(session: Session) -> WorkerPosition:

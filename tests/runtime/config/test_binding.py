@@ -121,6 +121,31 @@ def test_both_spellings_of_an_experiment_bind_alike() -> None:
     assert list(Description(Annotated).tree) == ["cfg", "models", "optimizers", "metrics"]
 
 
+class WithDefaults(BaseModule):
+    cfg: TrainConfig = TrainConfig(num_epochs=3)
+    models: Models = Models(Net(block=Block(5), word="no"))
+    metrics: Metrics
+
+
+class InitialisedWithDefaults(BaseModule):
+    def __init__(
+        self,
+        metrics: Metrics,
+        cfg: TrainConfig = TrainConfig(num_epochs=3),
+        models: Models = Models(Net(block=Block(5), word="no")),
+    ) -> None:
+        super().__init__(cfg=cfg, models=models, metrics=metrics)
+
+
+@pytest.mark.parametrize("experiment", [WithDefaults, InitialisedWithDefaults])
+def test_a_default_of_a_whole_group_counts(experiment: type[BaseModule], tmp_path: Path) -> None:
+    bind(experiment, tmp_path / "conf.yaml").write()
+    tree = OmegaConf.to_container(OmegaConf.load(tmp_path / "conf.yaml"))
+    assert tree["cfg"] == Description(Annotated).tree["cfg"] | {"num_epochs": 3}
+    net = Description(Annotated).tree["models"]["net"]
+    assert tree["models"]["net"] == net | {"block": net["block"] | {"width": 5}, "word": "no"}
+
+
 def test_nested_calls_are_written_with_their_real_arguments() -> None:
     net = Description(Annotated).tree["models"]["net"]
     assert net["fc"] == {

@@ -26,7 +26,7 @@ from mlx_runtime.events import (
 from mlx_runtime.tracking import console
 from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
 from mlx_runtime.training.console_lines import ConsoleLines
-from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.planning import RunPlan
@@ -191,7 +191,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 ) -> None:
     cfg = TrainConfig(start_workers=4, use_gpu=asked)
     screen, copy = io.StringIO(), io.StringIO()
-    cluster = Cluster("on 8 cores", False, "", 8, gpus, "local", use_gpu=use_gpu)
+    cluster = Cluster("on 8 cores", "local", 8, gpus, use_gpu=use_gpu)
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
     lines = ConsoleLines(Display(screen, copy, quiet=True), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
@@ -206,7 +206,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> None:
     cfg = TrainConfig(start_workers=4, min_workers=1)
     screen = io.StringIO()
-    cluster = Cluster("in Ray cluster with 4 CPUs", False, "", 4, 0, "ray")
+    cluster = Cluster("in Ray cluster with 4 CPUs", "ray", 4, 0, shares_cores=False)
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
     lines = ConsoleLines(Display(screen), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))

@@ -265,15 +265,14 @@ class TestGroupsOnGPUs:
 
     def test_local_workers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         options: dict[str, Any] = {}
-        monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
         for name in ("after_import", "train_to", "Remote", "keep_groups_private"):
             monkeypatch.setattr(worker, name, lambda *_: None)
         job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=())
-        shared = worker.WorkerJob(job, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")
-        assert worker.run(shared, 2) == 0
+        shared = worker.WorkerJob(job, 4, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")
+        assert worker.run_worker(shared, 2) == 0
         assert torch.distributed.BackendConfig(options.pop("name")).get_device_backend_map() == CPU_AND_CUDA
         assert type(options.pop("store")) is torch.distributed.FileStore
         assert options == {
@@ -739,15 +738,15 @@ class TestRefusals:
 
     def test_a_clusters_job_has_no_local_engine(self, mlx: Mlx, acts: Path) -> None:
         done = mlx(acts, "train", "run", "cfg.engine=local", MLX_IN_JOB="1")
-        line = "cfg.engine=local trains on one machine, not in a cluster's job; use cfg.engine=auto"
-        assert (done.returncode, done.stderr) == (1, f"error: {line}\n")
+        line = "cfg.engine=local cannot train this: its workers are processes of one machine, not of a cluster"
+        assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
         assert begun(done.stdout) == []
         assert not (acts / "runs").exists()
 
     def test_nor_has_a_launch(self, mlx: Mlx, acts: Path) -> None:
         """Refused before the cluster is contacted: there is none."""
         done = mlx(acts, "train", "launch", "cfg.engine=local", "--ray-address", "http://127.0.0.1:1")
-        line = "cfg.engine=local trains on this machine, but launch submits to a cluster"
+        line = "cfg.engine=local cannot train this: its workers are processes of one machine, not of a cluster"
         assert done.stderr == f"error: {line}; use cfg.engine=auto, or train here: mlx train run\n"
         assert done.returncode == 1
         assert not (acts / "runs").exists()

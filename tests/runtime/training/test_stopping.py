@@ -95,13 +95,6 @@ def test_all_workers_stop_at_the_same_step(tmp_path: Path) -> None:
 class TestPoll:
     """A run stops on request, or because a node is preempted."""
 
-    @pytest.fixture
-    def announced(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-        """Answers to `preempted`, the last one first."""
-        answers = [False]
-        monkeypatch.setattr(stopping, "preempted", lambda: answers.pop() if len(answers) > 1 else answers[0])
-        return answers
-
     def test_a_request_is_found_at_the_next_vote_and_stays(self) -> None:
         requests = [True, False]
         poll = StopPoll(ALONE, lambda: requests.pop(0))
@@ -111,20 +104,12 @@ class TestPoll:
         assert not poll.stopped
 
     @pytest.mark.parametrize("fewer", [True, False])
-    def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(
-        self, announced: list[bool], fewer: bool
-    ) -> None:
-        notices: list[str] = []
-        poll = StopPoll(ALONE, preemptible=True, resumable_by_fewer=fewer, notice=notices.append)
+    def test_a_preempted_node_saves_once_and_stops_unless_fewer_workers_can_continue(self, fewer: bool) -> None:
+        answers, notices = iter([False]), list[str]()
+        poll = StopPoll(ALONE, preempted=lambda: next(answers, True), resumable_by_fewer=fewer, notice=notices.append)
         poll._consensus.due = lambda: True
-        announced[:] = [True, False]
         saves = [poll.step() for _ in range(3 * VOTES_PER_PREEMPTION_CHECK)]
         assert [number for number, save in enumerate(saves, 1) if save] == [2 * VOTES_PER_PREEMPTION_CHECK]
         assert poll.agreed is not fewer
         then = "the others resume from a checkpoint" if fewer else "stopping with a checkpoint"
         assert notices == [f"a node of this run is being drained; {then}"]
-
-    def test_a_cluster_that_announces_nothing_is_not_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(stopping, "preempted")
-        poll = StopPoll(ALONE)
-        assert not any(poll.step() for _ in range(1000))

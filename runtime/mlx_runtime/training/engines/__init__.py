@@ -1,6 +1,13 @@
-"""How the workers of a run are started: in this process, as processes on this machine, or by Ray.
+"""How the workers of a run are started: in this process, as processes on this machine, by Ray, or as others program it.
 
 in_process   no workers: training runs inside the driver, where a debugger works
 local        workers forked from the driver, with torchrun's environment and Ray Train's functions
 on_ray       workers placed by Ray Train, on a cluster or on a Ray embedded in the driver
 """
+
+ENGINES = {
+    "in_process": "mlx_runtime.training.engines.in_process.InProcess",
+    "local": "mlx_runtime.training.engines.local.Local",
+    "ray": "mlx_runtime.training.engines.on_ray.OnRay",
+}
+"""The classes of engines by name. `cfg.engine` names others by their import paths."""

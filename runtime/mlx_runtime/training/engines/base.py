@@ -1,19 +1,67 @@
 """The protocol of all engines: start a group of workers for a job, report its state, and end it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_runtime.errors import WorkerLostError
-from mlx_runtime.events import Event
+from mlx_runtime.events import Event, RunInfo
 
-if TYPE_CHECKING:  # it imports torch, which the fork server of spawned workers does not need
-    from mlx_runtime.training.job import Job
+if TYPE_CHECKING:  # they import torch, which the fork server of spawned workers does not need
+    from mlx_runtime.data.prepared import PreparedSet
+    from mlx_runtime.data.sampling import Subset
+    from mlx_runtime.runs.folder import RunFolder
 
 Handle = Callable[[Event], None]
 """Called with an event of the run, in the driver's thread."""
 
 StopAsked = Callable[[], bool]
 """Returns True once the run should save a checkpoint and end; polled by the in-process engine."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a run trains, and what the runtime has to know about it: it never asks for the engine's name."""
+
+    title: str  # for the start lines, like `in embedded Ray on 2 cores`
+    engine: str  # name or import path, for the record
+    cpus: float  # in total; 0 when training runs inside this process
+    gpus: float  # in total
+    host: str = "127.0.0.1"  # address of the driver as seen by workers
+    why: str = ""  # what the start lines say about the choice of the engine
+    use_gpu: bool = False  # True if each worker trains on a GPU
+    gpu_share: float = 1.0  # of that GPU, which others may share
+    in_driver: bool = False  # training runs in the process of the driver
+    shares_cores: bool = True  # workers share the cores of this machine, rather than reserve CPUs
+    captures_output: bool = True  # the engine reports what workers print; otherwise, they write logs themselves
+    reads_streams: bool = False  # workers can read streams of Ray Data
+    preempted: Callable[[], bool] | None = None  # asks on all workers at once whether a node is about to be preempted
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a worker needs to take part in a run. It is pickled, so all of it is plain data."""
+
+    experiment: str  # import path of the experiment's class
+    tree: dict[str, Any]  # resolved conf.yaml of the run
+    run: RunInfo  # its `folder` is a path on the driver's machine
+    root: str  # storage that the run is in
+    project: Path  # folder of the experiment
+    cluster: Cluster
+    verbose: bool  # let Ray print
+    prepared: "dict[str, PreparedSet]"  # by name of the dataset, which is not read itself
+    subsets: "dict[str, Subset]"  # by name of the dataset; others are read whole
+    receiver: tuple[tuple[str, int], bytes]  # address and key of the driver's `Receiver`
+    evaluate: bool  # run `eval_loop` instead of `worker_loop`
+
+    @property
+    def folder(self) -> "RunFolder":
+        """The run folder on this machine."""
+        from mlx_runtime.runs.folder import run_folder  # here: the fork server of spawned workers loads little
+
+        return run_folder(self.root, self.run.experiment, self.run.name)
 
 
 class Group(Protocol):
@@ -39,12 +87,36 @@ class Engine(Protocol):
     def notice(self) -> str | None:
         """A start line about how workers are started, or None."""
 
-    def start(self, job: "Job", handle: Handle, stop_asked: StopAsked) -> Group:
+    def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
         ...
 
     def close(self) -> None:
         """Release what the engine holds, such as a fork server."""
+        ...
+
+
+class EngineClass(Protocol):
+    """A class of engines, which `cfg.engine` names."""
+
+    def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
+        """Return why the engine cannot train with these settings, or None. `in_job`: in a job of a Ray cluster.
+
+        A static method, like `connect`.
+        """
+        ...
+
+    def connect(self, cfg: Any, why: str) -> AbstractContextManager[Cluster]:
+        """Provide the machine or cluster that workers are started on. `why` says why the engine was chosen."""
+        ...
+
+    def start(self, *args: Any) -> Group: ...
+
+    def __call__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> Engine:
+        """Construct the engine for one run, in the main thread and before other threads are started.
+
+        Collectives are to time out after `timeout_s`.
+        """
         ...
 
 

@@ -1,13 +1,18 @@
 """The in-process engine: the driver trains, so that runs start fast and `breakpoint()` works."""
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
+from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.importing import after_import
 from mlx_runtime.settings import environment
 from mlx_runtime.training.channel import Direct
-from mlx_runtime.training.engines.base import Handle, StopAsked
-from mlx_runtime.training.job import Job
+from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
+from mlx_runtime.training.engines.placement import this_machine
 from mlx_runtime.training.worker import train_to
 
 
@@ -16,10 +21,25 @@ class InProcess:
 
     notice = None
 
-    def __init__(self, *, use_gpu: bool) -> None:
-        self._variables = {} if use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    @staticmethod
+    def refusal(cfg: Any, *, in_job: bool) -> None:
+        return None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def connect(cfg: Any, why: str) -> Iterator[Cluster]:
+        here = this_machine(cfg, "in_process", "in-process engine")
+        yield dataclasses.replace(here, title="0: training in this process", cpus=0, in_driver=True, reads_streams=True)
+
+    def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
+        self._cfg, self._variables = cfg, {} if cluster.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        self._stack = contextlib.ExitStack()
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
+        if any(name not in job.prepared for name in stream_names(job.tree)):
+            from mlx_runtime.training.engines.ray_start import start_ray
+
+            self._stack.enter_context(start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
         after_import("ray", partial(_enter_ray_train, job))
         return self
@@ -33,7 +53,7 @@ class InProcess:
         return None
 
     def close(self) -> None:
-        pass
+        self._stack.close()
 
 
 def _enter_ray_train(job: Job) -> None:

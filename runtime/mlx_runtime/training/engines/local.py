@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of, lost
+from mlx_runtime.training.engines.base import Cluster, Handle, StopAsked, backend_of, lost
 from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
+from mlx_runtime.training.engines.placement import changing_size, this_machine
 from mlx_runtime.training.engines.processes import exit_reason, memory_kills, unsafe_to_fork
 from mlx_runtime.training.engines.scratch import Scratch
 
@@ -62,19 +64,25 @@ def warm_server() -> ForkServer:
 
 
 def cool_down() -> None:
-    """Close the server of `warm_up`, because another engine starts the workers."""
+    """Close the server of `warm_up` if no run has used it."""
     if _warm_server is not None:
         warm_server().close()
 
 
 class Local:
-    """The engine for one machine. Construct it in the main thread, before other threads are started.
+    """The engine for one machine."""
 
-    Collectives time out after `timeout_s`.
-    """
+    @staticmethod
+    def refusal(cfg: Any, *, in_job: bool) -> str | None:
+        return "its workers are processes of one machine, not of a cluster" if in_job else changing_size(cfg)
 
-    def __init__(self, cfg: Any, *, use_gpu: bool, timeout_s: float) -> None:
-        self.cfg, self.use_gpu, self.timeout_s = cfg, use_gpu, timeout_s
+    @staticmethod
+    @contextlib.contextmanager
+    def connect(cfg: Any, why: str) -> Iterator[Cluster]:
+        yield this_machine(cfg, "local", "local engine")
+
+    def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
+        self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.server = warm_server()
         self.server.preload(*(SHARDING if cfg.strategy != "ddp" else ()), *(RAY if "ray" in sys.modules else ()))
 
@@ -134,17 +142,17 @@ class LocalGroup:
         self._scratch.close()
 
     def _start(self) -> None:
-        from mlx_runtime.training.engines.worker import WorkerJob, run
+        from mlx_runtime.training.engines.worker import WorkerJob, run_worker
 
         engine = self._engine
         results = self._scratch.path / str(self._failures)
         results.mkdir()
         backend = backend_of(use_gpu=engine.use_gpu)
         # Each attempt gets a new store: the old one has the addresses of lost workers.
-        job = WorkerJob(self._job, backend, engine.timeout_s, results, results / "store")
+        job = WorkerJob(self._job, len(self._ranks), backend, engine.timeout_s, results, results / "store")
         self._attempt = _Attempt(results)
         for rank, streams in enumerate(self._output.writers):
-            engine.server.start(rank, partial(run, job, rank), self._environment(rank), streams)
+            engine.server.start(rank, partial(run_worker, job, rank), self._environment(rank), streams)
 
     def _environment(self, rank: int) -> dict[str, str]:
         """Return torchrun's variables, except those of its store, which every user of the machine could open."""

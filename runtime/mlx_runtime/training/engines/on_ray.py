@@ -1,8 +1,10 @@
 """The Ray engine: Ray Train places workers on a cluster and replaces lost ones."""
 
+import os
 import pickle
 import threading
 import uuid
+from contextlib import AbstractContextManager
 from typing import Any
 
 import ray.train
@@ -10,11 +12,11 @@ import ray.train.torch
 
 from mlx_runtime.distributed.ray_private import TrimmedTrainer, placement_states
 from mlx_runtime.settings import environment
-from mlx_runtime.training.engines.base import Handle, StopAsked, backend_of
-from mlx_runtime.training.engines.placement import Cluster
+from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked, backend_of
+from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.training.engines.ray_start import on_ray
 from mlx_runtime.training.engines.scratch import Scratch
 from mlx_runtime.training.failures import Failures, error_of
-from mlx_runtime.training.job import Job
 from mlx_runtime.training.worker import train
 
 RESIZE_S = 10.0
@@ -25,12 +27,17 @@ GROUP_START_S = 20
 
 
 class OnRay:
-    """The engine for clusters and for a Ray embedded in the driver, and its group. Ray must be running.
-
-    Collectives time out after `timeout_s`.
-    """
+    """The engine for clusters and for a Ray embedded in the driver, and its group. Ray must be running."""
 
     notice = None
+
+    @staticmethod
+    def refusal(cfg: Any, *, in_job: bool) -> None:
+        return None
+
+    @staticmethod
+    def connect(cfg: Any, why: str) -> AbstractContextManager[Cluster]:
+        return on_ray(cfg, why)
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         self._cfg, self._cluster, self._timeout_s = cfg, cluster, timeout_s
@@ -103,6 +110,6 @@ class OnRay:
                 failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
                 callbacks=[Failures(*job.receiver)],
             ),
-            embedded=self._cluster.embedded,
+            embedded=JOB_FLAG not in os.environ,
             multiple_of=cfg.shard_size or 1,
         )

@@ -2,36 +2,32 @@
 
 import math
 import os
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.options import DataConfig, EngineName, TrainConfig
+from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.engines.base import Cluster, EngineClass
+from mlx_runtime.training.options import DataConfig, TrainConfig
 
 JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of a submitted job: its driver joins the cluster that it runs on."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Where a run trains."""
-
-    title: str  # for the start lines, like `in embedded Ray on 2 cores`
-    embedded: bool  # True if this process started Ray for the run
-    host: str  # address of the driver as seen by workers
-    cpus: float  # in total; 0 when training runs inside this process
-    gpus: float  # in total
-    engine: EngineName = "ray"
-    why: str = ""  # reason for an engine other than the default; empty for the default
-    use_gpu: bool = False  # True if each worker trains on a GPU
-    gpu_share: float = 1.0  # of that GPU, which others may share
+def engine_class(name: str) -> EngineClass:
+    """Return the class of an engine by its name or its import path; ConfigError if it is none."""
+    found: EngineClass = object_at(ENGINES.get(name, name))
+    missing = [item for item in ("refusal", "connect", "start") if not callable(getattr(found, item, None))]
+    if missing:
+        raise ConfigError(f"cfg.engine={name} is not an engine: it has no method {missing[0]}")
+    return found
 
 
-def engine_for(cfg: TrainConfig | DataConfig) -> tuple[EngineName, str]:
-    """Return the engine to use, and the reason if it is not the default.
+def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
+    """Return the name of the engine to use, and the reason if it is not the default.
 
     Raises:
-        ConfigError: `cfg.engine` cannot train with these settings.
+        ConfigError: there is no such engine, or it cannot train with these settings.
     """
     in_job, data_job = JOB_FLAG in os.environ, isinstance(cfg, DataConfig)
     if cfg.start_workers == 0:
@@ -41,20 +37,21 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[EngineName, str]:
                 "use cfg.engine=auto or cfg.start_workers=1"
             )
         return "in_process", ""
+    if cfg.engine != "auto":
+        if reason := engine_class(cfg.engine).refusal(cfg, in_job=in_job):
+            raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto")
+        return cfg.engine, "" if data_job else f"cfg.engine={cfg.engine}"
+    if in_job:
+        return "ray", ""
+    reason = engine_class("local").refusal(cfg, in_job=False)
+    return ("ray", reason) if reason else ("local", "")
+
+
+def changing_size(cfg: TrainConfig | DataConfig) -> str | None:
+    """Return why the number of workers may change during a run, or None if it is fixed."""
     limits = {"min_workers": cfg.min_workers, "max_workers": cfg.max_workers}
     changing = [f"cfg.{name}={limit}" for name, limit in limits.items() if limit not in (None, cfg.start_workers)]
-    reason = f"{changing[0]} lets the number of workers change" if changing else ""
-    if cfg.engine == "local":
-        if in_job:
-            raise ConfigError("cfg.engine=local trains on one machine, not in a cluster's job; use cfg.engine=auto")
-        if reason:
-            raise ConfigError(f"cfg.engine=local cannot train this: {reason}; use cfg.engine=auto")
-        return "local", ""
-    if in_job or data_job:
-        return "ray", ""
-    if cfg.engine == "ray":
-        return "ray", "cfg.engine=ray"
-    return ("ray", reason) if reason else ("local", "")
+    return f"{changing[0]} lets the number of workers change" if changing else None
 
 
 class Shortage(NamedTuple):
@@ -99,15 +96,14 @@ def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, clust
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
 
 
-def this_machine(cfg: TrainConfig | DataConfig, engine: EngineName) -> Cluster:
+def this_machine(cfg: TrainConfig | DataConfig, engine: str, why: str = "") -> Cluster:
     """Return this machine as the place of a run; ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
     if isinstance(cfg, DataConfig):  # user code chooses its device
         check_room(cfg, cores, math.inf, cluster=False)
-        return Cluster("0: in this process", False, "127.0.0.1", 0, 0, engine)
+        return Cluster("on this machine", engine, cores, 0, why=why)
     import torch
 
     gpus = torch.cuda.device_count()
     check_room(cfg, cores, gpus, cluster=False)
-    title, cpus = ("0: training in this process", 0) if engine == "in_process" else (f"on {cores} cores", cores)
-    return Cluster(title, False, "127.0.0.1", cpus, gpus, engine, use_gpu=uses_gpus(cfg, gpus))
+    return Cluster(f"on {cores} cores", engine, cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus))

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
-from mlx_runtime.training.engines.placement import JOB_FLAG, Cluster, check_room, uses_gpus
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gpus
 from mlx_runtime.training.options import DataConfig, TrainConfig
 
 EMBEDDED_RAY = {
@@ -34,7 +35,26 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
         check_room(cfg, cores if embedded else cpus, gpus, cluster=not embedded)
         title = f"in embedded Ray on {cores} cores" if embedded else f"in Ray cluster with {cpus:g} CPUs"
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
-        yield Cluster(title, embedded, host, cpus, gpus, "ray", why, uses_gpus(cfg, gpus))
+        yield Cluster(
+            title,
+            "ray",
+            cpus,
+            gpus,
+            host,
+            why,
+            use_gpu=uses_gpus(cfg, gpus),
+            shares_cores=embedded,
+            captures_output=False,
+            reads_streams=True,
+            preempted=None if embedded else preempted,
+        )
+
+
+def preempted() -> bool:
+    """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
+    import ray.train
+
+    return ray.train.get_preemption_info() is not None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """The main function of a local worker: process group, Ray Train's functions, training, result for the driver."""
 
 import datetime
-import os
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
 from mlx_runtime.importing import after_import
 from mlx_runtime.training.channel import Remote
-from mlx_runtime.training.job import Job
+from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.worker import train_to
 
 
@@ -25,13 +24,14 @@ class WorkerJob:
     """The parameters that the workers of one attempt share."""
 
     job: Job
+    world_size: int
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank
     timeout_s: float  # of collectives
     results: Path  # folder for the results of workers, which only this user can open
     store: Path  # file in which the workers meet, in the same folder
 
 
-def run(shared: WorkerJob, rank: int) -> int:
+def run_worker(shared: WorkerJob, rank: int) -> int:
     """Train as one of the workers and store the result. Return the exit code."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -39,7 +39,7 @@ def run(shared: WorkerJob, rank: int) -> int:
     try:
         if "nccl" in shared.backend:
             torch.cuda.set_device(rank)
-        topology = Topology(rank, int(os.environ["WORLD_SIZE"]), device_here(), rank)
+        topology = Topology(rank, shared.world_size, device_here(), rank)
         after_import("ray", partial(_enter_ray_train, shared.job, topology))
         keep_groups_private()
         torch.distributed.init_process_group(

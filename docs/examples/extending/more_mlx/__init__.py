@@ -1,0 +1,1 @@
+"""An engine, a kind of dataset, an extension of runs, and a command, for `mlx_runtime`."""

@@ -1,0 +1,71 @@
+"""An engine that starts each worker as a Python process of its own: `cfg.engine=more_mlx.engine.Subprocesses`."""
+
+import contextlib
+import dataclasses
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mlx_runtime.engines import WorkerJob, load_results, lost, run_worker, this_machine
+
+
+class Subprocesses:
+    notice = None  # no further line at the start of a run
+
+    @staticmethod
+    def refusal(cfg, *, in_job):
+        if in_job:
+            return "its workers are processes of one machine, not of a cluster"
+        return "the number of its workers is fixed" if cfg.min_workers or cfg.max_workers else None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def connect(cfg, why):
+        here = this_machine(cfg, "more_mlx.engine.Subprocesses", why)
+        yield dataclasses.replace(here, use_gpu=False, captures_output=False)
+
+    def __init__(self, cfg, cluster, *, timeout_s):
+        self.size, self.timeout_s = cfg.start_workers, timeout_s
+
+    def start(self, job, handle, stop_asked):
+        return Processes(job, self.size, self.timeout_s)
+
+    def close(self):
+        pass
+
+
+class Processes:
+    """The workers of one run. None is replaced: the run fails when one is lost."""
+
+    def __init__(self, job, size, timeout_s):
+        self.scratch = tempfile.TemporaryDirectory()  # which only this user can open
+        folder = Path(self.scratch.name)
+        shared = WorkerJob(job, size, "gloo", timeout_s, results=folder, store=folder / "store")
+        (folder / "job").write_bytes(pickle.dumps(shared))
+        command = [sys.executable, "-m", "more_mlx.engine", str(folder / "job")]
+        self.workers = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+
+    def poll(self):
+        codes = [worker.poll() for worker in self.workers]
+        for error in load_results(Path(self.scratch.name)).values():
+            if error is not None:
+                raise error
+        for rank, code in enumerate(codes):
+            if code:
+                raise lost(f"rank {rank} exited with code {code}", max_failures=0)
+        return None in codes
+
+    def waits_for(self):
+        return None  # they start at once
+
+    def close(self):
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+        self.scratch.cleanup()
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(pickle.loads(Path(sys.argv[1]).read_bytes()), int(sys.argv[2])))
