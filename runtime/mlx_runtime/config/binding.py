@@ -26,13 +26,29 @@ from mlx_runtime.config.nodes import Description, Node
 from mlx_runtime.config.pins import pin_defaults
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
-from mlx_runtime.config.signatures import MISSING, base_of, fitted, groups, is_factory, own_default, parameters
+from mlx_runtime.config.signatures import (
+    MISSING,
+    base_of,
+    declared_settings,
+    fitted,
+    groups,
+    is_factory,
+    own_default,
+    parameters,
+    plain_defaults,
+)
 from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
 from mlx_runtime.storage.local import write_atomic
 
 SCHEMA = "conf.schema.json"
+
+FIRST_SETTINGS = {
+    *("name", "restore_checkpoint_path", "start_epoch", "num_epochs", "start_workers", "prefetch_batches"),
+    *("path", "overwrite"),  # of a data job
+}
+"""Settings that every conf.yaml lists."""
 
 
 def header(path: Path) -> str:
@@ -41,10 +57,11 @@ def header(path: Path) -> str:
     is_job = group == "mlx data"
     return (
         f"# yaml-language-server: $schema={SCHEMA}\n"
-        f"# All settings of this {'data job' if is_job else 'experiment'}: the source of truth for `{group} run`.\n"
+        f"# The config of this {'data job' if is_job else 'experiment'}: the source of truth for `{group} run`.\n"
         f"# Written by `{group} bind` from the defaults in src/. Edit freely: binding again keeps your values and\n"
         "# comments, adds new arguments and drops removed ones. "
         f"??? must be filled in{'' if is_job else ' (except the `params` of optimizers)'}.\n"
+        + ("" if is_job else "# cfg has more settings than it lists here: `mlx train show` prints all of them.\n")
     )
 
 
@@ -108,12 +125,14 @@ def bind(experiment: type, path: Path) -> Binding:
     description = Description(experiment)
     _verify(experiment, description.tree, yaml_text(description.tree))
     before = read_text(path)
-    notices = pin_defaults(description.tree, commented_map(before, path) if before.strip() else {})
+    present = commented_map(before, path) if before.strip() else {}
+    notices = pin_defaults(description.tree, present)
     schema = path.with_name(SCHEMA)
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
         former = json.loads(schema.read_text(encoding="utf-8"))
-    binding = merge(path, description.tree, former_defaults(former), description.of_class)
+    tree = description.tree | {"cfg": _listed(experiment, description.tree["cfg"], present.get("cfg"))}
+    binding = merge(path, tree, former_defaults(former), description.of_class)
     binding.notices = description.notices + notices
     variants, nodes = Variants(path), dict[str, dict[str, Node]]()
     follow = Follow.since(former_defaults(former, open_ones=True), description, binding.changes)
@@ -134,6 +153,20 @@ def bind(experiment: type, path: Path) -> Binding:
     binding.invalid = list(_invalid(experiment, variants, binding.after))
     binding.schema = json.dumps(schema_of(experiment, description.tree, nodes), indent=1) + "\n"
     return binding
+
+
+def _listed(experiment: type, cfg: Node, present: Any) -> Node:
+    """Return the settings that conf.yaml lists: the first ones, what user code declares, and what is there already.
+
+    The others have the runtime's defaults. Those that are not plain values are listed, too.
+    """
+    names = FIRST_SETTINGS | declared_settings(experiment) | set(present if isinstance(present, dict) else ())
+    defaults = plain_defaults(base_of(experiment))
+    return {
+        name: value
+        for name, value in cfg.items()
+        if name.startswith("_") or name in names or name not in defaults or value != defaults[name]
+    }
 
 
 def _merge_variant(

@@ -6,9 +6,10 @@ the signatures of the constructors before anything starts, and all problems are 
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
@@ -23,7 +24,7 @@ from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problem
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
 from mlx_runtime.config.interpolation import resolved
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
+from mlx_runtime.config.signatures import base_of, fitted, groups, parameters, settings_of
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.settings import Settings
@@ -90,7 +91,7 @@ def load(
     call the file, if not its path. `project` is as in `read`.
     """
     title = title or path
-    tree, unresolved, problems, selection = read(path, overrides, title, project)
+    tree, unresolved, problems, selection = read(path, overrides, settings_of(experiment), title, project)
     classes, base = groups(experiment), base_of(experiment)
     reported = {problem.key for problem in problems}
     checker = Checker(imports=not look, variants=selection.variants.nodes)
@@ -121,9 +122,16 @@ def raise_if(problems: Sequence[str], title: object) -> None:
     raise error
 
 
-def read(path: Path, overrides: Sequence[str], title: object = None, project: Path | None = None) -> Composition:
+def read(
+    path: Path,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    title: object = None,
+    project: Path | None = None,
+) -> Composition:
     """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
 
+    `settings` are the values of `cfg` that conf.yaml need not list; those that it lists count.
     `project` is the conf.yaml of the project if `path` is that of a run. Overrides then choose from the project's
     variants, while strings in the run's file are only strings: it holds the nodes of its variants.
     """
@@ -132,6 +140,8 @@ def read(path: Path, overrides: Sequence[str], title: object = None, project: Pa
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
     try:
         selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
+        if isinstance(listed := selection.tree.get("cfg"), dict):
+            selection.tree["cfg"] = listed | {name: settings[name] for name in settings if name not in listed}
         items = _choose(overrides, selection)
         keys = list(values_by_key(selection.tree))
         if "hydra" in keys:  # its search path would import packages

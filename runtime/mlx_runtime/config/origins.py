@@ -18,14 +18,15 @@ def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key
 
     As YAML the origins are comments, and a last one lists the variants; `defaults` is the tree that the code describes.
     """
-    tree, _, _, selection = read(path, overrides)
+    settings = {name: value for name, value in defaults.get("cfg", {}).items() if not name.startswith("_")}
+    tree, _, _, selection = read(path, overrides, settings)
     variants = Variants(path)
     named = {"--variant": variants.partial, **variants.nodes}
     listed = {
         name: sorted(files) for name, files in named.items() if files and f"{name}.".startswith(f"{key or name}.")
     }
     every_key = values_by_key(tree)
-    selected = read(path, selection.chosen)
+    selected = read(path, selection.chosen, settings)
     file, code = (_leaves(values_by_key(one)) for one in (selected.tree, defaults))
     changed = {}
     for name, value in _leaves(every_key).items():

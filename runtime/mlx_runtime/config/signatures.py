@@ -97,6 +97,37 @@ def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter |
     return inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
+def settings_of(experiment: type) -> dict[str, Any]:
+    """Return the defaults of `cfg` that are plain values: of its class, and of the runtime's for what that lacks."""
+    cls = groups(experiment)["cfg"]
+    defaults = plain_defaults(base_of(experiment), cls)
+    own = own_default(experiment, "cfg", cls)
+    return defaults if own is None else {name: getattr(own.default, name, value) for name, value in defaults.items()}
+
+
+def plain_defaults(*classes: type) -> dict[str, Any]:
+    """Return the defaults of classes that are plain values; those of later classes count."""
+    items = [item for cls in classes for item in parameters(cls) or []]
+    return {item.name: plain for item in items if (plain := _plain(item.default)) is not MISSING}
+
+
+def declared_settings(experiment: type) -> set[str]:
+    """Return the names of the settings that user code declares: the fields of its own class, whatever that inherits."""
+    base, cls = base_of(experiment), groups(experiment)["cfg"]
+    own = [item for item in cls.__mro__ if item not in base.__mro__]
+    names = {name for item in own for name in inspect.get_annotations(item)}
+    return names | ({item.name for item in parameters(cls) or []} if not issubclass(cls, base) else set())
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as conf.yaml holds it, or `MISSING` if it is not plain."""
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return MISSING if MISSING in items else items
+    plain = value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
+    return value if plain else MISSING
+
+
 def alternatives(hint: Any) -> tuple[Any, ...]:
     """Return the types of a union, or the only one of another annotation."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)

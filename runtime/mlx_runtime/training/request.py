@@ -14,6 +14,7 @@ from mlx_runtime import companions
 from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
 from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.projects import CONF
+from mlx_runtime.config.signatures import settings_of
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
@@ -113,7 +114,8 @@ def load_config(
     def check(typed: Sequence[str]) -> None:
         load(experiment, typed, path, look=True, title=title, project=path)
 
-    choice = _choose(path, [item for item in overrides if not item.startswith(EVAL)], check, look=look or fast)
+    typed = [item for item in overrides if not item.startswith(EVAL)]
+    choice = _choose(path, typed, settings_of(experiment), check, look=look or fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
@@ -172,6 +174,7 @@ def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
 def _choose(
     path: Path,
     overrides: Sequence[str],
+    settings: Mapping[str, Any],
     check: Callable[[Sequence[str]], object] = lambda typed: None,
     *,
     look: bool = False,
@@ -181,7 +184,7 @@ def _choose(
     `check` is called with the overrides before a download. With `look`, mirrors are ignored.
     """
     options, typed = _options(overrides)
-    composed = read(path, typed).tree.get("cfg")
+    composed = read(path, typed, settings).tree.get("cfg")
     cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
     storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
     root, choice = storage_root(storage), _Choice(tuple(typed))
