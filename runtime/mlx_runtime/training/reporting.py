@@ -70,6 +70,7 @@ class Reporter:
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
+        self._epoch = 0  # to which these belong
         self._input_speed: dict[str, Any] = {}
         self._epoch_started = time.monotonic()
         self._not_finite = False
@@ -90,7 +91,7 @@ class Reporter:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
-        self._of_epoch = dict(state["numbers"]["unreported"])
+        self._of_epoch, self._epoch = dict(state["numbers"]["unreported"]), state["epoch"]
         self.states.update(state["numbers"].get("states", {}))  # a former version stored none
 
     def rewind(self, state: Mapping[str, Any]) -> None:
@@ -128,6 +129,7 @@ class Reporter:
         self.latest |= values
         self.unsaved |= values
         self._of_epoch |= values
+        self._epoch = self._context.progress.epoch
 
     def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Pass numbers to the trackers."""
@@ -169,9 +171,9 @@ class Reporter:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
             picture = draw()
             epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
-            ended = EpochEnded(progress.epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
+            ended = EpochEnded(self._epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
             self.events.send(ended)
-            self.record({"time/epoch_s": seconds}, progress.global_step, progress.epoch)
+            self.record({"time/epoch_s": seconds}, progress.global_step, self._epoch)
             if self.tracking is not None:
                 if picture is not None and self.tracking.tensorboard is not None:
                     self.tracking.tensorboard.add_figure("gradient_flow", picture, progress.global_step)

@@ -345,10 +345,11 @@ class Session:
         if not finished and not self.optimization.accumulation.last:
             self.checkpoints.requested = True  # gradients are not part of checkpoints
             return
-        if finished:
+        in_last_step = finished and self.passes.around is not None  # more of the epoch may follow
+        if finished and not in_last_step:
             self._end_epoch()
         self._store(epoch, finished=finished)
-        if self.stopping.vote():
+        if not in_last_step and self.stopping.vote():
             self._stop()
 
     def _store(self, epoch: int, *, finished: bool) -> None:

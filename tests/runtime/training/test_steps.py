@@ -441,6 +441,59 @@ class TestTheBestWithinAnEpoch:
         assert sorted(path.name for path in tmp_path.rglob("epoch_*")) == [best, "epoch_0003"]
 
 
+class TestAnEpochEndsOnce:
+    """Also if the loop evaluates and saves a checkpoint in its last step, and again after the epoch."""
+
+    class Saving(Experiment):
+        fails_at: int | None = None  # in the evaluation after the epoch
+
+        def worker_loop(self, dataset_shards: DatasetShards) -> None:
+            super().worker_loop(dataset_shards)
+            with self.stage("test"):
+                super().evaluate(self.generate_loaders(dataset_shards.val), self.cfg.num_epochs - 1)
+
+        def evaluate(self, loader: Any, epoch: int) -> None:
+            within = self.every(self.cfg.evaluate_every_steps)
+            if not within and self.global_step == self.fails_at:
+                self._session.checkpoints.wait()
+                raise InterruptedError
+            super().evaluate(loader, epoch)
+            if within:
+                self.save_checkpoint(epoch=epoch)
+
+    @pytest.mark.parametrize("every", [None, 1, 3, 4, 6])
+    def test_whenever_the_loop_evaluates(self, tmp_path: Path, every: int | None) -> None:
+        _, events = run(self.Saving(evaluate_every_steps=every), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [0, 1, 2, 2]
+        assert all({"train/mean", "val/mean"} <= item.values.keys() for item in ended[:3])
+        assert {name.partition("/")[0] for name in ended[3].values} == {"test"}  # reported at the end of the run
+
+    def test_a_loop_that_saves_there_only(self, tmp_path: Path) -> None:
+        class Only(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                if self.every(6):
+                    super().evaluate(loader, epoch)
+                    Experiment.save_checkpoint(self, epoch)
+
+            def save_checkpoint(self, epoch: int, metrics: Any = None) -> None:
+                pass
+
+        _, events = run(Only(evaluate_every_steps=6), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1, 2]
+        assert [(item.epoch, item.finished) for item in of_type(events, CheckpointSaved)] == [(0, 1), (1, 1), (2, 1)]
+
+    def test_a_run_that_is_resumed_from_there(self, tmp_path: Path) -> None:
+        killed = self.Saving(evaluate_every_steps=3)
+        killed.fails_at = 12
+        with pytest.raises(InterruptedError):
+            run(killed, tmp_path)
+        _, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [1, 2, 2]  # the numbers of the checkpoint belong to its epoch
+        assert {"train/mean", "val/mean"} <= ended[0].values.keys()
+
+
 class TestCallbacks:
     class Heard:
         def __init__(self) -> None:
