@@ -129,7 +129,7 @@ class Reporter:
         self.latest |= values
         self.unsaved |= values
         self._of_epoch |= values
-        self._epoch = self._context.progress.epoch
+        self._epoch = self._context.progress.epoch if values else self._epoch
 
     def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Pass numbers to the trackers."""
@@ -165,15 +165,21 @@ class Reporter:
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
-    def end_epoch(self, draw: Callable[[], Any]) -> None:
-        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return."""
+    def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float]) -> None:
+        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return.
+
+        `values` are numbers that user code logs for the epoch as a whole.
+        """
+        if self._context.topology.writes:
+            self.logged |= set(values)
+            self.collect(values)
         if self._of_epoch:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
             picture = draw()
             epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
             ended = EpochEnded(self._epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
             self.events.send(ended)
-            self.record({"time/epoch_s": seconds}, progress.global_step, self._epoch)
+            self.record({**values, "time/epoch_s": seconds}, progress.global_step, self._epoch)
             if self.tracking is not None:
                 if picture is not None and self.tracking.tensorboard is not None:
                     self.tracking.tensorboard.add_figure("gradient_flow", picture, progress.global_step)
