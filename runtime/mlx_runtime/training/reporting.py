@@ -44,7 +44,8 @@ class EventSender:
     def pass_begun(self, loader: Loader) -> None:
         """Report the size of a dataset."""
         global_batch = loader.batch_size * loader.accumulate * loader.shard.topology.data_parallel_size
-        self.send_once(LoaderOpened(loader.shard.name, loader.shard.training, loader.rows, len(loader), global_batch))
+        name, training = loader.shard.name, loader.shard.training
+        self.send_once(LoaderOpened(name, training, loader.rows, len(loader), global_batch, loader.updates))
 
     def step(self, item: Pass, values: Mapping[str, float]) -> None:
         """Report the progress of a pass, unless that was done a moment ago."""
