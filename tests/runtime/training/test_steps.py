@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,10 +101,12 @@ class Experiment(BaseModule):
             metric.update(values)
 
 
-def run(experiment: Experiment, folder: Path, **options: Any) -> tuple[Experiment, Events]:
+def run(
+    experiment: Experiment, folder: Path, *, stop: Callable[[], bool] = lambda: False, **options: Any
+) -> tuple[Experiment, Events]:
     """Run the loop in this process, as a worker does."""
     sink = Events()
-    session = attach(experiment, folder, sink=sink)
+    session = attach(experiment, folder, sink=sink, stop_requested=stop)
     session.begin()
     group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
     cfg = experiment.cfg
@@ -114,7 +117,7 @@ def run(experiment: Experiment, folder: Path, **options: Any) -> tuple[Experimen
     }
     with contextlib.suppress(LoopStopped):
         experiment.worker_loop(DatasetShards(shards))
-    assert not session.stopping.stopped  # the run succeeds
+    assert session.stopping.stopped == stop()  # else the run succeeds
     session.end()
     return experiment, sink
 
@@ -482,6 +485,17 @@ class TestAnEpochEndsOnce:
         _, events = run(Only(evaluate_every_steps=6), tmp_path)
         assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1, 2]
         assert [(item.epoch, item.finished) for item in of_type(events, CheckpointSaved)] == [(0, 1), (1, 1), (2, 1)]
+
+    def test_a_stop_there_waits_for_the_evaluation_after_the_epoch(self, tmp_path: Path) -> None:
+        stopped = self.Saving(evaluate_every_steps=3)
+        _, events = run(stopped, tmp_path, stop=lambda: 12 in stopped.evaluated)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1]
+        assert sorted(path.name for path in tmp_path.rglob("epoch_*"))[-1] == "epoch_0002"
+        resumed, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [2, 2]
+        found = state(resumed)
+        whole, _ = run(self.Saving(evaluate_every_steps=3), tmp_path / "whole")
+        assert found == state(whole)
 
     def test_a_run_that_is_resumed_from_there(self, tmp_path: Path) -> None:
         killed = self.Saving(evaluate_every_steps=3)
