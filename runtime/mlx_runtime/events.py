@@ -60,6 +60,7 @@ class LoaderOpened(WorkerEvent):
     rows: int
     steps: int
     global_batch: int  # rows per update
+    updates: int  # in one pass: fewer than steps if gradients are accumulated
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ EVENTS: tuple[Event, ...] = (
     WorkersWaiting("3 CPUs, 2 free"),
     WorkersStarted("cpu", 1_000, 2),
     LoopStarted(),
-    LoaderOpened("train", True, 100, 10, 20),
+    LoaderOpened("train", True, 100, 10, 20, 5),
     StepProgress("train", 0, 5, 10, 33.5, {"train/loss": 0.5}),
     EpochEnded(0, 5, {"train/loss": 1, "val/loss": 0.25}, 12.5, samples_per_s=100.0, row_counts={"tokens": 64}),
     Report(10, 0, {"train/loss": 0.5}, {"hostname": "here", "pid": 7}),

@@ -157,17 +157,19 @@ def sweep_request(
 
 @group.command("eval", context_settings=commands.OVERRIDES)
 @options.verbosity
+@click.option(
+    "--checkpoint", "which", metavar="WHICH", type=options.word, help="Of RUN: latest (default), best, or epoch_0004."
+)
 @code_option
 @variant_option
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
-def evaluate(code: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
 
-    RUN is run_003, 3 or latest (the default), or name/run_003; its latest checkpoint is evaluated. PATH is the folder
-    or URI of a run or of a checkpoint.
+    RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
     """
     named = [item for item in arguments[:1] if lookup.names_run(item)]
-    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest")
+    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
     words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
     projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)
 

@@ -91,20 +91,25 @@ def diff(words: tuple[str, ...], as_json: bool) -> None:
 
 @group.command()
 @options.name()
-@click.argument("sweep", type=word, required=False)
+@options.run()
 @click.option("--metric", metavar="M", type=word, help="Like val/accuracy. Default: what the latest run monitors.")
 @click.option("--mode", type=MODES, help="Which is best. Default: cfg.mode of the runs that monitor the metric.")
 @options.json
-def best(name: str, sweep: str | None, metric: str | None, mode: str | None, as_json: bool) -> None:
-    """Print the run and the checkpoint of NAME in which a metric is best, or the best trial of a SWEEP (sweep_001)."""
-    if sweep is not None and (metric or mode):
-        raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
-    if sweep is not None:
+def best(name: str, run: str | None, metric: str | None, mode: str | None, as_json: bool) -> None:
+    """Print the run and the checkpoint of NAME in which a metric is best.
+
+    With a RUN (run_003, 3 or latest), print its best checkpoint; with a sweep (sweep_001), its best trial.
+    """
+    one = run is not None or ("/" in name and not is_remote(name))
+    folder = lookup.resolve_run(name, run) if one else None
+    if folder is not None and folder.name.startswith(SWEEP):
         from mlx_runtime.sweeps.results import SweepResult
 
-        found = SweepResult(lookup.resolve_run(name, sweep)).summary()
+        if metric or mode:
+            raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
+        found = SweepResult(folder).summary()
     else:
-        found = comparison.best(name, metric, mode)
+        found = comparison.best(name, metric, mode, folder)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:

@@ -196,10 +196,6 @@ def _name_aside() -> str:
 def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
     """Return a record as that of a run in another folder, which no driver trains."""
     moved = record | {"run": run.name, "mirror": {"uri": mirrored.uri, "id": mirrored.claim.id, "unfinished": False}}
-    for name in ("best", "latest"):
-        if found := record.get(name):
-            checkpoint = str(found.get("path")).rpartition("/")[2]
-            moved[name] = {**found, "path": joined(run.checkpoints, checkpoint)}
     if record["status"] in records.LIVING:
         moved["status"] = "STALE"
-    return moved
+    return records.located(moved, run)

@@ -16,20 +16,23 @@ RESOLVED = ("cfg.resume", "cfg.storage_path")
 """Settings that choose a run and do not change what it does. A resumed run stores what they stood for."""
 
 
-def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[str, Any]:
-    """Find the run and the checkpoint of an experiment in which a metric is best.
+def best(name: str, metric: str | None = None, mode: str | None = None, run: RunFolder | None = None) -> dict[str, Any]:
+    """Find the run and the checkpoint of an experiment in which a metric is best, or the checkpoint of one run.
 
     Metric and mode (`max` or `min`) default to those of the runs. A value that no checkpoint was saved with, like
     the result of a final test, comes with the latest checkpoint of the run. Folds of a cross-validation are left out:
     only their mean compares with other results.
     """
-    rows = [row for row in list_rows(name) if row.problem is None]
+    rows = [row for row in (list_rows(name) if run is None else summarize([run])) if run or row.problem is None]
+    if run is not None and rows[0].problem is not None:
+        raise StorageError(rows[0].problem)
+    where = f"the runs of {name}" if run is None else run.title
     chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)
     if chosen is None:
-        raise UsageError(f"the runs of {name} have no cfg.monitor; pass --metric.{suggest_metric(rows, '')}")
+        raise UsageError(f"cfg.monitor is not set in {where}; pass --metric.{suggest_metric(rows, '')}")
     chosen_mode = mode or mode_of(rows, chosen)
     if chosen_mode is None:
-        raise UsageError(f"no run of {name} monitors {chosen}; pass --mode max or --mode min")
+        raise UsageError(f"{chosen} is not monitored in {where}; pass --mode max or --mode min")
 
     def best_of(row: Row) -> dict[str, Any] | None:
         value: float | None
@@ -46,14 +49,14 @@ def best(name: str, metric: str | None = None, mode: str | None = None) -> dict[
             return None
         return facts | {"value": value, "epoch": epoch, "step": step, "checkpoint": path}
 
-    folds = [row for row in rows if row.record.get("fold")]
+    folds = [row for row in rows if row.record.get("fold") and run is None]
     found = [item for item in map_concurrently(best_of, [row for row in rows if row not in folds]) if item is not None]
     if not found and folds:
         sweep = folds[-1].sweep.get("name")
         cure = f"the mean of each trial: mlx xp best {name} {sweep}" if sweep else "compare the means of their values"
         raise UsageError(f"all runs of {name} with {chosen} are folds of a cross-validation; {cure}")
     if not found:
-        raise UsageError(f"no run of {name} has recorded {chosen}.{suggest_metric(rows, chosen)}")
+        raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
     sign = 1 if chosen_mode == "max" else -1
     return max(reversed(found), key=lambda item: sign * item["value"])  # the later one of equals
 
@@ -69,13 +72,13 @@ def best_lines(found: Mapping[str, Any]) -> list[str]:
         if found["values"]:
             rows["values"] = " ".join(f"{key}={value}" for key, value in found["values"].items())
     rows |= {"run": f"{found['experiment']}/{', '.join(found['runs'] if 'runs' in found else [found['run']])}"}
+    lost = f"none of epoch {found['epoch']} is kept; a higher cfg.keep_checkpoints keeps more"
     if "checkpoints" in found:
-        lost = f"no checkpoint of epoch {found['epoch']} is kept"
         rows |= {f"fold {number}": path or lost for number, path in enumerate(found["checkpoints"], 1)}
     else:
-        rows["checkpoint"] = f"{found['checkpoint']}{epoch}" if found["checkpoint"] else "none is kept"
+        rows["checkpoint"] = f"{found['checkpoint']}{epoch}" if found["checkpoint"] else lost
     if "sweep" in found:
-        rows["train it"] = found["command"]
+        rows["full run"] = found["command"]
     width = max(len(name) for name in rows) + 2
     return [f"{name:<{width}}{value}" for name, value in rows.items()]
 

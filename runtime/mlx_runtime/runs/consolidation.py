@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.checkpoints import tensor_files
+from mlx_runtime.runs.checkpoints import Checkpoints, tensor_files
 from mlx_runtime.runs.checkpoints.shards import Reads, StoredTensor
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.reader import find_checkpoint
+from mlx_runtime.runs.lookup import find_checkpoint
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.hashing import HashingWriter
 
@@ -37,7 +37,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
         ConfigError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read.
     """
-    saved, checkpoint = find_checkpoint(folder, which)
+    saved, checkpoint = Checkpoints(folder.checkpoints), find_checkpoint(folder, which)
     output = output or Path(f"{folder.experiment}_{folder.name}_{checkpoint.name}.safetensors")
     if output.exists() and not force:
         raise UsageError(f"{output} exists; replace it with --force, or name another file with --output")

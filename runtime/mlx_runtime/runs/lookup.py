@@ -2,14 +2,15 @@
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, UsageError, suggest
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, find_run, named_run
+from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first, list_checkpoints
+from mlx_runtime.runs.folder import RunFolder, find_run, named_run, reading
 from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
@@ -89,24 +90,53 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
     return named_run(name, storage_root(), experiment)
 
 
-def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
-    """Find a checkpoint by its folder or URI, or the latest of a run that `resolve_run` finds or that is mirrored.
+def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, str]:
+    """Find a checkpoint by its folder or URI, or that of a run that `resolve_run` finds or that is mirrored.
 
-    Return its run, and its folder or URI.
+    Of a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
     """
-    if is_remote(text):
-        folder, name = reader_of(text).fetched_checkpoint(text)
-        return folder, joined(folder.checkpoints, name)
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
-    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?)/?(\?.*)?", path)
-    folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
-    known = [item.name for item in list_checkpoints(folder.checkpoints, report=True)]
-    if not known:
-        raise UsageError(f"{folder.title} has no checkpoint yet")
-    name = match[2] if match else known[-1]
-    if name not in known:
-        raise UsageError(f"{folder.title} has no checkpoint {name}.{suggest(name, known)}")
+    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?|best|latest)/?(\?.*)?", path)
+    if match and match[2] in ("best", "latest"):
+        cure = shlex.join(["mlx", "train", "eval", match[1] + (match[3] or ""), "--checkpoint", match[2]])
+        raise UsageError(f"{text} is not the folder of a checkpoint; to evaluate the {match[2]} one: {cure}")
+    if match and which:
+        raise UsageError(f"{text} is already one checkpoint; leave out --checkpoint {which}")
+    if is_remote(text):
+        reader = reader_of(text)
+        if which not in (None, "latest"):
+            text = joined(text, "checkpoints", find_checkpoint(reader.find(text).cached(), which).name)
+        folder, name = reader.fetched_checkpoint(text)
+    else:
+        folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
+        name = find_checkpoint(folder, match[2] if match else which or "latest").name
     return folder, joined(folder.checkpoints, name)
+
+
+def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
+    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name.
+
+    Those that are left out because their description is damaged are named on stderr.
+
+    Raises:
+        UsageError: There is no such checkpoint.
+    """
+    found = list_checkpoints(folder.checkpoints, report=True)
+    if not found:
+        raise UsageError(f"{folder.title} has no checkpoint yet")
+    if which == "latest":
+        return found[-1]
+    if which == "best":
+        with reading(folder, folder.conf.name):
+            conf = folder.document(folder.conf.name)
+        ranked = best_first(found, selected(conf, "cfg.monitor"), selected(conf, "cfg.mode") or "min")
+        if not ranked:
+            raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
+        return ranked[0]
+    known = {item.name: item for item in found}
+    if which not in known:
+        raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")
+    return known[which]
 
 
 @dataclass(frozen=True)

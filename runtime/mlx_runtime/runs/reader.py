@@ -10,9 +10,8 @@ from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.interpolation import parsed, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
-from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first
 from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
 from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
@@ -121,8 +120,7 @@ class Run:
             UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
             ConfigError: it is damaged.
         """
-        saved, found = find_checkpoint(self._folder, checkpoint)
-        return saved.load(found)
+        return Checkpoints(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
 
     def load_models(self, checkpoint: str = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
@@ -218,30 +216,5 @@ class _RemoteRun(Run):
         self._remote = run
 
     def state(self, checkpoint: str = "latest") -> State:
-        saved, found = find_checkpoint(self._folder, checkpoint)
-        self._remote.fetch_checkpoint(found.name)
-        return saved.load(found)
-
-
-def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpoint]:
-    """Return the checkpoints of a run, and one of them: the `latest`, the `best`, or the one of a name.
-
-    Those that are left out because their description is damaged are named on stderr.
-
-    Raises:
-        UsageError: there is no such checkpoint.
-    """
-    saved = Checkpoints(folder.checkpoints)
-    found = saved.all(report=True)
-    if which == "best":
-        cfg = Run(folder).config["cfg"]
-        found = best_first(found, cfg["monitor"], cfg["mode"])[:1]
-    elif which != "latest":
-        names = [item.name for item in found]
-        if which not in names:
-            raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, names)}")
-        found = [item for item in found if item.name == which]
-    if not found:
-        problem = "no checkpoint with a value of cfg.monitor" if which == "best" else "no checkpoint yet"
-        raise UsageError(f"{folder.title} has {problem}")
-    return saved, found[-1]
+        self._remote.fetch_checkpoint(lookup.find_checkpoint(self._folder, checkpoint).name)
+        return super().state(checkpoint)

@@ -29,7 +29,7 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import Storage, storage_errors, to_json
+from mlx_runtime.storage.files import Storage, joined, split_options, storage_errors, to_json
 from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished, write_atomic
 
@@ -231,7 +231,14 @@ class Record:
 def recorded(folder: RunFolder) -> dict[str, Any]:
     """Return the stored record of a run; raise StorageError if it cannot be read."""
     with reading(folder, folder.record.name):
-        return parsed(folder.document(folder.record.name))
+        return located(parsed(folder.document(folder.record.name)), folder)
+
+
+def located(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+    """Return a record with the paths of checkpoints in this folder, which may be a copy of the one that they name."""
+    found = {name: entry for name in ("best", "latest") if (entry := record.get(name)) and entry.get("path")}
+    names = {name: split_options(entry["path"])[0].rpartition("/")[2] for name, entry in found.items()}
+    return record | {name: found[name] | {"path": joined(folder.checkpoints, names[name])} for name in found}
 
 
 def parsed(content: bytes) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class SweepDisplay:
             spread = f" ± {format_number(best.spread.get(result.metric))}" if definition.folds else ""
             value = f"{result.metric} {format_number(best.score)}{spread}"
             facts["best"] = f"trial {best.number}, {value} (epoch {best.epoch})"
-            facts["train it"] = result.command
+            facts["full run"] = result.command
             facts["report"] = shlex.join(["mlx", "xp", "report", self._folder.experiment, self._folder.name])
         facts["took"] = format_duration(time.monotonic() - self._started)
         for name, text in facts.items():

@@ -100,7 +100,7 @@ def _facts(result: SweepResult, shown: Sequence[Trial]) -> dict[str, str]:
     if shown:
         facts["best"] = f"{spread_text(shown[0], result.metric)} in trial {shown[0].number}, epoch {shown[0].epoch}"
         facts["its values"] = " ".join(shown[0].overrides)
-        facts["train it"] = result.command
+        facts["full run"] = result.command
     return {name: text for name, text in facts.items() if text}
 
 

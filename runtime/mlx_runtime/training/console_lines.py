@@ -10,7 +10,8 @@ from pathlib import Path
 from mlx_runtime import events
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.tables import counted
+from mlx_runtime.runs.listing import summarize
+from mlx_runtime.runs.tables import counted, format_duration
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.tracking.console import Display
@@ -38,9 +39,10 @@ class ConsoleLines:
                 self._print(f"waiting   for {why}")
             case events.WorkersStarted():
                 self._workers_started(event)
-            case events.LoaderOpened(name, training, rows, steps, global_batch):
+            case events.LoaderOpened(name, training, rows, steps, global_batch, updates):
                 if training:
-                    self._print(f"{name:<9} {rows:,} rows in {steps:,} steps, global batch {global_batch:,}")
+                    number = f"{steps:,} steps" if updates == steps else f"{steps:,} steps, {updates:,} updates"
+                    self._print(f"{name:<9} {rows:,} rows in {number}, global batch {global_batch:,}")
             case events.WorkersLost(ranks, why):
                 self._print(f"lost      rank {', '.join(map(str, ranks))}: {why:.200}")
             case events.StopRequested(why):
@@ -133,6 +135,8 @@ class ConsoleLines:
             path = event.best["path"].removeprefix(f"{run.place}/")
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
+        if config.run is not None:
+            rows["took"] += f", {format_duration(summarize([config.run])[0].duration_s)} in all attempts"
         if event.evaluation is not None:
             rows["recorded"] = event.evaluation
         elif config.fast:

@@ -4,6 +4,7 @@ import base64
 import contextlib
 import inspect
 import pickle
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +77,9 @@ class FunctionExperiment(BaseModule):
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         values = {name: _number(name, value) for name, value in metrics.items()}
-        self._begin("report", values.get("epoch"))
-        self._session.report(values, may_stop=not self._saves)
+        with _calling:
+            self._begin("report", values.get("epoch"))
+            self._session.report(values, may_stop=not self._saves)
 
     def save(self, state: Mapping[str, Any]) -> None:
         given = {name: unwrap(item) for name, item in state.items()}
@@ -89,9 +91,10 @@ class FunctionExperiment(BaseModule):
                 f"save_checkpoint({unsafe[0]}=...) is of type {kind}, which a checkpoint cannot hold; it takes "
                 "numbers, text, tensors, lists and dicts of these, and objects with a state_dict"
             )
-        self._begin("save_checkpoint")
-        self.saved.values, self.saved.restored = values, None
-        self._session.save_checkpoint(self._session.progress.epoch, {})
+        with _calling:
+            self._begin("save_checkpoint")
+            self.saved.values, self.saved.restored = values, None
+            self._session.save_checkpoint(self._session.progress.epoch, {})
 
     def _agree(self, name: str) -> None:
         """Compare with the other workers what this one does next: otherwise, each would wait for the others."""
@@ -146,9 +149,12 @@ def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None)
 _running: FunctionExperiment | None = None
 """The run whose function this process is executing."""
 
+_calling = threading.Lock()
+"""Held during a call in which workers synchronize: calls from other threads would mix up their collectives."""
+
 
 def report(**metrics: float | torch.Tensor) -> None:
-    """Report metrics from a training function. Every worker must make the same calls of this.
+    """Report metrics from a training function, in any of its threads. Every worker must make the same calls of this.
 
     Those of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call is an
     epoch of the record. If the run should stop, it stops here, or after the checkpoint of this epoch.

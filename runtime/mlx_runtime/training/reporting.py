@@ -44,7 +44,8 @@ class EventSender:
     def pass_begun(self, loader: Loader) -> None:
         """Report the size of a dataset."""
         global_batch = loader.batch_size * loader.accumulate * loader.shard.topology.data_parallel_size
-        self.send_once(LoaderOpened(loader.shard.name, loader.shard.training, loader.rows, len(loader), global_batch))
+        name, training = loader.shard.name, loader.shard.training
+        self.send_once(LoaderOpened(name, training, loader.rows, len(loader), global_batch, loader.updates))
 
     def step(self, item: Pass, values: Mapping[str, float]) -> None:
         """Report the progress of a pass, unless that was done a moment ago."""
@@ -70,6 +71,7 @@ class Reporter:
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
         self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
+        self._epoch = 0  # to which these belong
         self._input_speed: dict[str, Any] = {}
         self._epoch_started = time.monotonic()
         self._not_finite = False
@@ -90,7 +92,7 @@ class Reporter:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the numbers of a checkpoint."""
         self.latest, self.unsaved = dict(state["numbers"]["latest"]), {}
-        self._of_epoch = dict(state["numbers"]["unreported"])
+        self._of_epoch, self._epoch = dict(state["numbers"]["unreported"]), state["epoch"]
         self.states.update(state["numbers"].get("states", {}))  # a former version stored none
 
     def rewind(self, state: Mapping[str, Any]) -> None:
@@ -128,6 +130,7 @@ class Reporter:
         self.latest |= values
         self.unsaved |= values
         self._of_epoch |= values
+        self._epoch = self._context.progress.epoch if values else self._epoch
 
     def record(self, values: Mapping[str, float], step: int, epoch: int) -> None:
         """Pass numbers to the trackers."""
@@ -163,15 +166,21 @@ class Reporter:
         if data_wait_pct > SLOW_INPUT_PCT and item.part.seconds > 1 and loader.reader.advice:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
-    def end_epoch(self, draw: Callable[[], Any]) -> None:
-        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return."""
+    def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float]) -> None:
+        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return.
+
+        `values` are numbers that user code logs for the epoch as a whole.
+        """
+        if self._context.topology.writes:
+            self.logged |= set(values)
+            self.collect(values)
         if self._of_epoch:
             cfg, progress, seconds = self._context.cfg, self._context.progress, time.monotonic() - self._epoch_started
             picture = draw()
             epochs = cfg.num_epochs if progress.epochs is None else progress.epochs
-            ended = EpochEnded(progress.epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
+            ended = EpochEnded(self._epoch, epochs, dict(self._of_epoch), seconds, **self._input_speed)
             self.events.send(ended)
-            self.record({"time/epoch_s": seconds}, progress.global_step, progress.epoch)
+            self.record({**values, "time/epoch_s": seconds}, progress.global_step, self._epoch)
             if self.tracking is not None:
                 if picture is not None and self.tracking.tensorboard is not None:
                     self.tracking.tensorboard.add_figure("gradient_flow", picture, progress.global_step)

@@ -89,13 +89,13 @@ class Session:
         self.checkpoints.wait()
         return self.reporter.latest
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, values: Mapping[str, float] | None = None) -> None:
         cfg, progress = self.context.cfg, self.progress
         trains = progress.global_step > 0 and not self.context.evaluates
         if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")
         self.metrics.receive()
-        self.reporter.end_epoch(self.optimization.picture)
+        self.reporter.end_epoch(self.optimization.picture, values or {})
 
     # -- a pass and its steps: called by loaders
 
@@ -299,8 +299,7 @@ class Session:
         """
         self.beat()
         self.progress.global_step += 1
-        self.log({name: value for name, value in values.items() if name != "epoch"})
-        self._end_epoch()
+        self._end_epoch({name: float(value) for name, value in values.items() if name != "epoch"})
         of_all = gather(values)
         if of_all is not None:
             self.reporter.events.send(FunctionReport(tuple(of_all)))
@@ -345,10 +344,11 @@ class Session:
         if not finished and not self.optimization.accumulation.last:
             self.checkpoints.requested = True  # gradients are not part of checkpoints
             return
-        if finished:
+        in_last_step = finished and self.passes.around is not None  # more of the epoch may follow
+        if finished and not in_last_step:
             self._end_epoch()
         self._store(epoch, finished=finished)
-        if self.stopping.vote():
+        if not in_last_step and self.stopping.vote():
             self._stop()
 
     def _store(self, epoch: int, *, finished: bool) -> None:

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -116,6 +117,17 @@ def endless_with_checkpoints():
         report(number=number)
         time.sleep(0.05)  # the stop is asked for here
         save_checkpoint(number=number)
+
+
+def from_threads(config):
+    def reporting(thread):
+        for number in range(config["reports"]):
+            time.sleep(0.01 * (thread + world_rank()))
+            report(thread=thread, number=number)
+
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(reporting, range(5)))
+    report(thread=5, number=0)
 
 
 def unpicklable():

@@ -726,6 +726,7 @@ class TestReading:
         assert [path for _, path in server.requests[asked:] if path.endswith(".pt")]  # only now
         assert open_run(f"{URI}@{first}").state("best")["epoch"] == 0
         assert lookup.resolve_checkpoint(URI)[1].endswith("/digits/run_001/checkpoints/epoch_0002")
+        assert lookup.resolve_checkpoint(URI, "epoch_0001")[1].endswith("/digits/run_001/checkpoints/epoch_0001")
         assert read(URI)["epoch"] == 1
         assert read(f"{URI}/checkpoints/epoch_0001")["epoch"] == 0
         with pytest.raises(UsageError, match="hf://alice/digits has no checkpoint epoch_0009"):

@@ -504,6 +504,21 @@ class TestBest:
         ]
         assert (folder / "state.pt").is_file()
 
+    @pytest.mark.parametrize("words", [("digits", "run_001"), ("digits", "1"), ("digits/run_001",)])
+    def test_of_one_run(self, trained: Path, mlx: Mlx, words: tuple[str, ...]) -> None:
+        assert mlx(trained, "xp", "best", *words).stdout == mlx(trained, "xp", "best", "digits").stdout
+
+    def test_the_best_checkpoint_of_one_run(self, storage: str, made: Made) -> None:
+        first, fold = made(monitor="f1", mode="max"), made(monitor="f1", mode="max", fold={"fold": 0})
+        saved(first, 0, f1=0.9, loss=0.5)
+        saved(fold, 0, f1=0.8, loss=0.5)
+        best = saved(fold, 1, f1=0.85, loss=0.7)
+        found = comparison.best("digits", run=fold)
+        assert (found["run"], found["epoch"], found["value"]) == ("run_002", 2, 0.85)
+        assert best in found["checkpoint"]
+        with pytest.raises(UsageError, match="test/f1 is not recorded in digits/run_001"):
+            comparison.best("digits", "test/f1", "max", run=first)
+
     def test_the_best_checkpoint_of_all_runs(self, storage: str, made: Made) -> None:
         first, second = made(monitor="f1", mode="max"), made(monitor="f1", mode="max")
         saved(first, 0, f1=0.9, loss=0.5)
@@ -546,9 +561,9 @@ class TestBest:
         made(monitor="f1", mode="max", metrics={"f1": 0.5, "val/loss": 0.1})
         made("plain", metrics={"loss": 1.0})
         for arguments, message in [
-            (("digits", "val/loss"), "no run of digits monitors val/loss; pass --mode"),
-            (("digits", "val/los", "max"), "no run of digits has recorded val/los. Did you mean 'val/loss'?"),
-            (("plain",), "the runs of plain have no cfg.monitor; pass --metric. Available: loss."),
+            (("digits", "val/loss"), "val/loss is not monitored in the runs of digits; pass --mode"),
+            (("digits", "val/los", "max"), "val/los is not recorded in the runs of digits. Did you mean 'val/loss'?"),
+            (("plain",), "cfg.monitor is not set in the runs of plain; pass --metric. Available: loss."),
             (("digit",), "no runs of 'digit'"),
         ]:
             with pytest.raises(UsageError, match=message.replace("?", r"\?")):

@@ -98,6 +98,14 @@ def test_all_views_agree_on_the_best_checkpoint(run: Path, monkeypatch: pytest.M
     assert f"Best `{monitor}`: {value:.4f}, in epoch 1, step 8." in card.text(record, row.folder.conf)
 
 
+def test_a_copy_names_its_own_checkpoints(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "elsewhere" / "run_001"))
+    found, original = open_run(copy).record, open_run(run).record
+    for name in ("best", "latest"):
+        checkpoint = Path(original[name]["path"]).name
+        assert found[name] == original[name] | {"path": str(copy / "checkpoints" / checkpoint)}
+
+
 def test_its_state_is_read_without_ray(run: Path) -> None:
     script = f"import sys, mlx_runtime; mlx_runtime.open_run({str(run)!r}).state(); print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

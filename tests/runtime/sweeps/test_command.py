@@ -68,7 +68,7 @@ def test_the_output_names_the_best_trial_and_the_command_that_trains_it(swept: t
     lines = printed.splitlines()
     assert f"best      trial {best.number}, val/mse {best.score:.4f} (epoch {best.epoch})" in lines
     values = " ".join(best.overrides)
-    assert f"train it  mlx train run {values} cfg.start_workers=0 cfg.num_epochs=2" in lines
+    assert f"full run  mlx train run {values} cfg.start_workers=0 cfg.num_epochs=2" in lines
     assert lines.count("trial 1 run_001  optimizers.adam.lr=0.1 models.net.width=4") == 1
     assert sum("SUCCEEDED" in line for line in lines) == 8  # as each trial ends, and in the table
 
@@ -81,7 +81,7 @@ def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], start: 
     printed, err = interrupted_at_the_end(process)
     assert (err, process.returncode) == ("", 0)
     assert printed[0].startswith("folder    ")
-    assert any(line.startswith("train it") for line in printed)
+    assert any(line.startswith("full run") for line in printed)
     assert (table(folder), record(folder)) == before
 
 

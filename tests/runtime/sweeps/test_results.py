@@ -110,8 +110,8 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
         "values    a=0",
         "run       digits/run_001, run_002",
         f"fold 1    {saved.path(kept)}",
-        "fold 2    no checkpoint of epoch 2 is kept",
-        "train it  mlx train run cfg.num_epochs=3 a=0",  # on all rows, so without the splitter
+        "fold 2    none of epoch 2 is kept; a higher cfg.keep_checkpoints keeps more",
+        "full run  mlx train run cfg.num_epochs=3 a=0",  # on all rows, so without the splitter
     ]
 
 
@@ -205,7 +205,7 @@ def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch
         f"values      {LR}=0.1 {WIDTH}=8",
         "run         digits/run_001",
         f"checkpoint  {joined(best.checkpoints, 'epoch_0002')} (epoch 2)",
-        f"train it    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
+        f"full run    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
     ]
     found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
     assert (found["trial"], found["runs"], found["value"], found["std"]) == (1, ["run_001"], 0.5, None)

@@ -41,6 +41,8 @@ def recorded(folder: Path, name: str) -> list[float]:
         (("digits/run_001",), 2),
         (("runs/digits/run_001",), 2),
         (("runs/digits/run_001/checkpoints/epoch_0001/",), 1),
+        (("--checkpoint", "epoch_0001"), 1),
+        (("1", "--checkpoint=best"), 2),
         pytest.param(("1", "cfg.start_workers=2"), 2, marks=pytest.mark.local),
     ],
 )
@@ -54,7 +56,7 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     for name in ("val/accuracy", "val/cross_entropy"):
         assert found["metrics"][name] == pytest.approx(recorded(trained, name)[epoch - 1], abs=1e-6)
     assert found["checkpoint"] == str(trained / f"runs/digits/run_001/checkpoints/epoch_{epoch:04d}")
-    assert found["overrides"] == [word for word in words if "=" in word]
+    assert found["overrides"] == [word for word in words if word.startswith("cfg.")]
     assert f"val/accuracy        {found['metrics']['val/accuracy']:.4f}" in done.stdout
     assert len(list((trained / "runs/digits").iterdir())) == 1
 
@@ -64,6 +66,13 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     [
         (("7",), "digits has no run '7'. Did you mean 'run_001'?"),
         (("runs/digits/run_001/checkpoints/epoch_0009",), "digits/run_001 has no checkpoint epoch_0009. Did you mean"),
+        (("--checkpoint", "last"), "digits/run_001 has no checkpoint last. Available: epoch_0001, epoch_0002.\n"),
+        (
+            ("runs/digits/run_001/checkpoints/best",),
+            "checkpoints/best is not the folder of a checkpoint; to evaluate the best one: "
+            "mlx train eval runs/digits/run_001 --checkpoint best\n",
+        ),
+        (("runs/digits/run_001/checkpoints/epoch_0001", "--checkpoint=best"), "leave out --checkpoint best\n"),
         (("latest", "cfg.sed=1"), "override cfg.sed=1: there is no key 'cfg.sed'. Did you mean 'cfg.seed'?"),
         (("latest", "models.net.hidden=3"), "models.net"),
     ],

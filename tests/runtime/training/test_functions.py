@@ -56,6 +56,13 @@ def iterator():
     return results, running.is_finished(), running.get_returns()
 
 
+def threads():
+    watched = Trainer(num_workers=2, engine=sys.argv[1], hang_timeout_s=1.0)
+    results = list(watched.run_iterator(training.from_threads, config={"reports": 20}))
+    metrics = watched.latest_run.metrics()
+    return results, metrics[["epoch", "thread", "number"]].values.tolist(), metrics["time/epoch_s"].isna().sum().item()
+
+
 def quick_start():
     return [value.shape[0] for value in trainer.run(training.quick_start)]
 
@@ -175,7 +182,7 @@ if __name__ == "__main__":
     print(json.dumps({name: globals()[name]() for name in names}))
 """
 
-IN_MAKE_TEST = ("configurations", "iterator", "loading")
+IN_MAKE_TEST = ("configurations", "iterator", "loading", "threads")
 
 OTHERS = (
     *("quick_start", "ddp", "callbacks", "saving", "dataset", "folds", "precision", "tuning"),
@@ -265,6 +272,18 @@ class TestRuns:
         assert checkpoint == {"epoch": 4, "model": 10}
         assert path == str(both["folder"] / "runs" / "resumable" / "run_001" / "checkpoints" / "epoch_0002")
         assert (cfg["function"], cfg["config"]) == ("src.training.resumable", {"num_epochs": 5})
+
+    @pytest.mark.local
+    def test_threads_may_report_at_the_same_time(self, local: Found) -> None:
+        results, recorded, without_duration = local["threads"]
+        expected = sorted([thread, number] for thread in range(5) for number in range(20))
+        for rank in (0, 1):
+            reported = [[values[rank]["thread"], values[rank]["number"]] for values in results]
+            assert reported.pop() == [5, 0]
+            assert sorted(reported) == expected
+        of_rank_0 = [[values[0]["thread"], values[0]["number"]] for values in results]
+        assert recorded == [[epoch, *numbers] for epoch, numbers in enumerate(of_rank_0)]  # one row per report
+        assert without_duration == 0
 
     @pytest.mark.local
     def test_its_runs_are_recorded_like_others(self, local: Found, mlx: Any) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Notice
+from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.training.assembly import matmul_precision
 from mlx_runtime.training.forward import in_half_precision
 from mlx_runtime.training.strategies import DDP
@@ -446,17 +448,23 @@ class TestTwoWorkers:
         self, two: Made, mlx: Mlx, experiment: Callable[[str], Path]
     ) -> None:
         folder = experiment("steps")
-        interrupt(mlx, folder, "cfg.start_workers=2", *ACCUMULATE)
+        printed = interrupt(mlx, folder, "cfg.start_workers=2", *ACCUMULATE)
         assert differences(final(two[0]), final(folder)) == []
+        assert "\ntrain     40 rows in 10 steps, 3 updates, global batch 16\n" in printed
+        (row,) = json.loads(mlx(folder, "xp", "ls", "--json").stdout)
+        (took,) = re.findall(r"^took +(\d+\.\d) s, (.*) in all attempts$", printed, re.MULTILINE)
+        assert took[1] == format_duration(row["duration_s"])
+        assert float(took[0]) < row["duration_s"]
 
 
-def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> None:
-    """Let a run fail after the sixth step of the second epoch, and go on."""
+def interrupt(mlx: Mlx, folder: Path, *overrides: str) -> str:
+    """Let a run fail after the sixth step of the second epoch, and resume it. Return what the second attempt prints."""
     failed = mlx(folder, "train", "run", *overrides, "cfg.fault_step=15")
     assert "ValueError: on purpose" in failed.stderr
     done = mlx(folder, "train", "run", "--resume", "cfg.fault_step=-1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(epoch 2, step 4)" in done.stdout  # after its first update of four steps
+    return done.stdout
 
 
 @pytest.mark.process

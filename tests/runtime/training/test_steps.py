@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,10 +101,12 @@ class Experiment(BaseModule):
             metric.update(values)
 
 
-def run(experiment: Experiment, folder: Path, **options: Any) -> tuple[Experiment, Events]:
+def run(
+    experiment: Experiment, folder: Path, *, stop: Callable[[], bool] = lambda: False, **options: Any
+) -> tuple[Experiment, Events]:
     """Run the loop in this process, as a worker does."""
     sink = Events()
-    session = attach(experiment, folder, sink=sink)
+    session = attach(experiment, folder, sink=sink, stop_requested=stop)
     session.begin()
     group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
     cfg = experiment.cfg
@@ -114,7 +117,7 @@ def run(experiment: Experiment, folder: Path, **options: Any) -> tuple[Experimen
     }
     with contextlib.suppress(LoopStopped):
         experiment.worker_loop(DatasetShards(shards))
-    assert not session.stopping.stopped  # the run succeeds
+    assert session.stopping.stopped == stop()  # else the run succeeds
     session.end()
     return experiment, sink
 
@@ -439,6 +442,70 @@ class TestTheBestWithinAnEpoch:
         self.saved(tmp_path, **settings)
         best = "epoch_0002_step_00000008" if mode == "min" else "epoch_0001_step_00000004"
         assert sorted(path.name for path in tmp_path.rglob("epoch_*")) == [best, "epoch_0003"]
+
+
+class TestAnEpochEndsOnce:
+    """Also if the loop evaluates and saves a checkpoint in its last step, and again after the epoch."""
+
+    class Saving(Experiment):
+        fails_at: int | None = None  # in the evaluation after the epoch
+
+        def worker_loop(self, dataset_shards: DatasetShards) -> None:
+            super().worker_loop(dataset_shards)
+            with self.stage("test"):
+                super().evaluate(self.generate_loaders(dataset_shards.val), self.cfg.num_epochs - 1)
+
+        def evaluate(self, loader: Any, epoch: int) -> None:
+            within = self.every(self.cfg.evaluate_every_steps)
+            if not within and self.global_step == self.fails_at:
+                self._session.checkpoints.wait()
+                raise InterruptedError
+            super().evaluate(loader, epoch)
+            if within:
+                self.save_checkpoint(epoch=epoch)
+
+    @pytest.mark.parametrize("every", [None, 1, 3, 4, 6])
+    def test_whenever_the_loop_evaluates(self, tmp_path: Path, every: int | None) -> None:
+        _, events = run(self.Saving(evaluate_every_steps=every), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [0, 1, 2, 2]
+        assert all({"train/mean", "val/mean"} <= item.values.keys() for item in ended[:3])
+        assert {name.partition("/")[0] for name in ended[3].values} == {"test"}  # reported at the end of the run
+
+    def test_a_loop_that_saves_there_only(self, tmp_path: Path) -> None:
+        class Only(Experiment):
+            def evaluate(self, loader: Any, epoch: int) -> None:
+                if self.every(6):
+                    super().evaluate(loader, epoch)
+                    Experiment.save_checkpoint(self, epoch)
+
+            def save_checkpoint(self, epoch: int, metrics: Any = None) -> None:
+                pass
+
+        _, events = run(Only(evaluate_every_steps=6), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1, 2]
+        assert [(item.epoch, item.finished) for item in of_type(events, CheckpointSaved)] == [(0, 1), (1, 1), (2, 1)]
+
+    def test_a_stop_there_waits_for_the_evaluation_after_the_epoch(self, tmp_path: Path) -> None:
+        stopped = self.Saving(evaluate_every_steps=3)
+        _, events = run(stopped, tmp_path, stop=lambda: 12 in stopped.evaluated)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [0, 1]
+        assert sorted(path.name for path in tmp_path.rglob("epoch_*"))[-1] == "epoch_0002"
+        resumed, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        assert [item.epoch for item in of_type(events, EpochEnded)] == [2, 2]
+        found = state(resumed)
+        whole, _ = run(self.Saving(evaluate_every_steps=3), tmp_path / "whole")
+        assert found == state(whole)
+
+    def test_a_run_that_is_resumed_from_there(self, tmp_path: Path) -> None:
+        killed = self.Saving(evaluate_every_steps=3)
+        killed.fails_at = 12
+        with pytest.raises(InterruptedError):
+            run(killed, tmp_path)
+        _, events = run(self.Saving(evaluate_every_steps=3), tmp_path)
+        ended = of_type(events, EpochEnded)
+        assert [item.epoch for item in ended] == [1, 2, 2]  # the numbers of the checkpoint belong to its epoch
+        assert {"train/mean", "val/mean"} <= ended[0].values.keys()
 
 
 class TestCallbacks:
