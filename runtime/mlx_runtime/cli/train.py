@@ -49,9 +49,13 @@ from_option = click.option("--from", "origin", metavar="RUN", help="Start a new 
 @options.json
 @options.debug
 @variant_option
+@click.option("--settings", is_flag=True, help="Explain the settings in cfg instead, or the one that KEY names.")
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
-def show(as_json: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Print the config that a run would have, and where each changed value came from."""
+    if settings:
+        click.echo("\n".join(projects.settings(arguments)))
+        return
     click.echo(projects.show([*arguments, *_words(variants)], as_json=as_json), nl=False)
 
 

@@ -61,7 +61,7 @@ def _node(node: Node, description: str, key: str, variants: Mapping[str, Mapping
     target = object_at(node["_target_"])
     items = parameters(target) or []
     hints = {item.name: item.annotation for item in items}
-    texts = _argument_texts(target)
+    texts = argument_texts(target)
     properties: dict[str, Schema] = {
         "_target_": {"type": "string", "description": "class or function to call", "default": node["_target_"]},
         "_args_": {"type": "array"},
@@ -113,12 +113,13 @@ def _type(hint: Any) -> Schema:
     return {"type": PLAIN[kind]} if kind in PLAIN else {"type": "object"} if hint is dict else {}
 
 
-def _argument_texts(target: Any) -> dict[str, str]:
-    """Return the first line about each argument in the Args or Attributes sections of a class and its bases."""
+def argument_texts(target: Any) -> dict[str, str]:
+    """Return what the Args or Attributes sections of a class and its bases say about each argument."""
     texts: dict[str, str] = {}
     sources = reversed(target.__mro__[:-1]) if isinstance(target, type) else [target]
     for source in sources:
         for owner in (source, vars(source).get("__init__") if isinstance(source, type) else None):
             text = inspect.cleandoc(getattr(owner, "__doc__", None) or "")
-            texts |= dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.+)$", text, re.MULTILINE))
+            found = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.+(?:\n {8}.+)*)$", text, re.MULTILINE)
+            texts |= {name: " ".join(lines.split()) for name, lines in found}
     return texts

@@ -100,9 +100,10 @@ def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter |
 def settings_of(experiment: type) -> dict[str, Any]:
     """Return the defaults of `cfg` that are plain values: of its class, and of the runtime's for what that lacks."""
     cls = groups(experiment)["cfg"]
-    defaults = plain_defaults(base_of(experiment), cls)
-    own = own_default(experiment, "cfg", cls)
-    return defaults if own is None else {name: getattr(own.default, name, value) for name, value in defaults.items()}
+    defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
+    return (
+        defaults if own is None else defaults | {name: getattr(own.default, name, defaults[name]) for name in defaults}
+    )
 
 
 def plain_defaults(*classes: type) -> dict[str, Any]:

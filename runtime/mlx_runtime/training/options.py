@@ -1,6 +1,6 @@
 """Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from mlx_runtime.errors import suggest
@@ -8,34 +8,10 @@ from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
 
-MINIMUM = {
-    "accumulate_grad_batches": 1,
-    "checkpoint_every_steps": 1,
-    "cpus_per_worker": 1,
-    "evaluate_every_steps": 1,
-    "fold": 0,
-    "folds": 2,
-    "hang_timeout_s": 1,
-    "keep_checkpoints": 1,
-    "limit_batches": 1,
-    "limit_eval_batches": 1,
-    "limit_train_batches": 1,
-    "log_every_steps": 1,
-    "max_failures": -1,
-    "max_steps": 1,
-    "max_workers": 1,
-    "min_workers": 1,
-    "mirror_timeout_s": 0,
-    "num_epochs": 0,
-    "overfit_batches": 1,
-    "prefetch_batches": 0,
-    "seed": 0,
-    "shard_size": 1,
-    "start_epoch": 0,
-    "start_workers": 0,
-    "watch_gradients": 0,
-}
-"""Minimum of each setting."""
+
+def at_least(minimum: float, default: Any) -> Any:
+    """Return the field of a setting with a minimum."""
+    return field(default=default, metadata={"minimum": minimum})
 
 
 class _Checked:
@@ -44,16 +20,13 @@ class _Checked:
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
         """Return one line per setting that is out of range. A `cfg` of a user's own class need not have all of them."""
-        problems = [
-            f"cfg.{name} is {value!r}; the minimum is {minimum}"
-            for name, minimum in MINIMUM.items()
-            if (value := getattr(cfg, name, minimum)) is not None and value < minimum
-        ]
-        problems += [
-            f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}"
-            for name in MINIMUM
-            if (value := getattr(cfg, name, None)) is not None and value >= LARGEST
-        ]
+        problems = []
+        for name, minimum in minimums().items():
+            value = getattr(cfg, name, None)
+            if value is not None and value < minimum:
+                problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
+            elif value is not None and value >= LARGEST:
+                problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
         least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
         if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
             limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
@@ -197,38 +170,38 @@ class TrainConfig(_Checked):
     resume: str | None = None
     restore_checkpoint_path: str | None = None
     restore_strict: bool = True
-    start_epoch: int = 0
-    num_epochs: int = 10
-    max_steps: int | None = None
-    evaluate_every_steps: int | None = None
+    start_epoch: int = at_least(0, 0)
+    num_epochs: int = at_least(0, 10)
+    max_steps: int | None = at_least(1, None)
+    evaluate_every_steps: int | None = at_least(1, None)
     engine: str = "auto"
-    start_workers: int = 2
-    min_workers: int | None = None
-    max_workers: int | None = None
+    start_workers: int = at_least(0, 2)
+    min_workers: int | None = at_least(1, None)
+    max_workers: int | None = at_least(1, None)
     keep_global_batch: bool = False
-    max_failures: int = 3
-    hang_timeout_s: float = 600
-    limit_batches: int | None = None
-    limit_train_batches: int | None = None
-    limit_eval_batches: int | None = None
-    overfit_batches: int | None = None
-    folds: int | None = None
-    fold: int | None = None
+    max_failures: int = at_least(-1, 3)
+    hang_timeout_s: float = at_least(1, 600)
+    limit_batches: int | None = at_least(1, None)
+    limit_train_batches: int | None = at_least(1, None)
+    limit_eval_batches: int | None = at_least(1, None)
+    overfit_batches: int | None = at_least(1, None)
+    folds: int | None = at_least(2, None)
+    fold: int | None = at_least(0, None)
     splitter: Any = None
     profile: bool = False
     loader: str = "auto"
-    prefetch_batches: int | None = None
+    prefetch_batches: int | None = at_least(0, None)
     prepared: Literal["auto", "make", "never"] = "auto"
     prepared_path: str | None = None
     prepared_max_days: float = 30
     prepared_max_gb: float = 200
-    seed: int = 0
+    seed: int = at_least(0, 0)
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    shard_size: int | None = None
+    shard_size: int | None = at_least(1, None)
     offload: Literal["none", "cpu"] = "none"
     activation_checkpointing: bool | str = False
     precision: Literal[32, "bf16", "fp16"] = 32
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: int = at_least(1, 1)
     gradient_clip: float | None = None
     compile: bool | str | dict[str, Any] = False
     matmul_precision: Literal["highest", "high", "medium"] = "high"
@@ -236,17 +209,17 @@ class TrainConfig(_Checked):
     storage_path: str = "runs"
     code_files: tuple[str, ...] = ()
     mirror: str | None = None
-    mirror_timeout_s: float = 60
-    log_every_steps: int = 50
-    watch_gradients: int = 0
+    mirror_timeout_s: float = at_least(0, 60)
+    log_every_steps: int = at_least(1, 50)
+    watch_gradients: int = at_least(0, 0)
     stop_on_nan: bool = False
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
     callbacks: dict[str, Any] = field(default_factory=dict)
     monitor: str | None = None
     mode: Literal["max", "min"] = "min"
-    checkpoint_every_steps: int | None = None
-    keep_checkpoints: int = 3
-    cpus_per_worker: int = 1
+    checkpoint_every_steps: int | None = at_least(1, None)
+    keep_checkpoints: int = at_least(1, 3)
+    cpus_per_worker: int = at_least(1, 1)
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
@@ -271,8 +244,8 @@ class DataConfig(_Checked):
     name: str = "data"
     path: str | None = None
     overwrite: bool = False
-    start_workers: int = 2
-    cpus_per_worker: int = 1
+    start_workers: int = at_least(0, 2)
+    cpus_per_worker: int = at_least(1, 1)
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool = False
@@ -282,3 +255,9 @@ class DataConfig(_Checked):
     engine: ClassVar[str] = "ray"
     min_workers: ClassVar[int | None] = None
     max_workers: ClassVar[int | None] = None
+
+
+def minimums() -> dict[str, float]:
+    """Return the minimum of each setting that has one."""
+    items = (*fields(TrainConfig), *fields(DataConfig))
+    return {item.name: item.metadata["minimum"] for item in items if "minimum" in item.metadata}

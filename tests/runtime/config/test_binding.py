@@ -19,10 +19,11 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config.binding import Binding, bind, header, merge
+from mlx_runtime.config.binding import FIRST_SETTINGS, Binding, bind, header, merge
 from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
-from mlx_runtime.errors import BindError
+from mlx_runtime.errors import BindError, ConfigError
 
 pytestmark = pytest.mark.pure
 
@@ -141,9 +142,27 @@ class InitialisedWithDefaults(BaseModule):
 def test_a_default_of_a_whole_group_counts(experiment: type[BaseModule], tmp_path: Path) -> None:
     bind(experiment, tmp_path / "conf.yaml").write()
     tree = OmegaConf.to_container(OmegaConf.load(tmp_path / "conf.yaml"))
-    assert tree["cfg"] == Description(Annotated).tree["cfg"] | {"num_epochs": 3}
+    assert tree["cfg"]["num_epochs"] == 3
     net = Description(Annotated).tree["models"]["net"]
     assert tree["models"]["net"] == net | {"block": net["block"] | {"width": 5}, "word": "no"}
+
+
+def test_conf_yaml_lists_few_settings_and_a_run_has_all(tmp_path: Path) -> None:
+    """Those that every file has, what the experiment sets, and what is edited: the code knows the others."""
+    path = tmp_path / "conf.yaml"
+    bind(WithDefaults, path).write()
+    listed = [*FIRST_SETTINGS - {"path", "overwrite"}, "_target_", "trackers", "callbacks"]
+    assert set(OmegaConf.load(path).cfg) == set(listed)
+    path.write_text(path.read_text().replace("  start_epoch:", "  seed: 3  # mine\n  start_epoch:"))
+    binding = bind(WithDefaults, path)
+    assert not binding.stale
+    config = load(WithDefaults, ["cfg.precision=bf16", "cfg.num_epochs=4"], path)
+    assert set(config.tree["cfg"]) == set(Description(Annotated).tree["cfg"])
+    assert (config.cfg.seed, config.cfg.precision, config.cfg.num_epochs) == (3, "bf16", 4)
+    path.write_text(path.read_text().replace("  num_epochs: 3\n", ""))
+    assert load(WithDefaults, [], path).cfg.num_epochs == 3
+    with pytest.raises(ConfigError, match=r"there is no key 'cfg.presision'. Did you mean 'cfg.precision'\?"):
+        load(WithDefaults, ["cfg.presision=bf16"], path)
 
 
 def test_nested_calls_are_written_with_their_real_arguments() -> None:
@@ -278,13 +297,13 @@ class TestAgainstTheFormerDefaults:
         return tmp_path / "conf.yaml"
 
     def test_a_new_default_reaches_an_untouched_value(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path.write_text(path.read_text().replace("seed: 0", "seed: 5"))
+        path.write_text(path.read_text().replace("start_workers: 2", "start_workers: 5"))
         monkeypatch.setattr(TrainConfig, "num_epochs", 77)
-        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77, seed=6))
+        monkeypatch.setattr(TrainConfig.__init__, "__defaults__", changed(TrainConfig, num_epochs=77, start_workers=6))
         binding = bind(Annotated, path)
-        assert (binding.changes.updated, binding.changes.kept) == (["cfg.num_epochs"], ["cfg.seed"])
+        assert (binding.changes.updated, binding.changes.kept) == (["cfg.num_epochs"], ["cfg.start_workers"])
         assert "num_epochs: 77" in binding.after
-        assert "seed: 5" in binding.after
+        assert "start_workers: 5" in binding.after
         assert "-  num_epochs: 10\n+  num_epochs: 77\n" in binding.diff()
         assert "updated  cfg.num_epochs (to the code's new default)" in binding.lines()
 
@@ -467,7 +486,7 @@ class TestAnotherClass:
         bind(WithPretrained, path).write()
         assert "_target_: test_binding.LoadedBert.from_pretrained" in path.read_text()
         edited = path.read_text().replace("dropout: 0.1", "dropout: 0.4  # mine").replace("main", "v2")
-        path.write_text(edited.replace("seed: 0", "seed: 5"))
+        path.write_text(edited.replace("start_workers: 2", "start_workers: 5"))
         return path
 
     def test_it_replaces_a_class_method_and_keeps_what_was_edited(self, path: Path) -> None:
@@ -476,7 +495,7 @@ class TestAnotherClass:
         assert binding.changes.dropped == {"models.net.revision": '"v2"'}
         node = "  net:\n    _target_: test_binding.Small\n    dropout: 0.4  # mine\n    width: 8\n"
         assert node in binding.after
-        assert "seed: 5" in binding.after
+        assert "start_workers: 5" in binding.after
         binding.write()
         assert not bind(WithFresh, path).stale
 
@@ -485,7 +504,7 @@ class TestAnotherClass:
         bind(WithFresh, path).write()
         path.write_text(text.replace("Pretrained\n", "Fresh\n"))
         binding = bind(WithFresh, path)
-        assert binding.changes.kept[:2] == ["cfg.seed", "models.net._target_"]
+        assert binding.changes.kept[:2] == ["cfg.start_workers", "models.net._target_"]
         assert "_target_: test_binding.LoadedBert.from_pretrained" in binding.after
 
     def test_a_choice_that_cannot_be_described_is_named(self, path: Path) -> None:

@@ -1,20 +1,22 @@
 """The verbs of `mlx train` and `mlx data` for project folders: create, bind, show, prepare and run one."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import re
 import runpy
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
-from mlx_runtime.errors import BindError, MlxError, UsageError
+from mlx_runtime.errors import BindError, MlxError, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
 from mlx_runtime.training.engines.placement import JOB_FLAG
@@ -137,6 +139,26 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     composition.load(experiment, overrides, CONF, look=True)
     defaults = Description(experiment).tree
     return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+
+
+def settings(keys: Sequence[str]) -> Iterator[str]:
+    """Yield lines about the settings in `cfg`, or those of some keys: default, minimum and meaning."""
+    folder = AN_EXPERIMENT.folder()
+    from mlx_runtime.config.schema import argument_texts
+    from mlx_runtime.config.signatures import base_of, groups, settings_of
+    from mlx_runtime.training.options import minimums
+
+    experiment = main_class(AN_EXPERIMENT, folder)
+    texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
+    defaults, least = settings_of(experiment), minimums()
+    names = [key.removeprefix("cfg.") for key in keys] or list(dict.fromkeys([*texts, *defaults]))
+    for name in names:
+        if name not in texts and name not in defaults:
+            raise UsageError(f"there is no setting {name!r}.{suggest(name, [*texts, *defaults])}")
+        value = f"={json.dumps(defaults[name], ensure_ascii=False)}" if name in defaults else ""
+        minimum = f"  (at least {least[name]})" if name in least else ""
+        yield f"cfg.{name}{value}{minimum}"
+        yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
 def prepare(overrides: Sequence[str]) -> None:
