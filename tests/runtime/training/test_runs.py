@@ -269,11 +269,11 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     [
         (
             ["cfg.seed=???"],
-            "src/conf.yaml: cfg.seed: ??? must be given a value or removed",
+            "override cfg.seed=???: cfg.seed: ??? must be given a value or removed",
         ),
         (
             ["cfg.num_epoch=3"],
-            "src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+            "override cfg.num_epoch=3: there is no key 'cfg.num_epoch' in src/conf.yaml. Did you mean 'cfg.",
         ),
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
