@@ -1,5 +1,6 @@
 """Resolve what a user typed: the storage, a run, a checkpoint, or any path in the storage."""
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run
 from mlx_runtime.runs.remote import is_remote, reader_of
@@ -102,11 +104,19 @@ def resolve_checkpoint(text: str) -> tuple[RunFolder, str]:
     folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
     known = [item.name for item in list_checkpoints(folder.checkpoints, report=True)]
     if not known:
-        raise UsageError(f"{folder.title} has no checkpoint yet")
+        raise no_checkpoint(folder)
     name = match[2] if match else known[-1]
     if name not in known:
         raise UsageError(f"{folder.title} has no checkpoint {name}.{suggest(name, known)}")
     return folder, joined(folder.checkpoints, name)
+
+
+def no_checkpoint(folder: RunFolder) -> UsageError:
+    """Return the error about a run without checkpoints: it has not saved any yet, or they are gone."""
+    with contextlib.suppress(StorageError):  # the record cannot be read
+        if latest := records.recorded(folder).get("latest"):
+            return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
+    return UsageError(f"{folder.title} has no checkpoint yet")
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> tuple[Checkpoints, Checkpo
             raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, names)}")
         found = [item for item in found if item.name == which]
     if not found:
-        problem = "no checkpoint with a value of cfg.monitor" if which == "best" else "no checkpoint yet"
-        raise UsageError(f"{folder.title} has {problem}")
+        if which == "best" and saved.any():
+            raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
+        raise lookup.no_checkpoint(folder)
     return saved, found[-1]

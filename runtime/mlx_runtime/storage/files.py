@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 DOCUMENT_BYTES = 64 << 20
 """Maximum size of a document; the record of a sweep of 100,000 trials has a third of it."""
 
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Schemes of URIs whose file system pyarrow has."""
+
 
 def is_uri(root: str) -> bool:
     return "://" in root
@@ -71,7 +74,10 @@ class Storage:
             else:
                 path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
         except Exception as error:  # pyarrow raises many types of exceptions
-            raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
+            scheme, why = root.partition(":")[0], short_message(error)
+            if is_uri(root) and scheme not in SCHEMES:
+                why = f"there is no storage for {scheme}; use a folder, or a URI of {', '.join(SCHEMES)}"
+            raise StorageError(f"cannot reach {root}: {why}") from error
         self.path = path.rstrip("/")
         if not self.path:
             raise StorageError(f"cannot reach {root}: it names no folder")

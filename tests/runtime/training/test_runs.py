@@ -344,7 +344,7 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     done = mlx(folder, "train", "run", "--verbos", *HERE)
     assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; see: mlx train run --help\n")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
-    assert done.stderr.startswith("error: nowhere is not a checkpoint: it has no state.pt")
+    assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
     assert not list(folder.glob("runs/*/*"))
     done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
     assert done.stderr.startswith("error: datasets.train has batch_size 0; set self.batch_size")
@@ -419,6 +419,32 @@ def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
         )
 
 
+def test_one_that_is_stopped_before_its_first_checkpoint(environment: dict[str, str], experiment: Make) -> None:
+    folder = experiment("probe")
+    waiting = (
+        'print("waiting", flush=True)\n        __import__("time").sleep(60)\n        if self.cfg.fault == "early":'
+    )
+    edit(folder / "src" / "experiment.py", 'if self.cfg.fault == "early":', waiting)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any(line.strip() == "waiting" for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)  # there is no step after which it could stop
+    _, errors = process.communicate(timeout=60)
+    assert errors.endswith(
+        "error: stopped; probe run_001 is marked STOPPED and has no checkpoint yet. "
+        "Start it over: mlx train run --resume=run_001\n"
+    )
+
+
 def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
     """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
     folder = experiment("probe")
@@ -436,7 +462,8 @@ def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experi
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
     assert "File too large" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    cure = "Free or unlock the storage, then resume: mlx train run --resume=run_001"
+    assert done.stderr.splitlines()[1:] == [cure]
     assert record(folder)["status"] == "FAILED"
     assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []
 
