@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.storage.documents import from_yaml
 
 OPTION = "--variant="
@@ -105,7 +105,7 @@ class Selection:
         file = self.variants.partial.get(name)
         if file is None:
             known = suggest(name, self.variants.partial)
-            raise ConfigError(f"there is no variant {name!r} in {self.variants.folder}.{known}")
+            raise UsageError(f"there is no variant {name!r} in {self.variants.folder}.{known}")
         self._merge(self.tree, self.variants.read(file), file)
 
     def _merge(self, tree: dict[str, Any], changes: dict[str, Any], file: Path, prefix: str = "") -> None:

@@ -18,7 +18,7 @@ from mlx_runtime.config import origins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.composition import Config, load
 from mlx_runtime.config.nodes import Description
-from mlx_runtime.errors import BindError, ConfigError
+from mlx_runtime.errors import BindError, ConfigError, UsageError
 from mlx_runtime.storage.uploads import Upload
 from mlx_runtime.training.request import load_config
 
@@ -111,8 +111,9 @@ def loaded(conf: Path, *overrides: str) -> Config:
 
 
 def problems(conf: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, UsageError)) as caught:
         load_config(Experiment, overrides, conf)
+    assert isinstance(caught.value, UsageError) == ("no variant" in str(caught.value))
     return str(caught.value).replace(f"{conf.parent}/", "")
 
 

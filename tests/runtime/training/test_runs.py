@@ -278,6 +278,16 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
         (["cfg.name=a/b"], "cfg.name is 'a/b', which is not a valid folder name"),
+        (["cfg.storage_path=' '"], "cfg.storage_path is empty; name a folder or a URI"),
+        (
+            ["cfg.storage_path=s4://x"],
+            "cannot reach s4://x: there is no storage for s4; use a folder, or a URI of file, s3",
+        ),
+        (["datasets.train.batch_size=0"], "datasets.train.batch_size is 0; the minimum is 1"),
+        (
+            ["optimizers.adam.lr=nan"],
+            "optimizers.adam: torch.optim.adam.Adam cannot be built: ValueError: Invalid learning",
+        ),
     ],
 )
 def test_a_wrong_setting_ends_before_anything_starts(
@@ -285,10 +295,23 @@ def test_a_wrong_setting_ends_before_anything_starts(
 ) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", *HERE, *options)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 1
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
     assert not list(folder.glob("runs/*/*"))
+
+
+def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "self.history: list[float] = []",
+        "self.history, self.last = [object()], object()",
+    )
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
+    assert [line for line in done.stdout.splitlines() if "not part of" in line] == [
+        "tools.counter.history, tools.counter.last are not part of checkpoints: only numbers, text and tensors are"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +370,7 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
     assert not list(folder.glob("runs/*/*"))
     done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
-    assert done.stderr.startswith("error: datasets.train has batch_size 0; set self.batch_size")
+    assert done.stderr.startswith("error: datasets.train.batch_size is 0; the minimum is 1")
 
 
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
