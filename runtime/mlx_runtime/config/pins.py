@@ -62,8 +62,8 @@ def pins(tree: Any, key: str = "") -> Iterator[Pin]:
         positional = tree.get("_args_")
         first = positional[:1] if isinstance(positional, list) else []
         name = next((tree[item] for item in NAMES if item in tree), first[0] if first else None)
-        may_be = isinstance(name, str) and (_REPOSITORY.fullmatch(name) or (kind == "model" and "://" not in name))
-        if may_be and not _is_local(name, kind):
+        folder = kind == "model" and "://" not in str(name)
+        if isinstance(name, str) and (folder or _REPOSITORY.fullmatch(name)) and not _is_local(name, kind):
             yield Pin(key, tree, name, kind)
     for name, item in tree.items():
         yield from pins(item, f"{key}.{name}".lstrip("."))
