@@ -116,17 +116,15 @@ class Experiment(BaseModule):
         logits = self.models.discriminator(torch.cat([real, fake]))  # DDP requires one forward per backward
         wanted = torch.cat([torch.ones_like(real[:, :1]), torch.zeros_like(fake[:, :1])])
         loss = F.binary_cross_entropy_with_logits(logits, wanted)
-        self.optimizers.discriminator.zero_grad()  # also clears the gradients from the generator's step
-        loss.backward()
-        self.optimizers.discriminator.step()
+        self.backward(loss)
+        self.optimizer_step("discriminator")
         self.metrics.discriminator_loss.update(loss.detach())
 
     def train_generator(self, real: torch.Tensor) -> None:
         logits = self.models.discriminator(self.models.generator(self.noise(len(real), real.device)))
         loss = F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits))
-        self.optimizers.generator.zero_grad()
-        loss.backward()
-        self.optimizers.generator.step()
+        self.backward(loss, optimizer="generator")  # leaves no gradients in the discriminator
+        self.optimizer_step("generator")
         self.metrics.generator_loss.update(loss.detach())
 
     @torch.no_grad()

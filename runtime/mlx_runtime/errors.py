@@ -1,7 +1,7 @@
 """The errors that users see.
 
     MlxError                 exit 1    base class: something a user can fix
-    ├── UsageError           exit 2    wrong folder, name or argument
+    ├── UsageError           exit 2    wrong folder, name or option; conf.yaml and overrides are a ConfigError
     ├── ClusterError                   the cluster does not answer, refuses a job, or cannot run it
     ├── BindError                      conf.yaml cannot describe a constructor
     ├── ConfigError                    conf.yaml or an override is wrong

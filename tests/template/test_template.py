@@ -330,7 +330,7 @@ def test_show_tells_where_values_come_from(digits: Path, mlx: Mlx) -> None:
     }
     done = mlx(digits, "train", "show", "cfg.num_epochs=-1")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: src/conf.yaml: cfg.num_epochs is -1; the minimum is 0\n"
+    assert done.stderr == "error: override cfg.num_epochs=-1: cfg.num_epochs is -1; the minimum is 0\n"
     done = mlx(digits, "train", "show", "tols")
     assert (done.returncode, done.stderr) == (2, "error: there is no 'tols' in src/conf.yaml. Did you mean 'tools'?\n")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_runtime.cluster.preflight import Check, valid_config, writable
 from mlx_runtime.config import projects
-from mlx_runtime.errors import ConfigError, MlxError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_root
 
@@ -68,7 +68,7 @@ def _experiment() -> Iterator[Check]:
 def _storage(path: str) -> Check:
     try:
         root = storage_root(path)
-    except UsageError as error:
+    except ConfigError as error:
         return Check("storage", str(error), "See cfg.storage_path and MLX_STORAGE")
     with writable(root, f".probe-{uuid.uuid4().hex}") as unwritable:
         if unwritable is not None:

@@ -34,6 +34,9 @@ from mlx_runtime.storage.redaction import redacted_tree
 SELECTED = "mlx-selected"
 """Name by which Hydra finds conf.yaml with its variants; not that of a file in `src`."""
 
+OVERRIDE = "override "
+"""Beginning of a problem that an override causes, followed by the override."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -98,13 +101,15 @@ def load(
     for index, (key, _) in enumerate(problems):
         if checker.lacks(tree, key, base):
             cure = f"run: {commands(path)} bind" if project in (None, path) else f"add it with +{key}=..."
-            problems[index] = Problem(key, f"{key} is newer than the file, which does not have it yet; {cure}")
+            problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
     words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]
-    raise_if([*words, *(problem.text + _in(selection.source(problem.key)) for problem in problems)], title)
+    raise_if([*words, *(_blaming(problem, selection) for problem in problems)], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     files = " and ".join(map(str, [title, *selection.files]))
-    raise_if([*base.out_of_range(cfg), *literal_mapping_problems(tree, classes)], files)
+    mentioned = ((text, re.findall(r"\bcfg\.\w+", text)) for text in base.out_of_range(cfg))
+    limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
+    raise_if([*(_blaming(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
 
 
@@ -112,12 +117,20 @@ def _in(file: Path | None) -> str:
     return f" (in {file})" if file else ""
 
 
+def _blaming(problem: Problem, selection: Selection) -> str:
+    """Return the text of a problem with the override or the variant that causes it."""
+    override = selection.override(problem.key)
+    return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + _in(selection.source(problem.key))
+
+
 def raise_if(problems: Sequence[str], title: object) -> None:
-    """Raise ConfigError if there are problems; `title` is what has them."""
+    """Raise ConfigError if there are problems; `title` is what has them, unless overrides cause all of them."""
     if not problems:
         return
-    listed = "\n  ".join([f"{title} has {len(problems)} problems:", *problems])
-    error = ConfigError(listed if len(problems) > 1 else f"{title}: {problems[0]}")
+    typed = all(problem.startswith(OVERRIDE) for problem in problems)
+    having = "the overrides have" if typed else f"{title} has"
+    listed = "\n  ".join([f"{having} {len(problems)} problems:", *problems])
+    error = ConfigError(listed if len(problems) > 1 else problems[0] if typed else f"{title}: {problems[0]}")
     error.problems = tuple(problems)
     raise error
 
@@ -152,8 +165,7 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
-                text = f"override {item.input_line}: there is no key {key!r}.{suggest(key, keys)}"
-                problems.append(Problem(key, text))
+                problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)}"))
         ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
@@ -169,7 +181,8 @@ def read(
     except ValueError as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{title}: {short_message(error)}") from error
+        source = "the overrides" if overrides and isinstance(error, HydraException) else title
+        raise ConfigError(f"{source}: {short_message(error)}") from error
 
 
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
@@ -190,6 +203,7 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
     others = [item for item in items if item not in chosen]
     for item in others:
         selection.mark(item.key_or_group, None)
+        selection.overrides[item.key_or_group] = str(item.input_line)
     nodes = selection.variants.nodes
     return sorted(others, key=lambda item: isinstance(item.value(), str) and item.key_or_group in nodes)
 
@@ -204,7 +218,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
     except OverrideParseException as error:
-        why = f": {short_message(error.__cause__)}" if error.__cause__ else "; write key=value"
+        key, mark, _ = str(error.override).partition("=")
+        cure = f"close its brackets and quotes, or quote its whole value: '{key}=\"…\"'" if mark else "write key=value"
+        why = f": {short_message(error.__cause__)}" if error.__cause__ else f"; {cure}"
         raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
 
 

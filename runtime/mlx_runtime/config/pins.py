@@ -50,7 +50,7 @@ class Pin(NamedTuple):
 
 
 def pins(tree: Any, key: str = "") -> Iterator[Pin]:
-    """Yield the nodes below a key that name repositories of the Hub, outermost first."""
+    """Yield the nodes below a key that name repositories of the Hub, or folders that do not exist, outermost first."""
     if isinstance(tree, list):
         for index, item in enumerate(tree):
             yield from pins(item, f"{key}[{index}]")
@@ -62,7 +62,8 @@ def pins(tree: Any, key: str = "") -> Iterator[Pin]:
         positional = tree.get("_args_")
         first = positional[:1] if isinstance(positional, list) else []
         name = next((tree[item] for item in NAMES if item in tree), first[0] if first else None)
-        if isinstance(name, str) and _REPOSITORY.fullmatch(name) and not _is_local(name, kind):
+        folder = kind == "model" and "://" not in str(name)
+        if isinstance(name, str) and (folder or _REPOSITORY.fullmatch(name)) and not _is_local(name, kind):
             yield Pin(key, tree, name, kind)
     for name, item in tree.items():
         yield from pins(item, f"{key}.{name}".lstrip("."))
@@ -89,8 +90,11 @@ def commit_of(pin: Pin) -> str:
     """Return the commit that a node's revision stands for: from the Hub, or else from the cache of this machine.
 
     Raises:
-        ConfigError: there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
+        ConfigError: there is no such folder, repository or revision, or it is not cached and the Hub cannot be reached.
     """
+    if not _REPOSITORY.fullmatch(pin.repository):
+        cure = "name another, or a repository of the Hugging Face Hub"
+        raise ConfigError(f"{pin.key}: there is no folder {pin.repository} with a model; {cure}")
     revision = pin.node.get("revision")
     if revision is not None and not isinstance(revision, str):
         raise ConfigError(f"{pin.key}.revision is {revision!r}, which is no text; write it in quotes: \"'{revision}'\"")

@@ -11,6 +11,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -84,6 +85,12 @@ def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
             raise
         cure = "HF_HUB_OFFLINE is set: connect once to download it, or use a local folder"
         raise OSError(f"{short_message(error).rstrip('.')}. {cure}") from error
+    except Exception as error:
+        source = next(iter(args), None) or kwargs.get("pretrained_model_name_or_path")
+        if type(error).__name__ != "SafetensorError" or source is None:
+            raise
+        files = " or ".join(map(str, sorted(Path(source).glob("*.safetensors")))) or f"a cached file of {source}"
+        raise OSError(f"{files} is damaged: {short_message(error)}. Put a good copy in its place") from error
 
 
 def _called(target: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from mlx_runtime.errors import ConfigError, suggest
+from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.storage.documents import from_yaml
 
 OPTION = "--variant="
@@ -53,6 +53,7 @@ class Selection:
     Attributes:
         tree: the config, with `${...}` not resolved yet.
         chosen: the overrides and options that chose a variant, as typed.
+        overrides: the other overrides, as typed, by the key that they set.
     """
 
     def __init__(self, variants: Variants, conf: bytes, *, names: bool = True) -> None:
@@ -61,6 +62,7 @@ class Selection:
         tree: Any = OmegaConf.to_container(from_yaml(conf))
         self.tree: dict[str, Any] = tree
         self.chosen: list[str] = []
+        self.overrides: dict[str, str] = {}
         self._sources: dict[str, Path | None] = {}  # by the key at the top of what comes from there; None: an override
         for name, value in self.tree.items() if names else ():
             self._set(self.tree, name, value, name)
@@ -74,6 +76,13 @@ class Selection:
         """Return the variant that the value at a key comes from; None if that is not a variant."""
         tops = [top for top in self._sources if key == top or key.startswith((f"{top}.", f"{top}["))]
         return self._sources[max(tops, key=len)] if tops else None
+
+    def override(self, key: str) -> str | None:
+        """Return the override that set the value at a key, something in it, or a node around it or its `_target_`."""
+        here = f"{key}.".replace("[", ".")
+        tops = [top for top in self.overrides if here.startswith(f"{top.removesuffix('._target_')}.")]
+        tops = tops or [top for top in self.overrides if top.startswith(here)]
+        return self.overrides[max(tops, key=len)] if tops else None
 
     def mark(self, key: str, file: Path | None) -> None:
         """Record the source of what is at a key and below it."""
@@ -96,7 +105,7 @@ class Selection:
         file = self.variants.partial.get(name)
         if file is None:
             known = suggest(name, self.variants.partial)
-            raise ConfigError(f"there is no variant {name!r} in {self.variants.folder}.{known}")
+            raise UsageError(f"there is no variant {name!r} in {self.variants.folder}.{known}")
         self._merge(self.tree, self.variants.read(file), file)
 
     def _merge(self, tree: dict[str, Any], changes: dict[str, Any], file: Path, prefix: str = "") -> None:

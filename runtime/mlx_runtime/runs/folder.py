@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError, UsageError, short_message, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
@@ -233,7 +233,7 @@ def claim_run(
         announce: called with the name of each folder just before the attempt to create it.
     """
     if not is_name(experiment):
-        raise UsageError(
+        raise ConfigError(
             f"cfg.name is {experiment!r:.100}, which is not a valid folder name; leave out / \\ ? #, line breaks and "
             "other characters that do not print, a leading dot or dash, and spaces around it, and use at most "
             f"{NAME_BYTES} bytes"

@@ -1,5 +1,6 @@
 """Resolve what a user typed: the storage, a run, a checkpoint, or any path in the storage."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.errors import ConfigError, UsageError, suggest
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run, reading
 from mlx_runtime.runs.remote import is_remote, reader_of
@@ -123,7 +125,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
     """
     found = list_checkpoints(folder.checkpoints, report=True)
     if not found:
-        raise UsageError(f"{folder.title} has no checkpoint yet")
+        raise no_checkpoint(folder)
     if which == "latest":
         return found[-1]
     if which == "best":
@@ -137,6 +139,14 @@ def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
     if which not in known:
         raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")
     return known[which]
+
+
+def no_checkpoint(folder: RunFolder) -> UsageError:
+    """Return the error about a run without checkpoints: it has not saved any yet, or they are gone."""
+    with contextlib.suppress(StorageError):  # the record cannot be read
+        if latest := records.recorded(folder).get("latest"):
+            return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
+    return UsageError(f"{folder.title} has no checkpoint yet")
 
 
 @dataclass(frozen=True)

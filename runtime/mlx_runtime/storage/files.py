@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.storage.local import IrregularError, open_regular, opened, remove_tree, write_atomic
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 DOCUMENT_BYTES = 64 << 20
 """Maximum size of a document; the record of a sweep of 100,000 trials has a third of it."""
+
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Schemes of URIs whose file system pyarrow has."""
 
 
 def is_uri(root: str) -> bool:
@@ -71,7 +74,10 @@ class Storage:
             else:
                 path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
         except Exception as error:  # pyarrow raises many types of exceptions
-            raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
+            scheme, why = root.partition(":")[0], short_message(error)
+            if is_uri(root) and scheme not in SCHEMES:
+                why = f"there is no storage for {scheme}; use a folder, or a URI of {', '.join(SCHEMES)}"
+            raise StorageError(f"cannot reach {root}: {why}") from error
         self.path = path.rstrip("/")
         if not self.path:
             raise StorageError(f"cannot reach {root}: it names no folder")
@@ -205,19 +211,19 @@ def storage_root(storage_path: str) -> str:
     """Return the absolute folder or the URI that `cfg.storage_path` names.
 
     Raises:
-        UsageError: It is empty, or the URI holds a key, which every record and dashboard would show.
+        ConfigError: It is empty, or the URI holds a key, which every record and dashboard would show.
     """
     if not storage_path.strip():
-        raise UsageError("cfg.storage_path is empty; name a folder or a URI")
+        raise ConfigError("cfg.storage_path is empty; name a folder or a URI")
     if is_uri(storage_path) and re.search(r"://[^/?]+@|(access_key|secret_key|session_token)=", storage_path):
-        raise UsageError(
+        raise ConfigError(
             "cfg.storage_path holds a key; leave it out, and set it in the environment, like AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         )
     try:
         return storage_path if is_uri(storage_path) else str(Path(storage_path).expanduser().resolve())
     except (OSError, RuntimeError, ValueError) as error:
-        raise UsageError(f"{storage_path!r:.200} cannot be the storage: {short_message(error)}") from error
+        raise ConfigError(f"{storage_path!r:.200} cannot be the storage: {short_message(error)}") from error
 
 
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:

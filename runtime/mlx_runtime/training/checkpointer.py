@@ -98,11 +98,12 @@ class Checkpointer:
         context = self._context
         secrets = hidden_texts(context.config, context.shown_config)
         states, left_out = checkpoints.state_of(context.groups[group], secrets)
-        for name in left_out:
-            title = f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.")
-            if group in ("models", "optimizers"):
-                raise MlxError(f"{title} cannot be part of a checkpoint: only numbers, text and tensors can")
-            self._reporter.events.notice(f"{title} is not part of checkpoints: only numbers, text and tensors are")
+        titles = ", ".join(f"{group}.{name}".removeprefix("own.").removeprefix("per_worker.") for name in left_out)
+        if titles and group in ("models", "optimizers"):
+            raise MlxError(f"{titles} cannot be part of a checkpoint: only numbers, text and tensors can")
+        if titles:
+            verb = "are" if len(left_out) > 1 else "is"
+            self._reporter.events.notice(f"{titles} {verb} not part of checkpoints: only numbers, text and tensors are")
         return states
 
     def _of_workers(self, group: str) -> set[str]:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mlx_runtime import companions
-from mlx_runtime.config.building import build_cfg
+from mlx_runtime.config.building import build, build_cfg
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.data import batches, loaders
 from mlx_runtime.data.definitions import stream_names
@@ -79,6 +81,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
         config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
+    check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
         raise UsageError(
             f"{experiment.__name__} has no eval_loop(self, dataset_shards), which mlx train eval calls; "
@@ -107,7 +110,17 @@ def check_datasets(config: RunConfig) -> None:
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
             batches.check(target, f"datasets.{name}")
+        if isinstance(node, dict) and isinstance(size := node.get("batch_size"), int) and size < 1:
+            raise ConfigError(f"datasets.{name}.batch_size is {size}; the minimum is 1")
     loaders.reading_processes(config.cfg.loader)
+
+
+def check_optimizers(config: RunConfig) -> None:
+    """Refuse values that optimizers of torch refuse, like a negative lr. Others may depend on the real parameters."""
+    for name, node in config.tree.get("optimizers", {}).items():
+        if isinstance(node, dict) and str(node.get("_target_")).startswith("torch.optim."):
+            values = {key: value for key, value in node.items() if key != "params"}
+            build(values, f"optimizers.{name}", params=[torch.nn.Parameter(torch.zeros(1, 1))])
 
 
 def may_be_prepared(config: RunConfig) -> bool:

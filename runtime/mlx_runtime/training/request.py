@@ -19,11 +19,12 @@ from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records, remote, snapshots
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run, reading
 from mlx_runtime.runs.lookup import names_run, refuse_empty
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.documents import COUNT, misfit
-from mlx_runtime.storage.files import Storage, prepared_root, storage_root
+from mlx_runtime.storage.files import Storage, joined, prepared_root, storage_root
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -293,7 +294,16 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: 
 
     A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
     """
-    record, before = records.refuse_living(run), OmegaConf.load(conf)
+    try:
+        record, before = records.refuse_living(run), OmegaConf.load(conf)
+    except StorageError as error:
+        saved = list_checkpoints(run.checkpoints) if isinstance(error.__cause__, ValueError) else []
+        if not saved:
+            raise
+        checkpoint = f"cfg.restore_checkpoint_path={joined(run.checkpoints, saved[-1].name)}"
+        raise StorageError(
+            f"{error}. Put a good copy back, or train on in a new run: {new_run(run, cfg)} {checkpoint}"
+        ) from error
     epochs, steps = (OmegaConf.select(before, f"cfg.{name}") for name in ("num_epochs", "max_steps"))
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:

@@ -219,7 +219,11 @@ class _Terminal:
             return "stopped; nothing of this run is kept"
         if self.driver.resuming:
             return f"stopped before {self._title} was resumed; it is unchanged"
-        return f"stopped; {self._title} is marked STOPPED and keeps its checkpoints. Resume: {self._resume_command}"
+        if self.driver.recorder is not None and not self.driver.recorder.record["latest"]:
+            left = f"has no checkpoint yet. Start it over: {self._resume_command}"
+        else:
+            left = f"keeps its checkpoints. Resume: {self._resume_command}"
+        return f"stopped; {self._title} is marked STOPPED and {left}"
 
     def _hint(self, error: MlxError) -> str:
         """Return what to type after an error, or nothing."""
@@ -227,6 +231,8 @@ class _Terminal:
             return ""
         if self.driver.resuming:
             return f"{self._title} was not resumed and is unchanged."
+        if self._plan.config.kept and isinstance(error, StorageError):
+            return f"Free or unlock the storage, then resume: {self._resume_command}"
         if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
             with contextlib.suppress(StorageError):
                 if Checkpoints(self.driver.folder.checkpoints).all():

@@ -373,10 +373,11 @@ def test_all_that_is_wrong_is_told_at_once(job: SimpleNamespace, mlx: Mlx) -> No
     assert (done.returncode, done.stderr.splitlines()) == (
         1,
         [
-            "error: src/conf.yaml has 3 problems:",
-            "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz'. Did you mean 'cfg.start_workers'?",
-            "  cfg.overwrite is 3; src.job.JobConfig takes bool",
-            "  text.lines is 'many'; src.job.Text takes int",
+            "error: the overrides have 3 problems:",
+            "  override cfg.start_workerz=2: there is no key 'cfg.start_workerz' in src/conf.yaml."
+            " Did you mean 'cfg.start_workers'?",
+            "  override cfg.overwrite=3: cfg.overwrite is 3; src.job.JobConfig takes bool",
+            "  override text.lines=many: text.lines is 'many'; src.job.Text takes int",
         ],
     )
 

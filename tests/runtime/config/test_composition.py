@@ -128,7 +128,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
     [
         (
             ["cfg.num_epoch=3"],
-            "override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+            "there is no key 'cfg.num_epoch' in {conf}. Did you mean 'cfg.num_epochs'?",
         ),
         (["cfg.start_workers=-1"], "cfg.start_workers is -1; the minimum is 0"),
         (
@@ -181,7 +181,8 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
 def test_a_wrong_config_is_one_clear_line_per_problem(conf: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(Experiment, [item.replace("{here}", __name__) for item in overrides], conf)
-    assert str(caught.value) == f"{conf}: {message.replace('{here}', __name__)}"
+    text = f"override {overrides[0]}: {message}"
+    assert str(caught.value) == text.replace("{here}", __name__).replace("{conf}", str(conf))
 
 
 @pytest.mark.parametrize("key", ["cfg.max_steps", "models.net.width"])
@@ -189,7 +190,7 @@ def test_what_a_file_lacks_since_it_was_bound_is_added_by_bind(conf: Path, key: 
     name = key.rpartition(".")[2]
     lines = conf.read_text().splitlines(keepends=True)
     conf.write_text("".join(item for item in lines if not item.strip().startswith(f"{name}:")))
-    message = f"{conf}: {key} is newer than the file, which does not have it yet; run: mlx train bind"
+    message = f"override {key}=3: {key} is newer than {conf}, which does not have it yet; run: mlx train bind"
     for look in (True, False):
         with pytest.raises(ConfigError) as caught:
             load_config(Experiment, [f"{key}=3"], conf, look=look)
@@ -201,9 +202,31 @@ def test_all_problems_are_told_at_once(conf: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(Experiment, overrides, conf)
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("has 5 problems:")
-    keys = ["override cfg.sed=3", "cfg.loader", "cfg.num_epochs is 'x'", "cfg.seed", "models.net.width is 'y'"]
-    assert [line.strip().startswith(key) for line, key in zip(lines[1:], keys, strict=True)] == [True] * 5
+    assert lines[0] == "the overrides have 5 problems:"
+    keys = ["cfg.sed=3", "cfg.loader=", "cfg.num_epochs=x: cfg.num_epochs is 'x'", "cfg.seed", "models.net.width=y: "]
+    assert [line.startswith(f"  override {key}") for line, key in zip(lines[1:], keys, strict=True)] == [True] * 5
+    conf.write_text(conf.read_text().replace("seed: 0", "seed: x"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, ["cfg.num_epochs=x"], conf)
+    title, *lines = str(caught.value).splitlines()
+    assert title == f"{conf} has 2 problems:"
+    assert lines[0].startswith("  override cfg.num_epochs=x: cfg.num_epochs is 'x'; ")
+    assert lines[1].startswith("  cfg.seed is 'x'; ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cfg.seed=1", "cfg.min_workers=3"], "override cfg.min_workers=3: cfg.start_workers is 2, not between "),
+        (["cfg.fold=1"], "override cfg.fold=1: cfg.folds is None and cfg.fold is 1; "),
+        (["models.net={_target_: a.B}"], "override models.net={_target_: a.B}: models.net._target_ is 'a.B', which "),
+        (["+cfg.seed=3"], "the overrides: Could not append to config. An item is already at 'cfg.seed'."),
+    ],
+)
+def test_an_override_is_blamed_for_what_it_causes(conf: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Experiment, overrides, conf)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_missing_argument_names_the_cure(conf: Path) -> None:
@@ -280,6 +303,11 @@ def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> 
 def test_an_override_that_is_none_is_told(conf: Path) -> None:
     with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
         load_config(Experiment, ["cfg.seed"], conf)
+    for value in ("[1", "{a", '"x', "f(1,2", "x[0]"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(Experiment, [f"cfg.name={value}"], conf)
+        cure = "close its brackets and quotes, or quote its whole value: 'cfg.name=\"…\"'"
+        assert str(caught.value) == f"the override 'cfg.name={value}' is not understood; {cure}"
 
 
 @pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])
@@ -438,7 +466,7 @@ class TestSettingsThatInheritNothing:
         with pytest.raises(ConfigError) as caught:
             load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
         lines = str(caught.value).splitlines()[1:]
-        assert [line.split()[0].rstrip(":") for line in lines] == ["cfg.pace", "cfg.nope", "cfg.seed"]
+        assert [line.split()[1].rstrip(":") for line in lines] == ["cfg.pace=x", "+cfg.nope=1", "cfg.seed=x"]
 
 
 @pytest.mark.parametrize(

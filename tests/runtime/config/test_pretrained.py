@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -494,6 +495,28 @@ def test_what_cannot_be_looked_up_is_one_line(
         pins.commit_of(Pin("tools.it", {"revision": "v9"}, name, "model"))
     assert str(caught.value).startswith(f"tools.it: the model {name} {message}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("revision", [None, "a" * 40])
+def test_a_folder_that_does_not_exist_is_one_line(revision: str | None, tmp_path: Path) -> None:
+    node = {"_target_": "transformers.AutoModel.from_pretrained", "pretrained_model_name_or_path": f"{tmp_path}/none"}
+    tree = {"models": {"net": node | ({"revision": revision} if revision else {})}}
+    file = {"models": {"net": {**tree["models"]["net"], "pretrained_model_name_or_path": "org/bert"}}}
+    with pytest.raises(ConfigError) as caught:
+        pins.pinned(tree, tree, file)
+    cure = "name another, or a repository of the Hugging Face Hub"
+    assert str(caught.value) == f"models.net: there is no folder {tmp_path}/none with a model; {cure}"
+    assert [pin.repository for pin in pins.pins({"_target_": "datasets.load_dataset", "path": "./none"})] == []
+
+
+def test_damaged_weights_are_named(bert: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(bert, tmp_path / "bert"))
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    node = {"_target_": "transformers.BertModel.from_pretrained", "pretrained_model_name_or_path": str(folder)}
+    with pytest.raises(ConfigError) as caught:
+        build(node, "models.net")
+    assert f"{folder}/model.safetensors is damaged: " in str(caught.value)
+    assert str(caught.value).endswith("Put a good copy in its place")
 
 
 def test_a_node_is_looked_up_with_its_own_token_and_cache(

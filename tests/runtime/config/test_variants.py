@@ -18,7 +18,7 @@ from mlx_runtime.config import origins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.composition import Config, load
 from mlx_runtime.config.nodes import Description
-from mlx_runtime.errors import BindError, ConfigError
+from mlx_runtime.errors import BindError, ConfigError, UsageError
 from mlx_runtime.storage.uploads import Upload
 from mlx_runtime.training.request import load_config
 
@@ -111,8 +111,9 @@ def loaded(conf: Path, *overrides: str) -> Config:
 
 
 def problems(conf: Path, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises((ConfigError, UsageError)) as caught:
         load_config(Experiment, overrides, conf)
+    assert isinstance(caught.value, UsageError) == ("no variant" in str(caught.value))
     return str(caught.value).replace(f"{conf.parent}/", "")
 
 
@@ -352,7 +353,7 @@ class TestChoosing:
 
     def test_below_a_value_there_is_nothing_to_choose(self, conf: Path) -> None:
         add(conf.parent, "tools.name.part/long", "_target_: builtins.str\n")
-        assert problems(conf, "tools.name.part=long").startswith("conf.yaml: override tools.name.part=long: ")
+        assert problems(conf, "tools.name.part=long").startswith("override tools.name.part=long: ")
 
     def test_the_run_keeps_the_node(self, conf: Path, tmp_path: Path) -> None:
         """Strings in the conf.yaml of a run are no names, while overrides choose from the project."""
@@ -404,23 +405,25 @@ class TestPartialConfigs:
     [
         (
             ["models.net=dep"],
-            f"conf.yaml: models.net is 'dep'; {HERE}.Models takes Net, or one of the variants: deep, small",
+            f"override models.net=dep: models.net is 'dep'; {HERE}.Models takes Net, or one of the variants: "
+            "deep, small",
         ),
         (
             ["models.net.width=3", "models.net=dep"],
-            f"conf.yaml: models.net is 'dep'; {HERE}.Models takes Net, or one of the variants: deep, small",
+            f"override models.net=dep: models.net is 'dep'; {HERE}.Models takes Net, or one of the variants: "
+            "deep, small",
         ),
-        (["models.spare=deep"], f"conf.yaml: models.spare is 'deep'; {HERE}.Models takes Net"),
+        (["models.spare=deep"], f"override models.spare=deep: models.spare is 'deep'; {HERE}.Models takes Net"),
         (["--variant=debu"], "there is no variant 'debu' in variants. Did you mean 'debug'?"),
         (["--variant=../conf"], "there is no variant '../conf' in variants. Available: debug."),
-        (["models.net=../../conf"], "conf.yaml: models.net is '../../conf'; "),
+        (["models.net=../../conf"], "override models.net=../../conf: models.net is '../../conf'; "),
         (
             ["models.net=deep", "models.net.dept=3"],
-            "conf.yaml: override models.net.dept=3: there is no key 'models.net.dept'. Did you mean",
+            "override models.net.dept=3: there is no key 'models.net.dept' in conf.yaml. Did you mean",
         ),
         (
             ["models.net=deep", "models.net.depth=far"],
-            f"conf.yaml: models.net.depth is 'far'; {HERE}.Deep takes int",
+            f"override models.net.depth=far: models.net.depth is 'far'; {HERE}.Deep takes int",
         ),
     ],
 )
@@ -432,7 +435,11 @@ def test_problems_name_the_file_they_are_in(conf: Path) -> None:
     add(conf.parent, "models.net/deep", f"_target_: {HERE}.Deep\ndepth: far\n")
     message = f"models.net.depth is 'far'; {HERE}.Deep takes int (in variants/models.net/deep.yaml)"
     assert problems(conf, "models.net=deep") == f"conf.yaml: {message}"
-    lines = ["conf.yaml has 2 problems:", "cfg.seed is 'x'; mlx_runtime.TrainConfig takes int", message]
+    lines = [
+        "conf.yaml has 2 problems:",
+        "override cfg.seed=x: cfg.seed is 'x'; mlx_runtime.TrainConfig takes int",
+        message,
+    ]
     assert problems(conf, "models.net=deep", "cfg.seed=x") == "\n  ".join(lines)
     add(conf.parent, "debug", "cfg:\n  use_gpu: yes\n")
     message = 'conf.yaml: line 2: use_gpu: yes could be a word or a boolean; write "yes", true or false'

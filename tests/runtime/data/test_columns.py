@@ -193,7 +193,8 @@ def test_batches_are_the_rows_of_the_pass(tmp_path: Path, row_bytes: int) -> Non
 
 @pytest.mark.parametrize("root", ["gopher://bucket/a", "s3://"])
 def test_an_address_without_a_file_system_is_told(root: str) -> None:
-    with pytest.raises(StorageError, match=f"cannot reach {root}"):
+    cure = "there is no storage for gopher; use a folder, or a URI of file, s3, gs, " if "gopher" in root else ""
+    with pytest.raises(StorageError, match=f"cannot reach {root}: {cure}"):
         Store(root)
 
 

@@ -393,11 +393,19 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     torch.save({"weights": 1}, tmp_path / "epoch_0002" / STATE)
     stored(str(tmp_path), Checkpoint(2, True, 1, {}))
     with pytest.raises(
-        ConfigError, match=r"epoch_0001 is not a checkpoint: it has no state.pt. The folder also contains: epoch_0003"
+        ConfigError, match=r"there is no checkpoint at .*epoch_0001\. The folder also contains: epoch_0003"
     ):
         read(str(tmp_path / "epoch_0001"))
     with pytest.raises(ConfigError, match="was not saved by this version: it has no config, epoch"):
         read(str(tmp_path / "epoch_0002"))
+    with pytest.raises(ConfigError, match=r"^there is no checkpoint at /nope\. Name another, like RUN/checkpoints/"):
+        read("/nope")
+    with pytest.raises(ConfigError, match=r"^/usr is not a checkpoint: it has no state\.pt\. Name another"):
+        read("/usr")
+    stored(str(tmp_path), Checkpoint(3, True, 2, {}))
+    next((tmp_path / "epoch_0004").glob("state*.pt")).write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"epoch_0004/.* is damaged: .*\. The folder also contains: epoch_0003$"):
+        read(str(tmp_path / "epoch_0004"))
     whole = (tmp_path / "epoch_0003" / STATE).read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
         (tmp_path / "epoch_0003" / STATE).write_bytes(damaged)

@@ -61,7 +61,7 @@ def test_a_run_is_found_by_name_number_and_latest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden"])
 def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="which is not a valid folder name"):
+    with pytest.raises(ConfigError, match="which is not a valid folder name"):
         claim_run(str(tmp_path), name)
 
 
@@ -219,9 +219,9 @@ def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeyp
     conf = tmp_path / "conf.yaml"
     conf.write_text("cfg: {storage_path: runs, name: x}\n")
     assert composition.read(conf, []).tree["cfg"]["storage_path"] == "runs"
-    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+    with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
         storage_root(empty)
-    with pytest.raises(UsageError, match=r"cfg.storage_path is empty"):
+    with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
         request._choose(conf, [composition.storage_override(empty)])
     assert list(tmp_path.iterdir()) == [conf]
 
@@ -230,7 +230,7 @@ def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeyp
     "name", ["a\nb", "a\tb", "a\x1b[2J", "a\u202eb", " a", "a ", "", ".a", "a/b", "a?b", "a#b", "\ud800"]
 )
 def test_what_cannot_name_an_experiment_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"cfg\.name is .*, which is not a valid folder name") as error:
+    with pytest.raises(ConfigError, match=r"cfg\.name is .*, which is not a valid folder name") as error:
         claim_run(str(tmp_path), name)
     assert "\n" not in str(error.value)
     if name and "/" not in name:

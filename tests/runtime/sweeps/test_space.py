@@ -152,14 +152,14 @@ def test_every_value_that_does_not_fit_is_reported(conf: Path) -> None:
     with pytest.raises(ConfigError) as error:
         check(parse([*overrides, "models.net.widht=1,2"]), Experiment, conf)
     lines = str(error.value).splitlines()
-    assert lines[0] == f"{conf} has {len(lines) - 1} problems:"
+    assert lines[0] == f"the overrides have {len(lines) - 1} problems:"
     for start in (
-        "models.net.width is 2.5; ",
-        "models.net.width is 'x'; ",
-        "models.net.kind is 'c'; ",
-        "optimizers.adam.lr is 'fast'; ",
-        "cfg.seed is -1.0; ",
-        "override models.net.widht=1,2: there is no key 'models.net.widht'. Did you mean 'models.net.width'?",
+        "override models.net.width=1,2.5,x: models.net.width is 2.5; ",
+        "override models.net.width=1,2.5,x: models.net.width is 'x'; ",
+        "override models.net.kind=a,c: models.net.kind is 'c'; ",
+        "override optimizers.adam.lr=fast: optimizers.adam.lr is 'fast'; ",
+        "override cfg.seed=interval(-1,0): cfg.seed is -1.0; ",
+        f"override models.net.widht=1,2: there is no key 'models.net.widht' in {conf}. Did you mean 'models.net.",
     ):
         assert sum(line.startswith(f"  {start}") for line in lines) == 1, start
 

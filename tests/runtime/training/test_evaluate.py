@@ -61,6 +61,16 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
     assert len(list((trained / "runs/digits").iterdir())) == 1
 
 
+def test_checkpoints_that_are_gone_are_not_to_come(trained: Path, mlx: Mlx, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "digits"))
+    shutil.rmtree(folder / "runs/digits/run_001/checkpoints")
+    for command in (["train", "eval", "1"], ["xp", "consolidate", "digits"]):
+        done = mlx(folder, *command)
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: the checkpoints of digits/run_001 are gone; put one back, like ")
+        assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -73,7 +83,7 @@ def test_numbers_are_those_of_training(trained: Path, mlx: Mlx, words: tuple[str
             "mlx train eval runs/digits/run_001 --checkpoint best\n",
         ),
         (("runs/digits/run_001/checkpoints/epoch_0001", "--checkpoint=best"), "leave out --checkpoint best\n"),
-        (("latest", "cfg.sed=1"), "override cfg.sed=1: there is no key 'cfg.sed'. Did you mean 'cfg.seed'?"),
+        (("latest", "cfg.sed=1"), "override cfg.sed=1: there is no key 'cfg.sed' in "),
         (("latest", "models.net.hidden=3"), "models.net"),
     ],
 )

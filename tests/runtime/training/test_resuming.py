@@ -250,6 +250,10 @@ def remove_checkpoints(folder: Path) -> None:
     shutil.rmtree(run_of(folder) / "checkpoints")
 
 
+def damage_record(folder: Path) -> None:
+    (run_of(folder) / "run.json").write_text('{"status": "SUCC')
+
+
 NOT_RESUMED = "faults run_001 was not resumed and is unchanged."
 
 FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] = {
@@ -287,6 +291,12 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
     ),
     "an error of ours": (None, ("cfg.late=finished",), "error: RunFinished: done (raised on rank 0)"),
     "a damaged checkpoint": (damage, (), "No other checkpoint is left to resume from"),
+    "a damaged record": (
+        damage_record,
+        (),
+        "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001 "
+        "cfg.restore_checkpoint_path=",
+    ),
     "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last as "),
 }
 

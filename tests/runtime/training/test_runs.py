@@ -269,15 +269,25 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     [
         (
             ["cfg.seed=???"],
-            "src/conf.yaml: cfg.seed: ??? must be given a value or removed",
+            "override cfg.seed=???: cfg.seed: ??? must be given a value or removed",
         ),
         (
             ["cfg.num_epoch=3"],
-            "src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'. Did you mean 'cfg.num_epochs'?",
+            "override cfg.num_epoch=3: there is no key 'cfg.num_epoch' in src/conf.yaml. Did you mean 'cfg.",
         ),
         (["cfg.loader=fast"], "cfg.loader is 'fast'; write auto, or workers=N for"),
         (["cfg.storage_path=main.py"], "cannot write runs to "),
         (["cfg.name=a/b"], "cfg.name is 'a/b', which is not a valid folder name"),
+        (["cfg.storage_path=' '"], "cfg.storage_path is empty; name a folder or a URI"),
+        (
+            ["cfg.storage_path=s4://x"],
+            "cannot reach s4://x: there is no storage for s4; use a folder, or a URI of file, s3",
+        ),
+        (["datasets.train.batch_size=0"], "datasets.train.batch_size is 0; the minimum is 1"),
+        (
+            ["optimizers.adam.lr=nan"],
+            "optimizers.adam: torch.optim.adam.Adam cannot be built: ValueError: Invalid learning",
+        ),
     ],
 )
 def test_a_wrong_setting_ends_before_anything_starts(
@@ -285,10 +295,23 @@ def test_a_wrong_setting_ends_before_anything_starts(
 ) -> None:
     folder = experiment("probe")
     done = mlx(folder, "train", "run", *HERE, *options)
-    assert done.returncode in (1, 2)
+    assert done.returncode == 1
     assert done.stderr.startswith(f"error: {message}")
     assert len(done.stderr.splitlines()) == 1
     assert not list(folder.glob("runs/*/*"))
+
+
+def test_what_a_tool_cannot_save_is_one_line(mlx: Mlx, experiment: Make) -> None:
+    folder = experiment("probe")
+    edit(
+        folder / "src" / "experiment.py",
+        "self.history: list[float] = []",
+        "self.history, self.last = [object()], object()",
+    )
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=1")
+    assert [line for line in done.stdout.splitlines() if "not part of" in line] == [
+        "tools.counter.history, tools.counter.last are not part of checkpoints: only numbers, text and tensors are"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -344,10 +367,10 @@ def test_settings_of_the_command_and_of_the_data_are_checked(mlx: Mlx, experimen
     done = mlx(folder, "train", "run", "--verbos", *HERE)
     assert (done.returncode, done.stderr) == (2, "error: there is no option --verbos; see: mlx train run --help\n")
     done = mlx(folder, "train", "run", *HERE, "cfg.restore_checkpoint_path=nowhere")
-    assert done.stderr.startswith("error: nowhere is not a checkpoint: it has no state.pt")
+    assert done.stderr.startswith("error: there is no checkpoint at nowhere. ")
     assert not list(folder.glob("runs/*/*"))
     done = mlx(folder, "train", "run", *HERE, "datasets.train.batch_size=0")
-    assert done.stderr.startswith("error: datasets.train has batch_size 0; set self.batch_size")
+    assert done.stderr.startswith("error: datasets.train.batch_size is 0; the minimum is 1")
 
 
 def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experiment: Make) -> None:
@@ -419,6 +442,32 @@ def test_outside_an_experiment(mlx: Mlx, tmp_path: Path) -> None:
         )
 
 
+def test_one_that_is_stopped_before_its_first_checkpoint(environment: dict[str, str], experiment: Make) -> None:
+    folder = experiment("probe")
+    waiting = (
+        'print("waiting", flush=True)\n        __import__("time").sleep(60)\n        if self.cfg.fault == "early":'
+    )
+    edit(folder / "src" / "experiment.py", 'if self.cfg.fault == "early":', waiting)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_runtime", "train", "run", *HERE],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert any(line.strip() == "waiting" for line in process.stdout)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)  # there is no step after which it could stop
+    _, errors = process.communicate(timeout=60)
+    assert errors.endswith(
+        "error: stopped; probe run_001 is marked STOPPED and has no checkpoint yet. "
+        "Start it over: mlx train run --resume=run_001\n"
+    )
+
+
 def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experiment: Make) -> None:
     """Files of more than 2 MB cannot be written, and the checkpoint is larger."""
     folder = experiment("probe")
@@ -436,7 +485,8 @@ def test_a_disk_that_fills_up_while_training(environment: dict[str, str], experi
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot write a checkpoint to {folder}/runs/probe/run_001/checkpoints: ")
     assert "File too large" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    cure = "Free or unlock the storage, then resume: mlx train run --resume=run_001"
+    assert done.stderr.splitlines()[1:] == [cure]
     assert record(folder)["status"] == "FAILED"
     assert list(folder.glob("runs/probe/run_001/checkpoints/*")) == []
 

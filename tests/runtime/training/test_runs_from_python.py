@@ -152,7 +152,7 @@ def test_what_cannot_train_is_refused_in_one_line(found: dict[str, Any]) -> None
     (kind, own), (other, override) = found["refused"]
     assert (kind, other) == ("UsageError", "ConfigError")
     assert own == "workers cannot import Own from a script; move it to a file in src/"
-    assert override.startswith("src/conf.yaml: override cfg.num_epoch=3: there is no key 'cfg.num_epoch'")
+    assert override.startswith("override cfg.num_epoch=3: there is no key 'cfg.num_epoch' in src/conf.yaml.")
 
 
 @pytest.mark.kills

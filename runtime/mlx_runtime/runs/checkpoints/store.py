@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,7 +28,7 @@ from mlx_runtime.runs.checkpoint_index import (
 from mlx_runtime.runs.checkpoints.groups import DamagedError, State, has_placeholders, has_stored
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.runs.remote import is_remote, reader_of
-from mlx_runtime.storage.files import Storage, joined, parent_of, storage_errors, to_json
+from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
@@ -290,16 +291,21 @@ def read(path: str, *, whole: bool = True) -> State:
     if is_remote(path):
         folder, name = reader_of(path).fetched_checkpoint(path)
         path = joined(folder.checkpoints, name)
-    storage, name = parent_of(path)
+    storage, name = (Storage(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
         exists = about is not None or storage.size_bytes(name, STATE) is not None
-    if not exists:
-        others = ", ".join(item.name for item in list_checkpoints(storage))
-        beside = f" The folder also contains: {others}." if others else ""
-        raise ConfigError(f"{path} is not a checkpoint: it has no {STATE}.{beside}")
-    state = _loaded(storage, name, about)
-    return _full(state) if whole else state
+    try:
+        if exists:
+            state = _loaded(storage, name, about)
+            return _full(state) if whole else state
+        missing = not is_uri(path) and not Path(path).expanduser().exists()
+        problem = f"there is no checkpoint at {path}" if missing else f"{path} is not a checkpoint: it has no {STATE}"
+        raise ConfigError(problem)
+    except ConfigError as error:
+        others = ", ".join(item.name for item in list_checkpoints(storage) if item.name != name)
+        example = f"The folder also contains: {others}" if others else "Name another, like RUN/checkpoints/epoch_0003"
+        raise type(error)(f"{error}. {example}") from error
 
 
 def _full(state: State) -> State:
