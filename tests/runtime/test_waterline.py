@@ -14,12 +14,21 @@ from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.process
 
-MAX_MODULES, MAX_LINES = 105, 15_800
+MAX_MODULES, MAX_LINES = 100, 15_400
 """Of a run in one process. The goal is 80 and 11,500; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (
     *("cluster", "sweeps", "config.binding", "config.pins", "config.pretrained", "data.columns", "data.folds"),
-    *("data.huggingface", "data.prepared", "data.stream", "runs.checkpoints.shard", "runs.report", "tracking.mlflow"),
+    *(
+        "data.huggingface",
+        "data.prepared",
+        "data.stream",
+        "runs.checkpoints.shard",
+        "runs.listing",
+        "runs.lookup",
+        "runs.report",
+    ),
+    *("tracking.mlflow", "training.engines.processes", "training.watchdog"),
     *("tracking.weights_and_biases", "training.actors", "training.api", "training.engines.local"),
     *("training.engines.on_ray", "training.engines.ray_start", "training.function", "training.strategies.sharded"),
 )

@@ -10,6 +10,7 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
+from mlx_runtime.runs.folder import names_run, refuse_empty
 
 
 @click.group("train")
@@ -96,12 +97,12 @@ def run(
         "++cfg.profile=true": profile,
         f"--from={origin}": origin,
     }
-    lookup.refuse_empty({"--resume": resume, "--from": origin})
+    refuse_empty({"--resume": resume, "--from": origin})
     resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
     words = [*_words(variants), *(option for option, given in implied.items() if given), *resumed]
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
-    named = resume if resume and lookup.names_run(resume) else "latest"
+    named = resume if resume and names_run(resume) else "latest"
     projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=lookup.resolve_run(named) if code else None)
 
 
@@ -148,8 +149,8 @@ def sweep_request(
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
-    lookup.refuse_empty({"--resume": resume, "--from": origin})
-    if resume and not lookup.names_run(resume):  # an override; the sweep has no name
+    refuse_empty({"--resume": resume, "--from": origin})
+    if resume and not names_run(resume):  # an override; the sweep has no name
         resume, overrides = "latest", (resume, *overrides)
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
@@ -172,7 +173,7 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
 
     RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
     """
-    named = [item for item in arguments[:1] if lookup.names_run(item)]
+    named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
     words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
     projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)
@@ -199,7 +200,7 @@ def launch(
     **settings: Any,
 ) -> None:
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    lookup.refuse_empty({"--resume": resume, "--from": origin})
+    refuse_empty({"--resume": resume, "--from": origin})
     if code is not None:
         stored = lookup.resolve_run(resume or "latest").location
         raise UsageError(

@@ -36,6 +36,7 @@ from mlx_runtime.config.signatures import (
     own_default,
     parameters,
     plain_defaults,
+    settings_of,
 )
 from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
@@ -47,6 +48,7 @@ SCHEMA = "conf.schema.json"
 FIRST_SETTINGS = {
     *("name", "restore_checkpoint_path", "start_epoch", "num_epochs", "start_workers", "prefetch_batches"),
     *("path", "overwrite"),  # of a data job
+    "storage_path",  # which commands read that import no code
 }
 """Settings that every conf.yaml lists."""
 
@@ -197,10 +199,14 @@ def _merge_variant(
 def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
     """Describe the values in variants that a run would refuse, each variant applied to conf.yaml alone."""
     classes, base = groups(experiment), base_of(experiment)
-    keys = values_by_key(Selection(variants, conf.encode()).tree)
+    settings = settings_of(experiment)
+    bound = Selection(variants, conf.encode())
+    bound.complete(settings)
+    keys = values_by_key(bound.tree)
     named = [(file, key, name) for key, files in variants.nodes.items() for name, file in files.items()]
     for file, key, name in [*named, *((file, "", name) for name, file in variants.partial.items())]:
         selection = Selection(variants, conf.encode())
+        selection.complete(settings)
         if key and key not in keys:
             if not any(key.startswith(f"{other}.") for other in variants.nodes):  # else a variant may have it
                 yield f"{file.parent}: there is no key {key!r}.{suggest(key, keys)}"

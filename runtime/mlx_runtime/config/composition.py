@@ -153,8 +153,7 @@ def read(
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
     try:
         selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
-        if isinstance(listed := selection.tree.get("cfg"), dict):
-            selection.tree["cfg"] = listed | {name: settings[name] for name in settings if name not in listed}
+        selection.complete(settings)
         items = _choose(overrides, selection)
         keys = list(values_by_key(selection.tree))
         if "hydra" in keys:  # its search path would import packages

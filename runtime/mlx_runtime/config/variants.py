@@ -8,6 +8,7 @@ Config groups of Hydra would be merged into the node instead of replacing it, ne
 take every string at the key for a name.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ class Selection:
         """Record the source of what is at a key and below it."""
         others = {top: source for top, source in self._sources.items() if not f"{top}.".startswith(f"{key}.")}
         self._sources = {**others, key: file}
+
+    def complete(self, settings: Mapping[str, Any]) -> None:
+        """Add the values of `cfg` that the file does not list."""
+        if isinstance(cfg := self.tree.get("cfg"), dict):
+            self.tree["cfg"] = cfg | {name: value for name, value in settings.items() if name not in cfg}
 
     def choose(self, key: str, name: Any) -> bool:
         """Replace the node at a key by a variant; False if `name` is any other value."""

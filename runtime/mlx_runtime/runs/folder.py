@@ -38,6 +38,9 @@ from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, st
 from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
 from mlx_runtime.storage.local import open_regular
 
+_OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
+"""The start of an override or option."""
+
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
 EVALUATIONS = "evaluations"
@@ -309,6 +312,18 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     if wanted not in named:
         raise UsageError(f"{experiment} has no run {run!r}.{suggest(wanted, named)}")
     return named[wanted]
+
+
+def names_run(word: str) -> bool:
+    """Return True if a word of a command line is the name, path or URI of a run, rather than an override or option."""
+    return not _OVERRIDE.match(word)
+
+
+def refuse_empty(names: Mapping[str, str | None]) -> None:
+    """Refuse the empty name of a run after an option; a shell puts it in place of a variable that is not set."""
+    for option, name in names.items():
+        if name is not None and not name.strip():
+            raise UsageError(f"{option} names no run: {name!r}; write {option} run_003, or {option} latest")
 
 
 def named_run(text: str, root: str, experiment: str) -> RunFolder:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,26 +19,11 @@ from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
 from mlx_runtime.storage.files import Storage, is_uri, joined, storage_errors
 
-_OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
-"""The start of an override or option."""
-
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
 
-def names_run(word: str) -> bool:
-    """Return True if a word of a command line is the name, path or URI of a run, rather than an override or option."""
-    return not _OVERRIDE.match(word)
-
-
-def refuse_empty(names: Mapping[str, str | None]) -> None:
-    """Refuse the empty name of a run after an option; a shell puts it in place of a variable that is not set."""
-    for option, name in names.items():
-        if name is not None and not name.strip():
-            raise UsageError(f"{option} names no run: {name!r}; write {option} run_003, or {option} latest")
-
-
 RUNS = "runs"
-"""The default storage, where there is no conf.yaml."""
+"""The default storage, where no conf.yaml names another."""
 
 
 def storage_root(warn: Callable[[str], object] | None = None) -> str:
@@ -54,7 +39,7 @@ def storage_root(warn: Callable[[str], object] | None = None) -> str:
             raise
         warn(f"{error}. Until then, the runs in {Path(RUNS).resolve()} are listed")
         path = RUNS
-    if path is None and not CONF.is_file() and Path(RUNS).is_dir():
+    if path is None and Path(RUNS).is_dir():
         path = RUNS
     if path is None:
         raise UsageError(NO_STORAGE)

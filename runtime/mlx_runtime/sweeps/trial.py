@@ -26,10 +26,9 @@ from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.console_lines import ConsoleLines
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.planning import connect, planned
 from mlx_runtime.training.request import RunConfig, load_config
-from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
+from mlx_runtime.training.stop_requests import StopRequests, held_signals, sigterm_stops
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from mlx_runtime import events
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.listing import summarize
 from mlx_runtime.runs.tables import counted, format_duration
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
@@ -136,6 +135,8 @@ class ConsoleLines:
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if config.run is not None:
+            from mlx_runtime.runs.listing import summarize  # here, because a new run lists no others
+
             rows["took"] += f", {format_duration(summarize([config.run])[0].duration_s)} in all attempts"
         if event.evaluation is not None:
             rows["recorded"] = event.evaluation

@@ -17,10 +17,10 @@ from mlx_runtime.training.extensions import AccompaniedRun, Extensions
 from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
-from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
 
 if TYPE_CHECKING:
     from mlx_runtime.data.prepared import PreparedSet
+    from mlx_runtime.training.watchdog import DeadlockDetector
 
 SLOW_START_S = 2.0
 """Workers that take longer to start are announced."""
@@ -192,8 +192,7 @@ class Driver:
 
     def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[events.Event]:
         """Start the workers, and yield their events until they are done."""
-        busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
-        deadlocks = DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
+        deadlocks = None if self._plan.cluster.in_driver else self._deadlocks(receiver)
         look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
@@ -203,7 +202,8 @@ class Driver:
                 while group.poll():
                     for event in receiver.events(timeout_s=0.1):
                         self._emit(event)
-                        deadlocks.handle(event)
+                        if deadlocks is not None:
+                            deadlocks.handle(event)
                         stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it does not know yet
                     if not recorder.world_size and time.monotonic() > look_at:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
@@ -218,7 +218,8 @@ class Driver:
                     if self._stop_requested() and not stop_sent:
                         receiver.broadcast(STOP)
                         stop_sent = True
-                    deadlocks.check(recorder.world_size)
+                    if deadlocks is not None:
+                        deadlocks.check(recorder.world_size)
                     self._receive()
                     yield from self._pending()
                 for event in receiver.drain():
@@ -228,6 +229,12 @@ class Driver:
                 for event in receiver.drain():
                     self._emit(event)
                 raise
+
+    def _deadlocks(self, receiver: Receiver) -> "DeadlockDetector":
+        from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
+
+        busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
+        return DeadlockDetector(lambda: receiver.broadcast(LOCATE), busy_s)
 
     def _stop_requested(self) -> bool:
         """Return True once the workers should stop."""

@@ -20,8 +20,16 @@ from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
 from mlx_runtime.runs import records, remote, snapshots
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, has_begun, in_sweep, list_runs, named_run, reading
-from mlx_runtime.runs.lookup import names_run, refuse_empty
+from mlx_runtime.runs.folder import (
+    RunFolder,
+    has_begun,
+    in_sweep,
+    list_runs,
+    named_run,
+    names_run,
+    reading,
+    refuse_empty,
+)
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import Storage, joined, prepared_root, storage_root

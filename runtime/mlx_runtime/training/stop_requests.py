@@ -21,11 +21,24 @@ POLL_S = 1.0
 """Interval between two looks at the run folder; ten times as long on an object store."""
 
 
+DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a run, which a terminal sends to all of its processes."""
+
 OUTPUT_CLOSED = "standard output was closed"
 """Reason with which a run stops whose output nobody reads any more."""
 
 EXIT_CODES = {"SIGHUP": 129, OUTPUT_CLOSED: 141}
 """Those of shells for a signal; 141 is that of SIGPIPE. For other reasons, it is that of SIGTERM."""
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Hold back `DRIVER_SIGNALS` from processes started in the block until they call `leave_the_terminal`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, DRIVER_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Terminated(KeyboardInterrupt):

@@ -33,7 +33,6 @@ from mlx_runtime.training.breakpoints import at_breakpoint
 from mlx_runtime.training.console_lines import ConsoleLines, resume_command
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.processes import held_signals
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.planning import RunPlan, check_datasets, planned
 from mlx_runtime.training.request import RunConfig
@@ -42,6 +41,7 @@ from mlx_runtime.training.stop_requests import (
     StopRequests,
     Terminated,
     hangup_ignored,
+    held_signals,
     interrupt_main,
     sigterm_stops,
 )

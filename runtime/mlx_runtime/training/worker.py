@@ -33,7 +33,6 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import Strategy, strategy_of
-from mlx_runtime.training.watchdog import Watchdog
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -182,6 +181,8 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
     if isinstance(sink, Remote):
+        from mlx_runtime.training.watchdog import Watchdog  # here, because one process alone waits for no other
+
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
         sink.position, session.beat = watchdog.position, watchdog.beat

@@ -161,7 +161,7 @@ def test_conf_yaml_lists_few_settings_and_a_run_has_all(tmp_path: Path) -> None:
     assert (config.cfg.seed, config.cfg.precision, config.cfg.num_epochs) == (3, "bf16", 4)
     path.write_text(path.read_text().replace("  num_epochs: 3\n", ""))
     assert load(WithDefaults, [], path).cfg.num_epochs == 3
-    with pytest.raises(ConfigError, match=r"there is no key 'cfg.presision'. Did you mean 'cfg.precision'\?"):
+    with pytest.raises(ConfigError, match=r"there is no key 'cfg.presision' in .*. Did you mean 'cfg.precision'\?"):
         load(WithDefaults, ["cfg.presision=bf16"], path)
 
 

@@ -467,7 +467,7 @@ class TestOrigins:
             "cfg.seed": "override",
         }
         name_in(conf, "deep")
-        edit(conf, "seed: 0", "seed: 4")
+        edit(conf, "  trackers:", "  seed: 4\n  trackers:")
         assert self.changed(conf, "--variant=debug") == {
             "cfg.num_epochs": "variants/debug.yaml",
             "cfg.seed": "file",
@@ -488,7 +488,7 @@ class TestOrigins:
 
     def test_a_key_that_begins_like_another_has_its_own_source(self, conf: Path) -> None:
         add(conf.parent, "debug", "cfg:\n  fold: 1\n")
-        edit(conf, "folds: null", "folds: 3")
+        edit(conf, "  trackers:", "  folds: 3\n  trackers:")
         assert self.changed(conf, "--variant=debug") == {"cfg.fold": "variants/debug.yaml", "cfg.folds": "file"}
 
     def test_as_comments(self, conf: Path) -> None:

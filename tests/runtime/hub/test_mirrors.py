@@ -703,7 +703,7 @@ class TestContinuing:
             f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
         )
         with pytest.raises(KeyboardInterrupt):
-            request._choose(tmp_path / "conf.yaml", [])
+            request._choose(tmp_path / "conf.yaml", [], {})
         assert list((tmp_path / "b" / "digits").iterdir()) == []
 
 
@@ -732,7 +732,7 @@ class TestReading:
         with pytest.raises(UsageError, match="hf://alice/digits has no checkpoint epoch_0009"):
             read(f"{URI}/checkpoints/epoch_0009")
         (tmp_path / "conf.yaml").write_text("cfg: {name: digits}\n")
-        origin = request._choose(tmp_path / "conf.yaml", [f"--from={URI}"]).origin
+        origin = request._choose(tmp_path / "conf.yaml", [f"--from={URI}"], {}).origin
         assert origin is not None
         assert origin.conf.read_text() == CONF
         last = server.repositories["models/alice/digits"].commits[-1].sha

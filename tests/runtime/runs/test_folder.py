@@ -222,7 +222,7 @@ def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
         storage_root(empty)
     with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
-        request._choose(conf, [composition.storage_override(empty)])
+        request._choose(conf, [composition.storage_override(empty)], {})
     assert list(tmp_path.iterdir()) == [conf]
 
 

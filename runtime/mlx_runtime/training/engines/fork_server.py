@@ -30,11 +30,11 @@ from mlx_runtime.settings import FORKABLE, Settings, environment
 from mlx_runtime.training.engines.processes import (
     die_with_parent,
     exit_reason,
-    held_signals,
     kill_group,
     leave_the_terminal,
     unsafe_to_fork,
 )
+from mlx_runtime.training.stop_requests import held_signals
 
 Channel = Connection  # takes type parameters since Python 3.13
 

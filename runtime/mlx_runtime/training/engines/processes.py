@@ -12,13 +12,12 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mlx_runtime.training.stop_requests import DRIVER_SIGNALS
+
 FORK_SAFE_THREADS = ("jemalloc_bg_thd",)
 """Threads that survive a fork; importing pyarrow starts one."""
 
 _PR_SET_PDEATHSIG = 1
-
-_OF_THE_DRIVER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run, which a terminal sends to all of its processes."""
 
 
 def unsafe_to_fork() -> str | None:
@@ -46,22 +45,12 @@ def _thread_names() -> Iterator[str]:
             yield (Path("/proc/self/task") / entry / "comm").read_text().strip()
 
 
-@contextlib.contextmanager
-def held_signals() -> Iterator[None]:
-    """Hold back `_OF_THE_DRIVER` from processes started in the block until they call `leave_the_terminal`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_DRIVER)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def leave_the_terminal() -> None:
     """Ignore signals that the driver handles. Processes started from here handle them as usual."""
-    for number in _OF_THE_DRIVER:
+    for number in DRIVER_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_DRIVER)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, DRIVER_SIGNALS)
     os.register_at_fork(after_in_child=_restore_signals)
 
 
@@ -70,7 +59,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _restore_signals() -> None:
-    for number in _OF_THE_DRIVER:
+    for number in DRIVER_SIGNALS:
         if signal.getsignal(number) is _ignore:
             signal.signal(number, signal.SIG_DFL)
 
