@@ -7,8 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.config.declarations import SourceFinder
-from mlx_runtime.importing import many_imports
+from mlx_runtime.importing import FinderOnUse, many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ __all__ = [
     "world_size",
 ]
 
-sys.meta_path.insert(0, SourceFinder("src"))  # importing src must not load data
+sys.meta_path.insert(0, FinderOnUse("src", "mlx_runtime.config.declarations.SourceFinder"))  # which loads no data
 
 _HOMES = {
     "BaseModule": "training.experiment",

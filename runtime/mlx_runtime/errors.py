@@ -18,10 +18,8 @@ A message states what happened (with the value), what was expected, and the next
 """
 
 import contextlib
-import difflib
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -49,6 +47,8 @@ class MlxError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of a traceback; with MLX_DEBUG=1 it is one."""
         if Settings.read().debug:
+            import traceback
+
             return traceback.format_exception(self)
         return [f"error: {full_message(self)}", *([self.hint] if self.hint else [])]
 
@@ -117,6 +117,8 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
 def suggest(word: str, words: Iterable[str]) -> str:
     """Return ` Did you mean 'x'?` if one of `words` resembles `word`, else list them, unless there are too many."""
     known = sorted(words)
+    import difflib  # here, as `traceback`, so that commands start quickly
+
     matches = difflib.get_close_matches(word, known, n=1)
     if matches:
         return f" Did you mean {matches[0]!r}?"
@@ -169,6 +171,8 @@ def user_errors(project: Path, translate: Callable[[BaseException, str, str], Ml
 
 def raised_in(error: BaseException, project: Path) -> bool:
     """Return True if a project's own code raised the error, rather than a library that it called."""
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _belongs_to(frames[-1].filename, project)
 
@@ -178,6 +182,8 @@ def user_traceback(error: BaseException, project: Path) -> str:
 
     Paths are relative to the project, as editors open them.
     """
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     lines = []
     for frame in frames:

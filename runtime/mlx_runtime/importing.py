@@ -3,7 +3,7 @@
 import atexit
 import contextlib
 import gc
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
@@ -42,6 +42,22 @@ def imports_on_use(module: str, homes: Mapping[str, str]) -> Callable[[str], Any
     return getattr_of_module
 
 
+class FinderOnUse:
+    """Stands for a finder of a package's modules until one of them is imported. `finder` is the path of its class."""
+
+    def __init__(self, package: str, finder: str) -> None:
+        self._package, self._finder = package, finder
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] != self._package:
+            return None
+        module, _, cls = self._finder.rpartition(".")
+        finder = getattr(importlib.import_module(module), cls)(self._package)
+        sys.meta_path[sys.meta_path.index(self)] = finder
+        found: ModuleSpec | None = finder.find_spec(name, path, target)
+        return found
+
+
 def after_import(name: str, call: Callable[[], object]) -> None:
     """Call a function once a module has been imported: now, or when other code imports it."""
     if name in sys.modules:
@@ -60,7 +76,9 @@ class _Hook:
         if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        from importlib.util import find_spec  # here, so that commands start quickly
+
+        spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
