@@ -54,7 +54,8 @@ bake: $(VENV)/.complete ## generate an experiment: make bake NAME=my-experiment 
 	@test -n "$(NAME)" || { echo "error: NAME is missing; type make bake NAME=my-experiment OUT=.." >&2; exit 2; }
 	@$(BIN)/mlx train new "$(NAME)" -o "$(OUT)"
 
-docs: $(VENV)/.dev ## update the command output and the pictures in README.md and the guides
+docs: $(VENV)/.dev ## update the command output and the pictures in README.md and the guides, and the API reference
+	$(BIN)/python docs/api.py
 	$(BIN)/python docs/readme.py
 	$(BIN)/python docs/screenshot.py
 	$(BIN)/python docs/tuning.py

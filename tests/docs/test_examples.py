@@ -37,7 +37,7 @@ def lines(run: Path) -> list[dict[str, float]]:
 
 def test_every_example_is_listed_and_tested() -> None:
     page = (ROOT / "docs" / "guides" / "examples.md").read_text()
-    for file in (ROOT / "docs" / "examples").iterdir():
+    for file in (ROOT / "docs" / "examples").glob("*.py"):
         assert f"../examples/{file.name}" in page
         assert f'example("{file.stem}")' in Path(__file__).read_text()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_runtime.runs.lookup import names_run
+from mlx_runtime.runs.folder import names_run
 
 pytestmark = pytest.mark.pure
 

@@ -691,9 +691,9 @@ class TestInterrupt:
             os.killpg(process.pid, signal.SIGINT)
             time.sleep(0.02)
         _, errors = process.communicate(timeout=60)
-        resume = (
-            "stopped; acts run_001 is marked STOPPED and keeps its checkpoints. Resume: mlx train run --resume=run_001"
-        )
+        saved = list(acts.glob("runs/acts/run_001/checkpoints/epoch_*"))
+        left = "keeps its checkpoints. Resume" if saved else "has no checkpoint yet. Start it over"
+        resume = f"stopped; acts run_001 is marked STOPPED and {left}: mlx train run --resume=run_001"
         assert errors in ("error: interrupted\n", f"error: {resume}\n")
         assert process.returncode == 130
         assert marked(mark) == []

@@ -254,9 +254,9 @@ class TestEvery:
         with pytest.raises(MlxError, match=r"^self.every\(0\) needs a number of steps, 1 or more, or None for never"):
             experiment.every(0)
         assert TrainConfig.out_of_range(TrainConfig(evaluate_every_steps=0, max_steps=0, limit_train_batches=0)) == [
+            "cfg.max_steps is 0; the minimum is 1",
             "cfg.evaluate_every_steps is 0; the minimum is 1",
             "cfg.limit_train_batches is 0; the minimum is 1",
-            "cfg.max_steps is 0; the minimum is 1",
         ]
 
     def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
