@@ -133,10 +133,27 @@ def test_an_engine_refuses_what_it_cannot_train(installed: Path, extended: Path,
 
 
 @pytest.mark.process
+def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run, extended: Path) -> None:  # type: ignore[no-untyped-def]
+    edited = extended / "src" / "experiment.py"
+    text = edited.read_text()
+    try:
+        with_val = text.replace("=4)):", "=4), val: CSVFolder = CSVFolder()):").replace(
+            "= train", "= train; self.val = val"
+        )
+        edited.write_text(with_val)
+        (extended / "src" / "conf.yaml").unlink(missing_ok=True)
+        printed = run("train", "run", "cfg.start_workers=0", "cfg.folds=2", "cfg.fold=0", "cfg.name=fold")
+        assert "11 rows in 3 steps" in printed
+    finally:
+        edited.write_text(text)
+        (extended / "src" / "conf.yaml").unlink(missing_ok=True)
+
+
+@pytest.mark.process
 def test_an_extension_accompanies_a_run(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     words = ["+cfg.callbacks.heartbeat={_target_: more_mlx.heartbeat.Heartbeat, every_s: 0.1}", "cfg.start_workers=0"]
     printed = run("train", "run", *words)
-    assert "2 checkpoints of experiment/run_001 saved" in printed
+    assert "SUCCEEDED after 2 checkpoints" in printed
     assert list(tmp_path.rglob("heartbeat"))
 
 

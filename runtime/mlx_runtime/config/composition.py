@@ -155,7 +155,8 @@ def read(
         selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
         selection.complete(settings)
         items = _choose(overrides, selection)
-        keys = list(values_by_key(selection.tree))
+        values = values_by_key(selection.tree)
+        keys = list(values)
         if "hydra" in keys:  # its search path would import packages
             raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
         problems, known = [], []
@@ -164,7 +165,10 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
-                problems.append(Problem(key, f"there is no key {key!r} in {title}.{suggest(key, keys)}"))
+                above = next((top for top in _parents(key) if top in values), "")
+                free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above
+                cure = f" To add it, write +{item.input_line}" if free else suggest(key, keys)
+                problems.append(Problem(key, f"there is no key {key!r} in {title}.{cure}"))
         ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
@@ -182,6 +186,12 @@ def read(
     except (HydraException, OmegaConfBaseException) as error:
         source = "the overrides" if overrides and isinstance(error, HydraException) else title
         raise ConfigError(f"{source}: {short_message(error)}") from error
+
+
+def _parents(key: str) -> list[str]:
+    """Return the keys above a key, the innermost first."""
+    parts = key.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:

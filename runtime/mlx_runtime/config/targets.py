@@ -1,5 +1,6 @@
 """Dotted paths by which conf.yaml names classes, functions and constants."""
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -102,11 +103,14 @@ def names_repositories(tree: Any) -> bool:
 
 
 def namesake(path: str) -> str | None:
-    """Return the path of the only class or function of this name in the loaded modules of the same package."""
+    """Return the path of the only class or function of this name in loaded modules of its package, or a similar one."""
     package, _, _ = path.partition(".")
-    name = path.rpartition(".")[2]
+    home, _, name = path.rpartition(".")
     modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == package]
     found = {f"{module.__name__}.{name}" for module in modules if _defines(module, name)}
+    if not found and home in sys.modules:  # a typing error
+        public = [item for item in vars(sys.modules[home]) if not item.startswith("_")]
+        found = {f"{home}.{item}" for item in difflib.get_close_matches(name, public, n=1)}
     return found.pop() if len(found) == 1 else None
 
 

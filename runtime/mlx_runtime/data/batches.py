@@ -162,6 +162,9 @@ def note(error: BaseException, text: str) -> None:
 
 def rows_of(dataset: Any, name: str) -> int:
     """Return the number of rows in a dataset. Raises DatasetError if it has no length."""
+    if hasattr(dataset, "to_reader"):
+        rows: int = dataset.to_reader().rows()
+        return rows
     try:
         return len(dataset)
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -301,6 +301,8 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     runs = list_sweeps(root, experiment) if run.startswith(SWEEP) else list_runs(root, experiment)
     if not runs:
         known = {folder.experiment for folder in list_runs(root)}
+        if experiment in known:
+            raise UsageError(f"{experiment} has no sweeps")
         raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
     if run == "latest":
         for folder in reversed(runs):

@@ -13,7 +13,7 @@ from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
 from mlx_runtime.runs.checkpoints import Checkpoints, State
-from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, reading
+from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, reading
 from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
 from mlx_runtime.storage.documents import from_json
 from mlx_runtime.storage.files import Storage, is_uri
@@ -38,7 +38,10 @@ def open_run(run: str | Path) -> "Run":
         return _RemoteRun(reader_of(text).find(text))
     if "/" not in text and not is_uri(text) and not Path(text, "run.json").is_file():
         raise UsageError(f"{text!r} does not name a run; write name/run_003, or the path of its folder")
-    return Run(lookup.resolve_run(text))
+    found = lookup.resolve_run(text)
+    if found.name.startswith(SWEEP):
+        raise UsageError(f"{found.title} is a sweep; open it with mlx_runtime.open_sweep")
+    return Run(found)
 
 
 class Run:

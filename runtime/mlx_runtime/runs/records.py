@@ -310,7 +310,10 @@ def _read_lease(folder: RunFolder, attempt: int) -> bytes:
 
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the history of a run that resumes: one entry per attempt, including the one that ended last."""
-    return [*record.get("attempts", []), {name: record.get(name) for name in _DRIVER}]
+    last = {name: record.get(name) for name in _DRIVER}
+    if last["end"] is None:  # its driver was killed
+        last |= {"end": record.get("heartbeat"), "status": "STALE"}
+    return [*record.get("attempts", []), last]
 
 
 def take_over(folder: RunFolder) -> int:

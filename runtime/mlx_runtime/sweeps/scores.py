@@ -4,7 +4,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_runtime.errors import StorageError
@@ -37,8 +37,8 @@ class Trial:
     overrides: tuple[str, ...]  # its values as overrides, like `optimizers.adam.lr=0.001`
     values: Mapping[str, Any]  # the same by key, as numbers where they are numbers
     status: str  # of its run; with folds, the worst one
-    runs: tuple[RunResult, ...]  # those that were started; with folds, one per fold
-    curve: Mapping[int, float]  # the metric of the sweep by epoch, from 1; with folds, its mean at the ends of epochs
+    runs: tuple[RunResult, ...] = field(repr=False)  # those that were started; with folds, one per fold
+    curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, its mean at their ends
     epoch: int | None  # best one of the curve; None if the curve is empty
     metrics: Mapping[str, float]  # all metrics at that epoch, else their latest values; with folds, means
     spread: Mapping[str, float]  # standard deviations of the metrics over the folds

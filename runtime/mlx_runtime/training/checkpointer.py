@@ -165,6 +165,7 @@ class Checkpointer:
             self.loaders[name].load_state_dict(self.positions[name])
         self._to_resume = {name: part for name, part in state.items() if name != "models"}
         if context.evaluates:
+            context.cfg.start_epoch = progress.epoch = state["epoch"] + 1  # also if that epoch had not ended
             self._to_resume, self.positions = None, {}
             self._reporter.forget()
         elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: a function decides

@@ -154,9 +154,8 @@ class Reporter:
         monitor = self._context.cfg.monitor
         if monitor is not None and monitor not in self.latest:
             names = f"Recorded: {', '.join(sorted(self.latest))}." if self.latest else "Nothing was recorded yet."
-            self.events.notice(
-                f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"
-            )
+            text = f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"
+            self.events.send_once(WarningNotice(text))
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:
         """Keep how fast a training pass read its rows, for the epoch."""

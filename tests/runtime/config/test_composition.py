@@ -169,6 +169,15 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             "models.net._target_ is '{here}.Gone', which cannot be imported: module '{here}' has no attribute 'Gone'",
         ),
         (
+            ["models.net._target_={here}.Nett"],
+            "models.net._target_ is '{here}.Nett', which cannot be imported: module '{here}' has no attribute 'Nett'. "
+            "Did you mean '{here}.Net'?",
+        ),
+        (
+            ["cfg.trackers.csv.x=1"],
+            "there is no key 'cfg.trackers.csv.x' in {conf}. To add it, write +cfg.trackers.csv.x=1",
+        ),
+        (
             ["models.net.layer._target_=torch.nn.Identity"],
             "models.net.layer._target_ is torch.nn.Identity, which is not a torch.nn.modules.linear.Linear; "
             "{here}.Net takes one. A wider type in the code, like a base class, would allow it",

@@ -43,6 +43,14 @@ def test_a_living_run_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "heartbeat" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_killed_attempt_lasted_until_its_last_heartbeat() -> None:
+    times = {"start": "2026-01-01T00:00:00+00:00", "heartbeat": "2026-01-01T10:00:00+00:00"}
+    (killed,) = records.attempts({"status": "RUNNING", "end": None, **times})
+    assert (killed["end"], killed["status"]) == (times["heartbeat"], "STALE")
+    (ended,) = records.attempts({"status": "STOPPED", "end": "2026-01-01T09:00:00+00:00", **times})
+    assert (ended["end"], ended["status"]) == ("2026-01-01T09:00:00+00:00", "STOPPED")
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     records.Record(RunFolder(tmp_path)).update(metrics={"a": float("nan"), "b": [float("inf"), 1.0]})
     assert fields(tmp_path)["metrics"] == {"a": None, "b": [None, 1.0]}

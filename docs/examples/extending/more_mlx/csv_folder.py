@@ -15,7 +15,7 @@ class CSVFolder:
         target: column with class numbers; it becomes `y`, and all others `x`.
     """
 
-    def __init__(self, path="rows", batch_size=32, target="label"):
+    def __init__(self, path: str = "rows", batch_size: int = 32, target: str = "label"):
         self.path, self.batch_size, self.target = Path(path), batch_size, target
 
     def to_reader(self):

@@ -1,4 +1,4 @@
-"""An extension of runs: `cfg.callbacks.heartbeat._target_=more_mlx.heartbeat.Heartbeat`."""
+"""An extension of runs: `+cfg.callbacks.heartbeat._target_=more_mlx.heartbeat.Heartbeat`."""
 
 import contextlib
 import threading
@@ -36,4 +36,4 @@ class Heartbeat:
         yield listen
         ended.set()
         thread.join()
-        run.notify(Notice(f"{len(checkpoints)} checkpoints of {run.record.folder.title} saved"))
+        run.notify(Notice(f"{run.record['status']} after {len(checkpoints)} checkpoints"))

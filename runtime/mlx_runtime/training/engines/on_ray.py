@@ -1,23 +1,23 @@
-"""The Ray engine: Ray Train places workers on a cluster and replaces lost ones."""
+"""The Ray engine: Ray Train places workers on a cluster and replaces lost ones.
+
+Ray is imported by the methods that use it: `launch` asks this engine what it refuses, and is quick.
+"""
 
 import os
 import pickle
 import threading
 import uuid
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray.train
-import ray.train.torch
-
-from mlx_runtime.distributed.ray_private import TrimmedTrainer, placement_states
 from mlx_runtime.settings import environment
 from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked, backend_of
 from mlx_runtime.training.engines.placement import JOB_FLAG
 from mlx_runtime.training.engines.ray_start import on_ray
 from mlx_runtime.training.engines.scratch import Scratch
-from mlx_runtime.training.failures import Failures, error_of
-from mlx_runtime.training.worker import train
+
+if TYPE_CHECKING:
+    from ray.train.torch import TorchTrainer
 
 RESIZE_S = 10.0
 """How often an elastic group looks for room for more workers."""
@@ -59,10 +59,16 @@ class OnRay:
         if self._thread.is_alive():
             return True
         if self._error is not None:
+            from mlx_runtime.training.failures import error_of
+
             raise error_of(self._error, self._cfg) from self._error
         return False
 
     def waits_for(self) -> str | None:
+        import ray
+
+        from mlx_runtime.distributed.ray_private import placement_states
+
         try:
             placed, free = placement_states(), ray.available_resources()
         except Exception:  # of various types; `poll` reports that the cluster is lost
@@ -80,7 +86,7 @@ class OnRay:
         if self._scratch is not None:
             self._scratch.close()
 
-    def _fit(self, trainer: ray.train.torch.TorchTrainer) -> None:
+    def _fit(self, trainer: "TorchTrainer") -> None:
         # A smaller group starts only once Ray has given up on a larger one.
         variables = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(GROUP_START_S)} if self._elastic else {}
         try:
@@ -89,8 +95,14 @@ class OnRay:
         except BaseException as error:
             self._error = error
 
-    def _trainer(self, job: Job) -> ray.train.torch.TorchTrainer:
+    def _trainer(self, job: Job) -> "TorchTrainer":
         """Return a trainer that only starts and replaces workers; the runtime handles checkpoints."""
+        import ray.train.torch
+
+        from mlx_runtime.distributed.ray_private import TrimmedTrainer
+        from mlx_runtime.training.failures import Failures
+        from mlx_runtime.training.worker import train
+
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
         return TrimmedTrainer(
