@@ -39,8 +39,8 @@ which only datasets like these tensors can take.
 {_table(found)}
 
 Goals: mlx >= 1.0x everywhere; prepared >= 1.5x at 256 and >= 2.5x at 1024.
-Without a model, a step of 32 rows takes 0.15 ms, and mlx adds about 0.02 ms: it counts steps and rows, and every 50 steps
-the workers exchange metrics, for which one waits for the other. With a model, the difference is noise.
+Without a model, a step of 32 rows takes 0.15 ms, and mlx adds about 0.02 ms: it counts steps and rows, and every 50
+steps the workers exchange metrics, for which one waits for the other. With a model, the difference is noise.
 """
 
 
