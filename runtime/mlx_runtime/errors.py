@@ -114,8 +114,11 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
         self.exit_code = exit_code
 
 
-def suggest(word: str, words: Iterable[str]) -> str:
-    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, else list them, unless there are too many."""
+def suggest(word: str, words: Iterable[str], command: str = "mlx train show") -> str:
+    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, else list them.
+
+    If there are too many, name the command that lists them.
+    """
     known = sorted(words)
     import difflib  # here, as `traceback`, so that commands start quickly
 
@@ -123,7 +126,7 @@ def suggest(word: str, words: Iterable[str]) -> str:
     if matches:
         return f" Did you mean {matches[0]!r}?"
     if len(known) > 30:
-        return " See all with: mlx train show"
+        return f" See all with: {command}"
     return f" Available: {', '.join(known)}." if known else " There are none."
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from conftest import Mlx
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "extending"
 PAGE = ROOT / "docs" / "guides" / "extending.md"
+
+Run = Callable[..., str]
+"""Calls `mlx` in the experiment, and returns what it prints."""
 
 EXPERIMENT = """
 import mlx_runtime
@@ -82,26 +86,32 @@ def extended(installed: Path, baked: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def run(installed: Path, extended: Path, mlx: Mlx, tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Call `mlx` there, with the example on the path."""
+def settings(installed: Path, tmp_path: Path) -> dict[str, str]:
+    """Environment variables with which commands find the example."""
     path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": path, "MLX_STORAGE": str(tmp_path)}
+
+
+@pytest.fixture
+def run(extended: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
+    """Call `mlx` there, with the example on the path."""
 
     def call(*words: str) -> str:
-        done = mlx(extended, *words, PYTHONPATH=path, MLX_STORAGE=str(tmp_path))
+        done = mlx(extended, *words, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return str(done.stdout)
 
     return call
 
 
-def weights(run, name: str) -> list[str]:  # type: ignore[no-untyped-def]
+def weights(run: Run, name: str) -> list[str]:
     """The metric of each epoch of a run, as the command of the example prints it."""
     first, *rows = [line.split(",") for line in run("rows", f"{name}/run_001").splitlines()]
     return [value for row in rows if (value := row[first.index("weight")])]
 
 
 @pytest.mark.local
-def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(run: Run, tmp_path: Path) -> None:
     here = run("train", "run", "cfg.engine=local")
     there = run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.name=other")
     assert "workers   2 DDP workers on" in there
@@ -116,7 +126,7 @@ def test_an_engine_and_a_kind_of_dataset_train_as_ours_do(run, tmp_path: Path) -
 
 
 @pytest.mark.local
-def test_a_run_goes_on_with_another_engine(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_run_goes_on_with_another_engine(run: Run, tmp_path: Path) -> None:
     run("train", "run", "cfg.engine=more_mlx.engine.Subprocesses", "cfg.num_epochs=1", "cfg.name=two")
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
     run("train", "run", "cfg.engine=local", "cfg.name=one")
@@ -124,16 +134,15 @@ def test_a_run_goes_on_with_another_engine(run, tmp_path: Path) -> None:  # type
 
 
 @pytest.mark.local
-def test_an_engine_refuses_what_it_cannot_train(installed: Path, extended: Path, mlx: Mlx, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")])
+def test_an_engine_refuses_what_it_cannot_train(extended: Path, mlx: Mlx, settings: dict[str, str]) -> None:
     words = ["cfg.engine=more_mlx.engine.Subprocesses", "cfg.min_workers=1"]
-    done = mlx(extended, "train", "run", *words, PYTHONPATH=path, MLX_STORAGE=str(tmp_path))
+    done = mlx(extended, "train", "run", *words, **settings)
     line = "cfg.engine=more_mlx.engine.Subprocesses cannot train this: the number of its workers is fixed"
     assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
 
 
 @pytest.mark.process
-def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run, extended: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run: Run, extended: Path) -> None:
     edited = extended / "src" / "experiment.py"
     text = edited.read_text()
     try:
@@ -150,7 +159,7 @@ def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run, ex
 
 
 @pytest.mark.process
-def test_an_extension_accompanies_a_run(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_an_extension_accompanies_a_run(run: Run, tmp_path: Path) -> None:
     words = ["+cfg.callbacks.heartbeat={_target_: more_mlx.heartbeat.Heartbeat, every_s: 0.1}", "cfg.start_workers=0"]
     printed = run("train", "run", *words)
     assert "SUCCEEDED after 2 checkpoints" in printed
@@ -158,7 +167,7 @@ def test_an_extension_accompanies_a_run(run, tmp_path: Path) -> None:  # type: i
 
 
 @pytest.mark.process
-def test_a_command_is_listed_and_runs(run) -> None:  # type: ignore[no-untyped-def]
+def test_a_command_is_listed_and_runs(run: Run) -> None:
     assert "rows        From the package more-mlx." in run("--help")
     run("train", "run", "cfg.start_workers=0", "cfg.name=shown")
     assert run("rows", "shown/run_001").startswith("step,epoch,")

@@ -154,8 +154,8 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     names = [key.removeprefix("cfg.") for key in keys] or list(dict.fromkeys([*texts, *defaults]))
     for name in names:
         if name not in texts and name not in defaults:
-            near = suggest(name, [*texts, *defaults])
-            raise UsageError(f"there is no setting {name!r}.{near}{'' if 'mean' in near else ' --settings'}")
+            near = suggest(name, [*texts, *defaults], "mlx train show --settings")
+            raise UsageError(f"there is no setting {name!r}.{near}")
         value = f"={json.dumps(defaults[name], ensure_ascii=False)}" if name in defaults else ""
         minimum = f"  (at least {least[name]})" if name in least else ""
         yield f"cfg.{name}{value}{minimum}"
