@@ -160,7 +160,7 @@ def known_facts(row: Row) -> dict[str, str]:
     facts = {
         "epochs": row.cells()["epoch"],
         "best": f"{row.monitor} {format_number(row.best)} ({position(best)})" if row.best is not None else "",
-        "started": (row.start or "").replace("T", " ").replace("+00:00", " UTC"),
+        "started": f"{row.start[:19].replace('T', ' ')} UTC" if row.start else "",
         "duration": format_duration(row.duration_s),
         "attempts": record["attempt"] if record.get("attempt", 1) != 1 else None,
         "sweep": _sweep(row),

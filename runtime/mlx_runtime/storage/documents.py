@@ -200,5 +200,5 @@ def _check_size(content: bytes) -> None:
 
 
 def now() -> str:
-    """Return the current time in UTC, to the second, in ISO format."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    """Return the current time in UTC, to the millisecond, in ISO format."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
