@@ -21,7 +21,12 @@ SECTIONS = {
     ),
     "Runs from Python": (
         *("mlx_runtime.run", "mlx_runtime.open_run", "mlx_runtime.runs.reader.Run"),
-        *("mlx_runtime.sweep", "mlx_runtime.kfold", "mlx_runtime.open_sweep", "mlx_runtime.sweeps.results.SweepResult"),
+        *(
+            "mlx_runtime.sweep",
+            "mlx_runtime.kfold",
+            "mlx_runtime.open_sweep",
+            "mlx_runtime.companions.sweeps.results.SweepResult",
+        ),
         *("mlx_runtime.load_config", "mlx_runtime.connect", "mlx_runtime.fit", "mlx_runtime.clean_exit"),
     ),
     "Training functions": (

@@ -11,19 +11,8 @@ from mlx_runtime.importing import FinderOnUse, many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
-    from mlx_runtime.cluster.datajob import DataJob, run_job
-    from mlx_runtime.config.building import DUMMY_PARAMS
-    from mlx_runtime.distributed.topology import get_device
-    from mlx_runtime.distributed.wrapping import prepare_model
-    from mlx_runtime.errors import MlxError
-    from mlx_runtime.exits import clean_exit
-    from mlx_runtime.runs.reader import open_run
-    from mlx_runtime.sweeps.api import kfold, sweep
-    from mlx_runtime.sweeps.results import open_sweep
-    from mlx_runtime.training.api import run
-    from mlx_runtime.training.experiment import BaseModule
-    from mlx_runtime.training.function_runs import Trainer
-    from mlx_runtime.training.functions import (
+    from mlx_runtime.companions.notebook.function_runs import Trainer
+    from mlx_runtime.companions.notebook.functions import (
         load_checkpoint,
         local_rank,
         report,
@@ -31,6 +20,17 @@ if TYPE_CHECKING:
         world_rank,
         world_size,
     )
+    from mlx_runtime.companions.notebook.runs import run
+    from mlx_runtime.companions.ray.datajob import DataJob, run_job
+    from mlx_runtime.companions.sweeps.api import kfold, sweep
+    from mlx_runtime.companions.sweeps.results import open_sweep
+    from mlx_runtime.config.building import DUMMY_PARAMS
+    from mlx_runtime.distributed.topology import get_device
+    from mlx_runtime.distributed.wrapping import prepare_model
+    from mlx_runtime.errors import MlxError
+    from mlx_runtime.exits import clean_exit
+    from mlx_runtime.runs.reader import open_run
+    from mlx_runtime.training.experiment import BaseModule
     from mlx_runtime.training.options import DataConfig, TrainConfig
     from mlx_runtime.training.planning import connect
     from mlx_runtime.training.request import load_config
@@ -72,34 +72,34 @@ _HOMES = {
     "BaseModule": "training.experiment",
     "DUMMY_PARAMS": "config.building",
     "DataConfig": "training.options",
-    "DataJob": "cluster.datajob",
+    "DataJob": "companions.ray.datajob",
     "MlxError": "errors",
     "TrainConfig": "training.options",
-    "Trainer": "training.function_runs",
+    "Trainer": "companions.notebook.function_runs",
     "clean_exit": "exits",
     "connect": "training.planning",
     "fit": "training.terminal",
     "get_device": "distributed.topology",
-    "kfold": "sweeps.api",
-    "load_checkpoint": "training.functions",
+    "kfold": "companions.sweeps.api",
+    "load_checkpoint": "companions.notebook.functions",
     "load_config": "training.request",
-    "local_rank": "training.functions",
+    "local_rank": "companions.notebook.functions",
     "open_run": "runs.reader",
-    "open_sweep": "sweeps.results",
+    "open_sweep": "companions.sweeps.results",
     "prepare_model": "distributed.wrapping",
-    "report": "training.functions",
-    "run": "training.api",
-    "run_job": "cluster.datajob",
-    "save_checkpoint": "training.functions",
-    "sweep": "sweeps.api",
-    "world_rank": "training.functions",
-    "world_size": "training.functions",
+    "report": "companions.notebook.functions",
+    "run": "companions.notebook.runs",
+    "run_job": "companions.ray.datajob",
+    "save_checkpoint": "companions.notebook.functions",
+    "sweep": "companions.sweeps.api",
+    "world_rank": "companions.notebook.functions",
+    "world_size": "companions.notebook.functions",
 }
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%mlx`; IPython calls this for `%load_ext mlx_runtime`."""
-    from mlx_runtime.cli.notebook import register
+    from mlx_runtime.companions.notebook.magic import register
 
     register(shell)
 

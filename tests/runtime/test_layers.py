@@ -16,9 +16,6 @@ PACKAGE = Path(__file__).parents[2] / "runtime" / "mlx_runtime"
 ROOMS = (
     "cli",
     "exits",
-    "sweeps",
-    "cluster",
-    "hub",
     "training",
     "tracking",
     "runs",
@@ -30,7 +27,6 @@ ROOMS = (
     "errors",
     "settings",
     "importing",
-    "companions",
 )
 """From highest to lowest. A room imports only from those after it."""
 
@@ -38,36 +34,34 @@ DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 HOMES = {
-    "IPython": {"tracking.cell_display"},
-    "aiohttp": {"cluster.dashboard"},
+    "IPython": {"companions.notebook.cell_display"},
+    "aiohttp": {"companions.ray.dashboard"},
     "botocore": {"storage.leases"},
     "click": {"cli"},
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.detection"},
-    "huggingface_hub": {"config.pins", "hub.repository"},
+    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
     "hydra": {"config.composition"},
-    "jinja2": {"runs.report"},
+    "jinja2": {"companions.views.report"},
     "matplotlib": {"training.gradients"},
     "mlflow": {"tracking.mlflow"},
     "omegaconf": {"config", "storage.documents", "training.request"},
-    "optuna": {"sweeps.charts", "sweeps.study"},
+    "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "pathspec": {"runs.snapshots", "storage.uploads"},
-    "plotly": {"runs.report"},
-    "pyarrow": {"data.mapping", "storage.files"},
+    "plotly": {"companions.views.report"},
+    "pyarrow": {"companions.prepared.mapping", "storage.files"},
     "ray": {
-        "cluster",
-        "data.mapping",
-        "data.ray_blocks",
-        "data.stream_reader",
-        "data.streams",
+        "companions.notebook.actors",
+        "companions.prepared.mapping",
+        "companions.ray",
+        "companions.sweeps.engines.tune",
         "distributed",
-        "sweeps.engines.tune",
         "training",
     },
-    "requests": {"cluster.dashboard"},
-    "rich": {"runs.tables", "sweeps.display", "tracking.console"},
+    "requests": {"companions.ray.dashboard"},
+    "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
     "ruamel": {"config"},
-    "sklearn": {"data.folds"},
+    "sklearn": {"companions.sweeps.folds"},
     "tensorboard": {"tracking.trackers"},
     "transformers": {"config.pretrained"},
     "wandb": {"tracking.weights_and_biases"},
@@ -174,6 +168,6 @@ def test_the_command_starts_without_heavy_imports(module: str) -> None:
 def test_what_controls_the_workers_imports_little() -> None:
     """The workers of embedded Ray wait for the controller, so its imports delay every start."""
     heavy = "{'torch', 'torchmetrics', 'hydra'}"
-    script = f"import mlx_runtime.training.failures, sys; print(sorted({heavy} & set(sys.modules)))"
+    script = f"import mlx_runtime.companions.ray.failures, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

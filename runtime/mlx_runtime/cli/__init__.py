@@ -87,7 +87,7 @@ def new(context: click.Context, name: str, output: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Check this machine and the experiment in the working directory."""
-    from mlx_runtime.cluster import doctor
+    from mlx_runtime.companions.ray import doctor
 
     checks = []
     for check in doctor.checks():

@@ -15,7 +15,7 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_runtime.cluster.launch import Launch, SubmittedJob
+    from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
     from mlx_runtime.training.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
@@ -81,8 +81,8 @@ def launch_and_exit(
     try:
         folder = kind.folder()
         projects.refuse_options(kind, overrides, "launch")
-        from mlx_runtime.cluster.addresses import Address
-        from mlx_runtime.cluster.launch import Launch, prepare
+        from mlx_runtime.companions.ray.addresses import Address
+        from mlx_runtime.companions.ray.launch import Launch, prepare
 
         load: Callable[[], RunConfig] = partial(load_config, kind, folder, overrides, look=check)
         submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
@@ -120,8 +120,8 @@ def sweep_launch(
     look: bool,
 ) -> "tuple[Callable[[], RunConfig], Callable[[Launch], SubmittedJob]]":
     """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
-    from mlx_runtime.sweeps.definition import Definition
-    from mlx_runtime.sweeps.launching import SweepLaunch
+    from mlx_runtime.companions.sweeps.definition import Definition
+    from mlx_runtime.companions.sweeps.launching import SweepLaunch
 
     def experiment() -> type:
         projects.bind_first(kind, folder)
@@ -142,7 +142,7 @@ def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: boo
 
     config = load_config(main, overrides, look=look)
     if kind != AN_EXPERIMENT:
-        from mlx_runtime.cluster.datajob import refuse_present
+        from mlx_runtime.companions.ray.datajob import refuse_present
 
         refuse_present(config)
     return config

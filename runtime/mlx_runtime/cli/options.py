@@ -71,7 +71,7 @@ def confirm(question: str) -> None:
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Ask clusters for the status of jobs, by address and id. Only this imports their client."""
-    from mlx_runtime.cluster import dashboard
+    from mlx_runtime.companions.ray import dashboard
 
     return dashboard.job_statuses(jobs)
 

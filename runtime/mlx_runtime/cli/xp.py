@@ -56,7 +56,7 @@ def ls(
 
     rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
     if html is not None:
-        from mlx_runtime.runs import report
+        from mlx_runtime.companions.views import report
 
         report.write(report.render_runs(rows), html)
         say(html)
@@ -103,7 +103,7 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     one = run is not None or ("/" in name and not is_remote(name))
     folder = lookup.resolve_run(name, run) if one else None
     if folder is not None and folder.name.startswith(SWEEP):
-        from mlx_runtime.sweeps.results import SweepResult
+        from mlx_runtime.companions.sweeps.results import SweepResult
 
         if metric or mode:
             raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
@@ -123,12 +123,12 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
 def report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
-    from mlx_runtime.runs import report
+    from mlx_runtime.companions.views import report
 
     folder = lookup.resolve_run(name, run)
     if folder.name.startswith(SWEEP):
-        from mlx_runtime.sweeps.report import render_sweep
-        from mlx_runtime.sweeps.results import SweepResult
+        from mlx_runtime.companions.sweeps.report import render_sweep
+        from mlx_runtime.companions.sweeps.results import SweepResult
 
         page = render_sweep(SweepResult(folder), job_statuses)
     else:
@@ -185,14 +185,14 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
     Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
     repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
     """
-    from mlx_runtime.hub import pushing
+    from mlx_runtime.companions.hub import pushing
 
     def mirror(folder: RunFolder) -> str:
         def announce(text: str) -> None:
             say(text, err=True)
 
         if folder.name.startswith(SWEEP):
-            from mlx_runtime.sweeps import report
+            from mlx_runtime.companions.sweeps import report
 
             return report.push(folder, to, announce)
         return pushing.push(folder, to, announce)
@@ -224,8 +224,8 @@ def push(name: str | None, run: str | None, to: str | None) -> None:
 @click.argument("repository", type=word)
 def release(repository: str) -> None:
     """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
-    from mlx_runtime.hub import claims
-    from mlx_runtime.hub.repository import Address, Repository
+    from mlx_runtime.companions.hub import claims
+    from mlx_runtime.companions.hub.repository import Address, Repository
 
     say(claims.release(Repository(Address.parse(repository))))
 

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mlx_runtime.companions.hub.pins import pin_defaults
 from mlx_runtime.config.building import DUMMY_PARAMS, declare
 from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.equality import unlike
@@ -23,7 +24,6 @@ from mlx_runtime.config.following import Follow
 from mlx_runtime.config.interpolation import parsed, resolved
 from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
 from mlx_runtime.config.nodes import Description, Node
-from mlx_runtime.config.pins import pin_defaults
 from mlx_runtime.config.projects import commands
 from mlx_runtime.config.schema import former_defaults, schema_of
 from mlx_runtime.config.signatures import (

@@ -18,7 +18,7 @@ PUBLIC = {
     "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
-    "mlx_runtime.data.huggingface": "mlx_runtime.datasets",
+    "mlx_runtime.companions.hub.datasets": "mlx_runtime.datasets",
     "timm.models._factory": "timm",
     "torch.jit._serialization": "torch.jit",
 }

@@ -31,7 +31,7 @@ def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeded(seed))
         if node is not None and loads_hf(object_at(node["_target_"])):
-            from mlx_runtime.data.huggingface import loading
+            from mlx_runtime.companions.hub.datasets import loading
 
             stack.enter_context(loading(node))
         yield
@@ -60,6 +60,6 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
     """
     if "datasets" not in sys.modules and not hasattr(type(dataset), "to_hf"):
         return dataset
-    from mlx_runtime.data import huggingface
+    from mlx_runtime.companions.hub import datasets as huggingface
 
     return huggingface.adopted(dataset, name, node)

@@ -28,8 +28,8 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from mlx_runtime.data.prepared import PreparedSet
-    from mlx_runtime.data.stream_reader import StreamReader
+    from mlx_runtime.companions.prepared.store import PreparedSet
+    from mlx_runtime.companions.ray.stream_reader import StreamReader
 
 _EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|dev|predict|prediction)s?(?![a-z])")
 
@@ -157,7 +157,7 @@ class DatasetShard:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
-            from mlx_runtime.data.huggingface import batch_size_cure
+            from mlx_runtime.companions.hub.datasets import batch_size_cure
 
             cure = batch_size_cure(None if self.prepared else self.dataset)
             raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
@@ -170,7 +170,7 @@ class DatasetShard:
     def reader(self) -> Reader:
         """Return the reader of the rows."""
         if self.prepared is not None:
-            from mlx_runtime.data.columns import PreparedReader
+            from mlx_runtime.companions.prepared.columns import PreparedReader
 
             return PreparedReader(self.prepared, self.topology.device)
         if self.stream is not None:

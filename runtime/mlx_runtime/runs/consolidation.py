@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.checkpoints import Checkpoints, tensor_files
-from mlx_runtime.runs.checkpoints.shards import Reads, StoredTensor
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.lookup import find_checkpoint
 from mlx_runtime.storage.files import size_text

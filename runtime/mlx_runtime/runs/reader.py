@@ -163,7 +163,7 @@ class Run:
             raise UsageError(f"{self._folder.title} has no group of datasets")
         with self._matching("load_datasets", "datasets", trust) as node:
             if config.get("cfg", {}).get("fold") is not None:
-                from mlx_runtime.data.folds import load_fold
+                from mlx_runtime.companions.sweeps.folds import load_fold
 
                 return load_fold(node, self._importable("cfg", trust))
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.data.prepared import is_read_mark
+from mlx_runtime.companions.prepared.store import is_read_mark
 from mlx_runtime.errors import printable
 from mlx_runtime.runs import records
 from mlx_runtime.runs.filling import RECORD, job_record, job_status

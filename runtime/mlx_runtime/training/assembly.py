@@ -27,7 +27,7 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies import Strategy
 
 if TYPE_CHECKING:
-    from mlx_runtime.data.stream_reader import StreamReader
+    from mlx_runtime.companions.ray.stream_reader import StreamReader
 
 
 def build_experiment(
@@ -161,7 +161,7 @@ def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed
         return {}
     import ray  # here, because other datasets do without Ray
 
-    from mlx_runtime.data.stream_reader import BlockAssigner, StreamReader, start_assigner
+    from mlx_runtime.companions.ray.stream_reader import BlockAssigner, StreamReader, start_assigner
 
     if job.cluster.in_driver:
         return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}

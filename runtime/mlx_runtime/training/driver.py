@@ -19,7 +19,7 @@ from mlx_runtime.training.run_recorder import RunRecorder, claim
 from mlx_runtime.training.stop_requests import StopRequests, Terminated
 
 if TYPE_CHECKING:
-    from mlx_runtime.data.prepared import PreparedSet
+    from mlx_runtime.companions.prepared.store import PreparedSet
     from mlx_runtime.training.watchdog import DeadlockDetector
 
 SLOW_START_S = 2.0
@@ -171,7 +171,7 @@ class Driver:
 
     def _warn_of_leaks(self) -> None:
         if self._plan.fold is not None:
-            from mlx_runtime.data.folds import leak_warning
+            from mlx_runtime.companions.sweeps.folds import leak_warning
 
             if warning := leak_warning(self._plan.config.tree):
                 self._emit(events.Notice(warning))
@@ -180,7 +180,7 @@ class Driver:
         """Return the prepared datasets to read instead of samples. Nobody removes them until `stack` is closed."""
         if not may_be_prepared(self._plan.config):
             return {}
-        from mlx_runtime.training.dataset_preparation import mark_used, prepare_datasets
+        from mlx_runtime.companions.prepared.datasets import mark_used, prepare_datasets
 
         sets = prepare_datasets(self._plan.config, self._plan.project, self._emit)
         sets = {name: item for name, item in sets.items() if stack.enter_context(mark_used(item))}

@@ -30,7 +30,7 @@ from mlx_runtime.training.options import DataConfig, TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
 
 if TYPE_CHECKING:
-    from mlx_runtime.data.folds import Fold
+    from mlx_runtime.companions.sweeps.folds import Fold
 
 OPEN_FILES = 48, 16
 """Files that a driver has open at once: without workers, and for each of them."""
@@ -77,7 +77,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
     """
     _refuse_too_few_files(config.cfg)
     if config.cfg.fold is not None:
-        from mlx_runtime.data.folds import with_held_out
+        from mlx_runtime.companions.sweeps.folds import with_held_out
 
         config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
@@ -143,8 +143,8 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         streams = []
         if not cluster.reads_streams and stream_names(config.tree):
-            from mlx_runtime.training.dataset_preparation import unprepared_streams
-            from mlx_runtime.training.engines.ray_start import on_ray, start_ray
+            from mlx_runtime.companions.prepared.datasets import unprepared_streams
+            from mlx_runtime.companions.ray.start import on_ray, start_ray
 
             streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
         if streams:
@@ -189,7 +189,7 @@ def _fold(config: RunConfig) -> "Fold | None":
     """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
     if config.cfg.fold is None:
         return None
-    from mlx_runtime.data.folds import fold_rows, rows_digest
+    from mlx_runtime.companions.sweeps.folds import fold_rows, rows_digest
 
     fold: Fold = fold_rows(config)[config.cfg.fold]
     run = config.run

@@ -145,7 +145,7 @@ def load_config(
         if not look and remote.is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look and names_repositories(config.tree):
-            from mlx_runtime.config.pins import pinned
+            from mlx_runtime.companions.hub.pins import pinned
 
             file = parsed(read_from.read_text(encoding="utf-8"))
             before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}

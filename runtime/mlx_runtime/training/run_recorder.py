@@ -38,7 +38,7 @@ class RunRecorder:
     def _note_repositories(self) -> None:
         """Record which commits of repositories on the Hugging Face Hub the config stands for."""
         if names_repositories(self._plan.config.tree):
-            from mlx_runtime.config.pins import recorded
+            from mlx_runtime.companions.hub.pins import recorded
 
             if hub := recorded(self._plan.config.tree):
                 self.record.update(hub=hub)
@@ -155,7 +155,7 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
-        from mlx_runtime.data.folds import rows_digest
+        from mlx_runtime.companions.sweeps.folds import rows_digest
 
         facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows_digest([plan.fold])}
     return facts | {

@@ -103,14 +103,14 @@ def prepare(config: RunConfig) -> None:
         DatasetError: a dataset cannot be batched or prepared.
         StorageError: the store cannot be written.
     """
-    from mlx_runtime.training.dataset_preparation import prepare_datasets
+    from mlx_runtime.companions.prepared.datasets import prepare_datasets
 
     check_datasets(config)
     display = Display(sys.stdout)
     with contextlib.ExitStack() as stack:
         stack.callback(display.close)
         if stream_names(config.tree):
-            from mlx_runtime.training.engines.ray_start import start_ray
+            from mlx_runtime.companions.ray.start import start_ray
 
             stack.enter_context(start_ray(config.cfg))
         sets = prepare_datasets(config, Path.cwd(), display.handle)

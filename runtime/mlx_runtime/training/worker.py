@@ -40,7 +40,7 @@ def train(config: Mapping[str, Any]) -> None:
     job: Job = pickle.loads(config["job"])
     topology = Topology.of_ray_train()
     if not job.verbose:
-        from mlx_runtime.distributed.ray_private import quiet_ray_train  # here, because other engines do without Ray
+        from mlx_runtime.companions.ray.private import quiet_ray_train  # here, because other engines do without Ray
 
         quiet_ray_train()
     train_to(Remote(*job.receiver, topology.rank), job, topology)

@@ -4,7 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from mlx_runtime.cli.xp import _echo, group
-from mlx_runtime.runs.report import read_curves
+from mlx_runtime.companions.views.report import read_curves
 
 pytestmark = pytest.mark.pure
 

@@ -16,12 +16,13 @@ from hub_server import Hub
 from tiny_bert import save_tiny_bert
 from torch import nn
 
-from mlx_runtime.config import declarations, pins
+from mlx_runtime.companions.hub import pins
+from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pinned, recorded
+from mlx_runtime.config import declarations
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build
 from mlx_runtime.config.declarations import Declaration, SourceFinder
 from mlx_runtime.config.equality import unlike
-from mlx_runtime.config.pins import Pin, pin_defaults, pinned, recorded
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
 from mlx_runtime.config.text import commented_map

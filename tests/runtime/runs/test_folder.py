@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime import DataConfig
-from mlx_runtime.cluster.datajob import output_path
+from mlx_runtime.companions.ray.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError

@@ -318,7 +318,7 @@ class TestLs:
     ) -> None:
         script = (
             f"import sys\nfrom mlx_runtime.cli import mlx\nmlx({['xp', *arguments]}, standalone_mode=False)\n"
-            "heavy = {'torch', 'ray', 'hydra', 'rich', 'requests', 'mlx_runtime.cluster.dashboard'}\n"
+            "heavy = {'torch', 'ray', 'hydra', 'rich', 'requests', 'mlx_runtime.companions.ray.dashboard'}\n"
             "print(sorted(heavy & set(sys.modules)))"
         )
         done = subprocess.run(

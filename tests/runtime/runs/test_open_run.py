@@ -13,9 +13,10 @@ import torch
 from conftest import Mlx, edit
 
 from mlx_runtime import MlxError, open_run
+from mlx_runtime.companions.hub import card
+from mlx_runtime.companions.views import report
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.hub import card
-from mlx_runtime.runs import comparison, listing, report
+from mlx_runtime.runs import comparison, listing
 
 pytestmark = pytest.mark.process
 

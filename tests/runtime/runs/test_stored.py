@@ -14,8 +14,8 @@ import torch
 import torchmetrics
 from torch import nn
 
-from mlx_runtime.data.columns import load_columns
-from mlx_runtime.data.prepared import Store
+from mlx_runtime.companions.prepared.columns import load_columns
+from mlx_runtime.companions.prepared.store import Store
 from mlx_runtime.runs.checkpoints import Checkpoints, load_into, read
 
 pytestmark = pytest.mark.pure

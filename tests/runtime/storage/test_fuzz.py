@@ -25,17 +25,17 @@ from torch import nn
 
 from mlx_runtime import BaseModule, TrainConfig, load_config, open_run
 from mlx_runtime.cli import mlx as command
-from mlx_runtime.cli.verbs.cells import Cell, placed
-from mlx_runtime.data.prepared import Manifest
+from mlx_runtime.companions.notebook.cells import Cell, placed
+from mlx_runtime.companions.prepared.store import Manifest
+from mlx_runtime.companions.sharding.shards import Shards
+from mlx_runtime.companions.sweeps import space
+from mlx_runtime.companions.sweeps.results import open_sweep
 from mlx_runtime.errors import ConfigError, MlxError, StorageError
 from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, read_description
-from mlx_runtime.runs.checkpoints.shards import Shards
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import DEPTH, Kind
 from mlx_runtime.storage.files import Storage
-from mlx_runtime.sweeps import space
-from mlx_runtime.sweeps.results import open_sweep
 
 pytestmark = pytest.mark.process
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.report import FACTS
 from mlx_runtime.storage.files import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.mlflow import MLflow

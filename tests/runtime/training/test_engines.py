@@ -27,10 +27,10 @@ import torch
 from conftest import Mlx, edit
 from faults import diary, differences, final_state, make, points, reports, run_of, wait_for
 
+from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.runs.logs import read_log
-from mlx_runtime.training import actors
 from mlx_runtime.training.engines import processes, worker
 from mlx_runtime.training.engines.base import backend_of
 from mlx_runtime.training.engines.fork_server import ForkServer

@@ -70,7 +70,7 @@ class Models:
 
 NODE = {"_target_": f"{__name__}.Models", "net": {"_target_": f"{__name__}.Net"}}
 
-PRELOAD = ["ray.train.torch", "mlx_runtime.training.strategies.sharded"]  # as test_sharding.py
+PRELOAD = ["ray.train.torch", "mlx_runtime.companions.sharding.strategy"]  # as test_sharding.py
 
 Loss = Callable[[BaseModule, torch.Tensor, dict[str, torch.Tensor]], None]
 

@@ -14,7 +14,7 @@ from mlx_runtime.storage.files import is_uri, prepared_root
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.data.prepared import Store
+    from mlx_runtime.companions.prepared.store import Store
     from mlx_runtime.runs.survey import Survey
 
 ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
@@ -41,9 +41,9 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
 def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None) -> Any:
     """Return the output of `mlx data show --json`, run as a job on the cluster."""
-    from mlx_runtime.cluster.addresses import Address
-    from mlx_runtime.cluster.dashboard import Dashboard, NoAnswerError
-    from mlx_runtime.cluster.jobs import JobSpec
+    from mlx_runtime.companions.ray.addresses import Address
+    from mlx_runtime.companions.ray.dashboard import Dashboard, NoAnswerError
+    from mlx_runtime.companions.ray.jobs import JobSpec
     from mlx_runtime.storage.uploads import Upload
 
     dashboard = Dashboard.connect(Address.parse(ray_address))
@@ -90,6 +90,6 @@ def prepared_store() -> "Store":
     storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
     if storage is None and path is None:
         raise UsageError(lookup.NO_STORAGE)
-    from mlx_runtime.data.prepared import Store
+    from mlx_runtime.companions.prepared.store import Store
 
     return Store(prepared_root(storage or "", path))

@@ -212,8 +212,8 @@ def sweep(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -
         from mlx_runtime.training.engines import local
 
         local.warm_up()
-    from mlx_runtime.sweeps import terminal
-    from mlx_runtime.sweeps.definition import Definition
+    from mlx_runtime.companions.sweeps import terminal
+    from mlx_runtime.companions.sweeps.definition import Definition
 
     terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
 

@@ -22,7 +22,7 @@ from mlx_runtime.storage.files import Storage, is_uri, joined
 from mlx_runtime.storage.leases import is_alive
 
 if TYPE_CHECKING:
-    from mlx_runtime.cluster.dashboard import Dashboard
+    from mlx_runtime.companions.ray.dashboard import Dashboard
 
 FOLLOW_S = 1.0  # interval at which the stored log of a live run is read; five times as long on an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of runs that have ended; otherwise 1: FAILED, STALE
@@ -123,8 +123,8 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
-    from mlx_runtime.cluster.addresses import Address, is_trusted, note_untrusted
-    from mlx_runtime.cluster.dashboard import Dashboard
+    from mlx_runtime.companions.ray.addresses import Address, is_trusted, note_untrusted
+    from mlx_runtime.companions.ray.dashboard import Dashboard
 
     if not is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
@@ -149,8 +149,8 @@ def open_dashboard(ray_address: str | None) -> str:
     """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
     import webbrowser
 
-    from mlx_runtime.cluster.addresses import Address
-    from mlx_runtime.cluster.dashboard import Dashboard
+    from mlx_runtime.companions.ray.addresses import Address
+    from mlx_runtime.companions.ray.dashboard import Dashboard
 
     url = Dashboard.connect(Address.parse(ray_address)).address.url
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":

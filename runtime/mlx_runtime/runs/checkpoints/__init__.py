@@ -45,8 +45,8 @@ from mlx_runtime.runs.checkpoints.groups import (
 from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read
 
 if TYPE_CHECKING:
-    from mlx_runtime.runs.checkpoints.layouts import Layouts
-    from mlx_runtime.runs.checkpoints.shards import Parts
+    from mlx_runtime.companions.sharding.layouts import Layouts
+    from mlx_runtime.companions.sharding.shards import Parts
 
 __all__ = [
     "PARTS",

@@ -33,7 +33,7 @@ from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 if TYPE_CHECKING:
-    from mlx_runtime.runs.checkpoints.shards import Parts, Shards
+    from mlx_runtime.companions.sharding.shards import Parts, Shards
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -109,7 +109,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from mlx_runtime.runs.checkpoints.shard_writer import ShardWriter, StagedPlanner, failure
+        from mlx_runtime.companions.sharding.writer import ShardWriter, StagedPlanner, failure
 
         writer, about = ShardWriter(self._storage), checkpoint
         publication = Publication(self._storage, checkpoint.name, ABOUT)
@@ -312,7 +312,7 @@ def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones."""
     if not has_stored(state):
         return state
-    from mlx_runtime.runs.checkpoints.shards import full
+    from mlx_runtime.companions.sharding.shards import full
 
     return cast("State", full(state))
 
@@ -379,7 +379,7 @@ def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | 
         content = storage.read(name, file_name)
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-        from mlx_runtime.runs.checkpoints.shards import Shards
+        from mlx_runtime.companions.sharding.shards import Shards
 
         return Shards(storage, name, content)
     except FileNotFoundError as error:

@@ -8,6 +8,6 @@ on_ray       workers placed by Ray Train, on a cluster or on a Ray embedded in t
 ENGINES = {
     "in_process": "mlx_runtime.training.engines.in_process.InProcess",
     "local": "mlx_runtime.training.engines.local.Local",
-    "ray": "mlx_runtime.training.engines.on_ray.OnRay",
+    "ray": "mlx_runtime.companions.ray.engine.OnRay",
 }
 """The classes of engines by name. `cfg.engine` names others by their import paths."""

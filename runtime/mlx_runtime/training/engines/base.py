@@ -10,7 +10,7 @@ from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event, RunInfo
 
 if TYPE_CHECKING:  # they import torch, which the fork server of spawned workers does not need
-    from mlx_runtime.data.prepared import PreparedSet
+    from mlx_runtime.companions.prepared.store import PreparedSet
     from mlx_runtime.data.sampling import Subset
     from mlx_runtime.runs.folder import RunFolder
 

@@ -37,7 +37,7 @@ class InProcess:
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
         if any(name not in job.prepared for name in stream_names(job.tree)):
-            from mlx_runtime.training.engines.ray_start import start_ray
+            from mlx_runtime.companions.ray.start import start_ray
 
             self._stack.enter_context(start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
@@ -57,7 +57,7 @@ class InProcess:
 
 
 def _enter_ray_train(job: Job) -> None:
-    from mlx_runtime.distributed.ray_private import enter_ray_train_alone, quiet_ray_train
+    from mlx_runtime.companions.ray.private import enter_ray_train_alone, quiet_ray_train
 
     enter_ray_train_alone(job.run.experiment)
     if not job.verbose:

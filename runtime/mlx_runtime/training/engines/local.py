@@ -30,10 +30,10 @@ UNWIND_S = 5.0
 EXIT_S = 10.0
 """How long a worker may take to exit after it has finished or was killed."""
 
-SHARDING = ("mlx_runtime.training.strategies.sharded",)
+SHARDING = ("mlx_runtime.companions.sharding.strategy",)
 """Modules that only the workers of sharded models import, which takes seconds."""
 
-RAY = ("mlx_runtime.distributed.ray_private",)
+RAY = ("mlx_runtime.companions.ray.private",)
 """Module that workers import once the experiment has imported Ray."""
 
 _warm_server: ForkServer | None = None

@@ -68,7 +68,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
 
 
 def _enter_ray_train(job: Job, topology: Topology) -> None:
-    from mlx_runtime.distributed.ray_private import enter_ray_train, quiet_ray_train
+    from mlx_runtime.companions.ray.private import enter_ray_train, quiet_ray_train
 
     enter_ray_train(job.run.experiment, topology.rank, topology.world_size)
     if not job.verbose:

@@ -27,7 +27,7 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
         return DDP(cfg, topology)
     if not torch.distributed.is_initialized():
         return DDP(cfg, topology, f"without workers, models are not sharded: {' and '.join(names)} has no effect")
-    from mlx_runtime.training.strategies.sharded import Sharded  # imports torch's FSDP, which takes seconds
+    from mlx_runtime.companions.sharding.strategy import Sharded  # imports torch's FSDP, which takes seconds
 
     return Sharded(cfg, topology, chosen)
 

@@ -1,0 +1,162 @@
+"""The claim of the driver that mirrors a run to a repository: the file `mirror.json`, replaced by every commit.
+
+The Hub accepts a commit only if its parent is still the latest commit, so of several drivers exactly one can replace
+the claim of another. A claim expires if its driver has not committed for `LEASE_S`.
+"""
+
+import contextlib
+import datetime
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mlx_runtime.companions.hub.repository import Head, OutdatedError, Repository
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs.folder import RUN_NAME
+from mlx_runtime.runs.records import LIVING
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.documents import COUNT, NAME, TEXT, TIME, from_json, mapping_with
+from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage.leases import is_alive, this_process
+
+FILE = "mirror.json"
+
+LEASE_S = 600
+"""Age at which the claim of a driver on another machine has expired."""
+
+REFRESH_S = LEASE_S / 2
+"""A driver that has not committed for this long refreshes its claim."""
+
+TRIES = 20
+"""Attempts to release the claim of a driver that commits at the same time."""
+
+IGNORED = (".gitattributes", "README.md")
+"""Files of a repository that was just created on the web."""
+
+_SHAPE = {
+    **dict.fromkeys(("id", "status", "driver"), TEXT),
+    "experiment": NAME,
+    "run": RUN_NAME,
+    "attempt": documents.Kind("the number of an attempt", lambda value: COUNT.fits(value) and 0 < value < 10**9),
+    **dict.fromkeys(("step", "commits"), COUNT),
+    "time": TIME,
+    "process": mapping_with(
+        {"pid": COUNT, **dict.fromkeys(("host", "boot", "pid_started"), TEXT.or_null())}, needs=("pid",)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The run that a repository holds, and the driver that committed it.
+
+    Attributes:
+        id: identifies the run on every machine, whatever its number is there.
+        attempt: number of times that a driver has started the run, on all machines.
+        step: global step of the latest checkpoint in the repository.
+        status: like that of the run, but RELEASED if a user has ended the claim.
+        driver: identifies the process that committed; another one for each attempt.
+        commits: commits of that driver so far.
+        process: where it runs.
+    """
+
+    id: str
+    experiment: str
+    run: str
+    attempt: int
+    step: int
+    status: str
+    driver: str
+    commits: int
+    time: str
+    process: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, run_id: str, experiment: str, run: str, attempt: int) -> "Claim":
+        """Return the first claim of this process."""
+        return cls(run_id, experiment, run, attempt, 0, "RUNNING", uuid.uuid4().hex, 0, documents.now(), this_process())
+
+    def next(self, **fields: Any) -> "Claim":
+        """Return the claim for the next commit."""
+        return replace(self, **fields, commits=self.commits + 1)
+
+    def content(self) -> bytes:
+        """Return the file, for a commit at this moment."""
+        return to_json(asdict(replace(self, time=documents.now()))).encode()
+
+    @property
+    def title(self) -> str:
+        return f"{self.experiment}/{self.run}"
+
+    @property
+    def host(self) -> str:
+        return str(self.process.get("host"))
+
+    @property
+    def held(self) -> bool:
+        """True while its driver may be alive: here by its process id, elsewhere for `LEASE_S` after its last commit."""
+        if self.status not in LIVING:
+            return False
+        record = {**self.process, "heartbeat": self.time}
+        ours = this_process()["boot"]
+        if ours is not None and self.process.get("boot") == ours:
+            return is_alive(record)
+        return self._age_s < LEASE_S
+
+    @property
+    def _age_s(self) -> float:
+        then = datetime.datetime.fromisoformat(self.time)
+        return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+
+    def refuse_held(self, repository: Repository) -> None:
+        """Raise a UsageError if another driver mirrors the run."""
+        if self.held:
+            left_s = max(0, LEASE_S - self._age_s)
+            raise UsageError(
+                f"{repository.address} belongs to process {self.process.get('pid')} on {self.host}, which trains "
+                f"{self.title} (attempt {self.attempt}). Stop that one; if it is gone, wait {left_s:.0f} s, or run: "
+                f"mlx xp release {repository.address}"
+            )
+
+
+def claim_of(repository: Repository, head: Head) -> Claim | None:
+    """Return the claim in a repository, or None if the repository is empty.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    content = repository.read(FILE, head.commit)
+    if content is None:
+        others = sorted(set(repository.files(head.commit)) - set(IGNORED))
+        if others:
+            raise UsageError(
+                f"{repository.address} holds something other than a run: {', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}. Name another repository, which may be empty or not exist yet"
+            )
+        return None
+    try:
+        return Claim(**{name: from_json(content, _SHAPE, needs=tuple(_SHAPE))[name] for name in _SHAPE})
+    except ValueError as error:
+        raise StorageError(f"cannot read {FILE} of {repository.address}: {error}") from error
+
+
+def release(repository: Repository) -> str:
+    """End the claim of a driver that is gone, or that is to stop. Return a line about it."""
+    repository.require_token()
+    driver = uuid.uuid4().hex
+    for _ in range(TRIES):
+        head = repository.require()
+        claim = claim_of(repository, head)
+        if claim is None:
+            raise UsageError(f"{repository.address} holds no run")
+        arrived = claim.driver == driver  # the commit, whose answer was lost
+        if not arrived and not claim.held:
+            return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
+        released = replace(claim, status="RELEASED", driver=driver)
+        with contextlib.suppress(OutdatedError):
+            if not arrived:
+                repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
+            text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
+            return f"released {repository.address}; {text}"
+    raise StorageError(f"{repository.address} gets new commits all the time; stop the run that is mirrored to it")

@@ -1,0 +1,144 @@
+"""Read a mirrored run back: its small files in a cache on this machine, and checkpoints when they are needed."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.hub.claims import FILE, Claim, claim_of
+from mlx_runtime.companions.hub.repository import Address, File, Head, Repository
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import storage_errors
+from mlx_runtime.storage.local import opened, place, size_below
+
+RECORD, CHECKPOINTS = "run.json", "checkpoints"
+CARD, WEIGHTS = "README.md", "model.safetensors"
+SWEEP_RECORD, SWEEP_PAGE = "sweep.json", "sweep.html"
+
+NOT_OF_RUN = (".gitattributes", CARD, FILE, WEIGHTS)
+"""Files of a repository that are not part of the run."""
+
+
+@dataclass(frozen=True)
+class MirroredRun:
+    """A run in a repository, as of one commit."""
+
+    repository: Repository
+    head: Head
+    claim: Claim
+
+    @classmethod
+    def find(cls, uri: str) -> "MirroredRun":
+        """Return the run in a repository.
+
+        Raises:
+            UsageError: there is no such repository or revision, or it holds no run.
+        """
+        repository = Repository(Address.parse(uri))
+        repository.require()
+        found = cls.of(repository)
+        if found is None or not found.begun:
+            raise UsageError(f"{repository.address} is empty; cfg.mirror or mlx xp push uploads a run to it")
+        return found
+
+    @classmethod
+    def of(cls, repository: Repository) -> "MirroredRun | None":
+        """Return the run in a repository, or None if the repository is empty or does not exist."""
+        head = repository.head()
+        claim = claim_of(repository, head) if head is not None else None
+        return cls(repository, head, claim) if head is not None and claim is not None else None
+
+    @property
+    def begun(self) -> bool:
+        """True if there is more than the claim of a driver."""
+        return RECORD in self.files
+
+    @property
+    def held(self) -> bool:
+        """True if a driver writes to the repository."""
+        return self.claim.held
+
+    @property
+    def uri(self) -> str:
+        return str(self.repository.address)
+
+    @property
+    def listed(self) -> RunFolder:
+        """Return the folder of the run for listings, which is not on this machine."""
+        return RunFolder(Path(*self._cache), self.uri)
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields of its run.json; raise StorageError if it is not a record."""
+        try:
+            return records.parsed(self.repository.read(RECORD, self.head.commit) or b"{}")
+        except ValueError as error:
+            raise StorageError(f"cannot read {RECORD} of {self.uri}: {error}") from error
+
+    def cached(self) -> RunFolder:
+        """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
+        self.download([path for path in self.of_run() if not path.startswith(f"{CHECKPOINTS}/") or _describes(path)])
+        return RunFolder(Path(*self._cache))
+
+    def fetch_checkpoint(self, name: str) -> None:
+        """Add everything of a checkpoint to the copy on this machine."""
+        self.download([path for path in self.of_run() if path.startswith(f"{CHECKPOINTS}/{name}/")])
+
+    def download(
+        self,
+        paths: Collection[str],
+        folder: Sequence[str] | None = None,
+        notify: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        """Copy files to a folder unless they are there. `notify` receives the number of bytes of each.
+
+        Args:
+            folder: A root, and the names of folders below it, which are created; by default, those of the cache.
+
+        Raises:
+            StorageError: the folder cannot be written, or a link leads out of it.
+        """
+        root, *parts = folder or self._cache
+        cache = Settings.read().cache
+        with self.placing(root), contextlib.ExitStack() as stack:
+            for needed in (cache, Path(root)):
+                needed.mkdir(parents=True, exist_ok=True)
+            target = stack.enter_context(opened(root, *parts, create=True))
+            fresh = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=cache)))
+            # A checkpoint is complete once it has a description, which therefore comes last.
+            for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):
+                if size_below(target, path) != self.files[path].size_bytes:
+                    place(self.repository.download(path, self.head.commit, fresh), target, path)
+                notify(self.files[path].size_bytes)
+
+    def placing(self, root: str) -> contextlib.AbstractContextManager[None]:
+        """Raise an OSError of the block, which writes to a folder below a root, as a StorageError."""
+        return storage_errors(f"cannot write {self.uri} to {root}, below which links are not followed")
+
+    def of_run(self) -> list[str]:
+        """Return the paths of all files that belong to the run folder."""
+        return [path for path in self.files if path not in NOT_OF_RUN and not f"/{path}".count("/.")]
+
+    @cached_property
+    def files(self) -> dict[str, File]:
+        """All files of the repository, by path."""
+        return self.repository.files(self.head.commit)
+
+    @property
+    def _cache(self) -> tuple[str, ...]:
+        """Return the folder of the copy on this machine, for `download`."""
+        name = self.repository.address.name.replace("/", "--")
+        root = str(Settings.read().cache / "hub")
+        return root, name, self.head.commit[:12], self.claim.experiment, self.claim.run
+
+
+def _describes(path: str) -> bool:
+    """Return True if a file describes a checkpoint, and holds nothing of its state."""
+    name = path.rpartition("/")[2]
+    return name in (ABOUT, INDEX)

@@ -1,0 +1,70 @@
+"""The mirror of a run as its extension, and as the place where its latest state may be."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_runtime.companions.hub import restoring
+from mlx_runtime.companions.hub.mirror import WITHOUT, Mirror
+from mlx_runtime.companions.hub.repository import UnreachableError
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.events import CheckpointSaved, Event, Notice
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.training.extensions import AccompaniedRun, Listener
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.request import RunConfig
+
+
+class Mirroring:
+    """Uploads the state of a run after each checkpoint and at its end; a `RunExtension`."""
+
+    def __init__(self, mirror: Mirror, timeout_s: float) -> None:
+        self._mirror, self._timeout_s = mirror, timeout_s
+
+    @contextlib.contextmanager
+    def accompany(self, run: AccompaniedRun) -> Iterator[Listener]:
+        public = " (public: everybody can read it)" if self._mirror.public else ""
+        follower = self._mirror.follow(run.record, run.stop, run.notify)
+        run.notify(Notice(f"mirror    {self._mirror.uri}{public}"))
+
+        def listener(event: Event) -> None:
+            if isinstance(event, CheckpointSaved):
+                follower.saved()
+
+        yield listener
+        if run.taken_over:
+            follower.abandon()
+        else:
+            follower.finish(self._timeout_s, interrupted=run.interrupted)
+
+
+def extension(config: RunConfig) -> Mirroring:
+    """Open the mirror of a run that is about to begin.
+
+    Raises:
+        ConfigError: the run is one of a sweep.
+        UsageError: the run cannot be mirrored to this repository.
+        UnreachableError: the Hub does not answer.
+    """
+    if config.sweep:
+        refuse_sweep(config.cfg)
+    try:
+        mirror = Mirror(str(config.cfg.mirror))
+        mirror.check(config.run)
+    except UnreachableError as error:
+        error.hint = WITHOUT
+        raise
+    return Mirroring(mirror, config.cfg.mirror_timeout_s)
+
+
+def refuse_sweep(cfg: TrainConfig) -> None:
+    """Raise a ConfigError, because only one run can be mirrored to a repository."""
+    raise ConfigError(
+        f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one when "
+        f"the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.mirror}"
+    )
+
+
+def latest(cfg: dict[str, Any], root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
+    """Return the run to continue with `cfg.resume=auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
+    return restoring.latest(str(cfg["mirror"]), root, experiment)

@@ -1,0 +1,375 @@
+"""Mirrors one run to a repository while it trains, in a thread of its driver."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.hub.claims import FILE, REFRESH_S, Claim, claim_of
+from mlx_runtime.companions.hub.contents import Staged, SweepSummary, latest_step, staged
+from mlx_runtime.companions.hub.downloads import MirroredRun
+from mlx_runtime.companions.hub.repository import Address, Head, OutdatedError, Repository, UnreachableError
+from mlx_runtime.companions.hub.screening import announcement, redactions
+from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.runs import records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.leases import heartbeat
+
+BURST, INTERVAL_S = 20, 45.0
+"""Commits that may follow each other without a pause, and the time after which another one may: at most 100 an hour,
+of the 128 that the Hub accepts."""
+
+RETRY_S = 15.0
+"""Pause after an upload that failed although every request was repeated."""
+
+POLL_S = 0.2
+"""Interval at which the end of a run notices that its wait for the mirror is interrupted from another thread."""
+
+WITHOUT = "To train without it: cfg.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
+"""What to do if the Hub does not answer."""
+
+
+class SupersededError(UsageError):
+    """Another driver has claimed the run."""
+
+
+class Allowance:
+    """Limits commits, so that a run that saves often uploads only its newest state."""
+
+    def __init__(self, burst: int = BURST, interval_s: float = INTERVAL_S) -> None:
+        self._burst, self._interval_s = burst, interval_s
+        self._left, self._counted = float(burst), time.monotonic()
+
+    def wait_s(self) -> float:
+        """Return how long the next commit has to wait."""
+        present = time.monotonic()
+        self._left = min(self._burst, self._left + (present - self._counted) / self._interval_s)
+        self._counted = present
+        return max(0.0, (1 - self._left) * self._interval_s)
+
+    def take(self) -> None:
+        self._left -= 1
+
+
+class Mirror:
+    """The mirror of a run, opened before the run begins.
+
+    Args:
+        uri: repository, like `hf://user/name`. It need not exist yet.
+        announce: called with lines that name what is uploaded, before the first upload to the repository.
+
+    Raises:
+        UsageError: the Hub refuses, or the repository holds something else.
+        UnreachableError: the Hub does not answer.
+    """
+
+    def __init__(self, uri: str, announce: Callable[[str], object] = lambda text: None) -> None:
+        self._announce = announce
+        address = Address.parse(uri)
+        if address.revision is not None:
+            raise UsageError(f"{uri} names a revision, which cannot change; write {address._replace(revision=None)}")
+        self.repository = Repository(address)
+        self.repository.require_token()
+        self._head: Head | None = self.repository.head()
+        self._found = MirroredRun.of(self.repository) if self._head is not None else None
+        if self._found is not None:
+            self._head = self._found.head
+        self.repository.require_write(self._head)
+
+    @property
+    def uri(self) -> str:
+        return str(self.repository.address)
+
+    @property
+    def public(self) -> bool:
+        """True if the repository existed, and everybody can read it."""
+        return self._head is not None and not self._head.private
+
+    def check(self, run: RunFolder | None, sweep: RunFolder | None = None) -> None:
+        """Check that this machine may mirror a run, a new one, or the best one of a sweep to the repository.
+
+        Raises:
+            UsageError: the repository holds another run, a newer state of this one, or is held by another driver.
+        """
+        if self._found is None:
+            return
+        claim = self._found.claim
+        if not self._found.begun:  # a driver died before there was anything to mirror
+            claim.refuse_held(self.repository)
+            return
+        of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
+        if run is None:
+            raise UsageError(
+                f"{of}, and this is a new run: continue that one with cfg.resume=auto, or name another repository"
+            )
+        owner = sweep or run
+        if (records.recorded(owner).get("mirror") or {}).get("id") != claim.id:
+            raise UsageError(f"{of}, which is not {owner.title} of this machine; name another repository")
+        claim.refuse_held(self.repository)
+        if sweep is None and (claim.attempt, claim.step) > (run.attempts(), latest_step(run)):
+            raise UsageError(
+                f"{of}, which is newer than {run.title} here (attempt {run.attempts()}, step {latest_step(run)}): "
+                "continue from it with cfg.resume=auto"
+            )
+
+    def claim(self, run: RunFolder, attempt: int, sweep: RunFolder | None = None) -> Claim:
+        """Become the driver that writes to the repository, which is created if there is none.
+
+        Raises:
+            SupersededError: another driver was faster.
+        """
+        claim = Claim.of(_id(sweep or run), run.experiment, run.name, attempt)
+        if self._found is not None and self._found.begun:
+            claim = claim.next(step=self._found.claim.step)
+        if self._head is None:
+            self._head = self.repository.create()
+        begun = self._found is not None and self._found.begun
+        before = self._found.claim.run if self._found is not None else run.name
+        visibility = "private" if self._head.private else "public: everybody can read it"
+        self._writer = Writer(self.repository, self._head.commit, claim, visibility, self._announce, begun=begun)
+        self._writer.replaces = before != run.name
+        self._writer.write(f"Attempt {attempt} of {run.title}", None)
+        return claim
+
+    def push(self, run: RunFolder, sweep: SweepSummary | None = None) -> tuple[Claim, int]:
+        """Upload a run that no driver trains. Return the claim, and the number of files uploaded."""
+        record = records.recorded(run)
+        claim = self.claim(run, max(1, run.attempts()), sweep.folder if sweep is not None else None)
+        with staged(run, weights=True, sweep=sweep) as state:
+            return claim, self._writer.write(_title(state, record), state, status=records.status_of(record))
+
+    def follow(
+        self, record: records.Record, stop: Callable[[str], object], notify: Callable[[Notice], object]
+    ) -> "Follower":
+        """Claim the repository, and start the thread that mirrors a run; see `Follower`."""
+        try:
+            claim = self.claim(record.folder, record["attempt"])
+        except UnreachableError as error:
+            error.hint = WITHOUT
+            raise
+        return Follower(self._writer, record, claim.id, stop, notify)
+
+
+class Writer:
+    """Commits states of a run to a repository, as long as no other driver does."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        parent: str,
+        claim: Claim,
+        visibility: str,
+        announce: Callable[[str], object],
+        *,
+        begun: bool,
+    ) -> None:
+        self._repository, self._parent, self._claim = repository, parent, claim
+        self._visibility, self.announce, self._begun = visibility, announce, begun
+        self._hidden: tuple[str, ...] = ()
+        self.replaces = False  # another run of the same sweep, which was the best one before
+        self.address = repository.address
+
+    def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
+        """Commit a state of the run, or only the claim. Return the number of files uploaded.
+
+        Raises:
+            SupersededError: another driver has committed.
+        """
+        committed, step = self._claim, self._claim.step if state is None else state.step
+        self._claim = self._claim.next(status=status, step=step)
+        while True:
+            added: dict[str, Path] = {}
+            removed: list[str] = []
+            if state is not None:
+                added, removed = state.changes(self._repository.files(self._parent), replace=self.replaces)
+                self._name(added, state.hidden)
+            with heartbeat(lambda: self._refresh(committed), REFRESH_S):
+                uploaded = self._repository.upload(added)
+            try:
+                content = {**uploaded, FILE: self._claim.content()}
+                self._parent = self._repository.commit(title, self._parent, content, removed)
+                return len(added)
+            except OutdatedError:
+                if self._arrived():
+                    return len(added)
+
+    def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
+        """Name what is uploaded before the first upload, and what was left out of any if that is new."""
+        if not self._begun:
+            title = f"{self.address} ({self._visibility})"
+            self.announce(announcement(added, hidden, title, self._repository.settings_page))
+        elif hidden and hidden != self._hidden:
+            self.announce(f"mirror    {redactions(hidden).lstrip()}")
+        self._begun, self._hidden = True, hidden
+
+    def _refresh(self, committed: Claim) -> None:
+        """Refresh the claim, which would expire during an upload that takes longer than `LEASE_S`."""
+        with contextlib.suppress(MlxError):  # `write` meets what is wrong, too
+            content = {FILE: committed.content()}
+            self._parent = self._repository.commit("Upload of a checkpoint", self._parent, content)
+
+    def _arrived(self) -> bool:
+        """Return True if the last commit has arrived, though its answer was lost; accept commits of no driver."""
+        head = self._repository.require()
+        present = claim_of(self._repository, head)
+        if present is None or present.driver != self._claim.driver:
+            who = f"attempt {present.attempt} on {present.host}" if present is not None else "somebody"
+            raise SupersededError(f"{self.address} was taken over by {who}; this driver no longer writes to it")
+        self._parent = head.commit
+        return present.commits == self._claim.commits
+
+
+class Follower:
+    """The thread that mirrors a run: after each checkpoint its newest state, and the last one at the end.
+
+    Args:
+        record: record of the run, which says whether everything is uploaded.
+        stop: called if another driver has claimed the run, with the reason.
+        notify: called with each notice for the user, also from the thread.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        record: records.Record,
+        run_id: str,
+        stop: Callable[[str], object],
+        notify: Callable[[Notice], object],
+    ) -> None:
+        self._writer, self._record, self._stop, self._notify = writer, record, stop, notify
+        self._id = run_id
+        self._changed = threading.Condition()
+        self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
+        self._done = threading.Event()
+        self._failure: str | None = None  # why nothing more is uploaded
+        self._allowance = Allowance()
+        writer.announce = lambda text: notify(Notice(text))
+        self._mark(unfinished=True)
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def saved(self) -> None:
+        """Note that there is a checkpoint. Returns immediately."""
+        with self._changed:
+            self._dirty = True
+            self._changed.notify()
+
+    def finish(self, timeout_s: float, *, interrupted: bool = False) -> None:
+        """Upload the last state, wait for that, and mark the record.
+
+        The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended;
+        with `interrupted`, there is no wait.
+        """
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+        started = time.monotonic()
+        try:
+            while not interrupted and not self._done.wait(POLL_S) and time.monotonic() - started < timeout_s:
+                pass
+        except KeyboardInterrupt:
+            interrupted = True
+        late = f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        if interrupted:
+            late = "the wait for it was interrupted"
+        if self._done.is_set() and self._failure is None:
+            self._mark(unfinished=False)
+            text = f"mirror    {self._writer.address} is complete (waited {time.monotonic() - started:.1f} s)"
+            self._notify(Notice(text))
+            return
+        run = self._record.folder
+        text = f"the upload to {self._writer.address} is unfinished: {self._failure or late}"
+        if not isinstance(self._failure, _Superseded):
+            text += f"; complete it with: mlx xp push {run.experiment} {run.name}"
+        self._notify(WarningNotice(text))
+
+    def abandon(self) -> None:
+        """Upload nothing more, because another driver owns the run folder."""
+        with self._changed:
+            self._abandoned = self._ending = True
+            self._changed.notify()
+
+    def _mark(self, *, unfinished: bool) -> None:
+        with contextlib.suppress(StorageError):
+            self._record.update(mirror={"uri": str(self._writer.address), "id": self._id, "unfinished": unfinished})
+
+    def _run(self) -> None:
+        try:
+            while not self._step():
+                pass
+        except Exception as error:
+            self._failure = short_message(error)
+            if isinstance(error, SupersededError):
+                self._failure = _Superseded(self._failure)
+                self._stop(self._failure)
+            elif not self._ending:
+                self._notify(WarningNotice(f"nothing more is mirrored: {self._failure}"))
+        finally:
+            self._done.set()
+
+    def _step(self) -> bool:
+        """Wait for something to upload, and upload it. Return True after the last state."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._dirty or self._ending, REFRESH_S)
+            dirty = self._dirty
+        if dirty:
+            self._pause(self._allowance.wait_s())
+        with self._changed:
+            last, self._dirty = self._ending, False
+            if self._abandoned:
+                return True
+        try:
+            self._upload(last=last, whole=dirty or last)
+        except (StorageError, OSError) as error:
+            if not self._trying_again:
+                text = "training continues without a mirror until the upload succeeds"
+                self._notify(WarningNotice(f"{text}: {short_message(error)}"))
+            self._trying_again = True
+            time.sleep(1)
+            self._pause(RETRY_S)
+            with self._changed:
+                self._dirty = self._dirty or dirty
+            return False
+        if self._trying_again:
+            self._notify(Notice(f"mirror    {self._writer.address} is up to date again"))
+        self._trying_again = False
+        self._allowance.take()
+        return last
+
+    def _upload(self, *, last: bool, whole: bool) -> None:
+        folder, status = self._record.folder, self._record["status"]
+        if not whole:
+            self._writer.write("Still training", None)
+        elif self._record.held:  # it never began: the repository has its state
+            self._writer.write("Not resumed", None, status="STOPPED")
+        else:
+            with staged(folder, weights=last) as state:
+                title = _title(state, records.recorded(folder))
+                self._writer.write(title, state, status=status if last else "RUNNING")
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, or until the run ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending, seconds)
+
+
+class _Superseded(str):
+    """The reason why another driver continues the run."""
+
+
+def _title(state: Staged, record: Mapping[str, Any]) -> str:
+    """Return the title of a commit."""
+    status = f" {record['status']}," if record["status"] not in records.LIVING else ""
+    return f"{record.get('experiment')}/{record.get('run')}:{status} step {state.step}"
+
+
+def _id(run: RunFolder) -> str:
+    """Return the id of a run or sweep that was mirrored before, or a new one."""
+    import uuid
+
+    with contextlib.suppress(MlxError):
+        if found := (records.recorded(run).get("mirror") or {}).get("id"):
+            return str(found)
+    return uuid.uuid4().hex

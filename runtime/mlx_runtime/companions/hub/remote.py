@@ -1,0 +1,42 @@
+"""Mirrors as runs in a repository that the rest of the package reads; see `mlx_runtime.runs.remote.RemoteReader`."""
+
+from mlx_runtime.companions.hub.downloads import CHECKPOINTS, MirroredRun
+from mlx_runtime.errors import UsageError, suggest
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder
+
+find = MirroredRun.find
+
+
+def fetched_checkpoint(uri: str) -> tuple[RunFolder, str]:
+    """Return a copy of a run on this machine, and the name of a checkpoint that the copy holds completely.
+
+    Args:
+        uri: like `hf://user/name`, which stands for its latest checkpoint, or `hf://user/name/checkpoints/epoch_0004`.
+
+    Raises:
+        UsageError: there is no such repository or checkpoint.
+    """
+    _, folder, name = _located(uri)
+    return folder, name
+
+
+def pinned_checkpoint(uri: str) -> str:
+    """Download a checkpoint of a mirrored run. Return its URI with the present commit, which all workers then read."""
+    mirrored, _, name = _located(uri)
+    pinned = mirrored.repository.address._replace(revision=mirrored.head.commit)
+    return f"{pinned}/{CHECKPOINTS}/{name}"
+
+
+def _located(uri: str) -> tuple[MirroredRun, RunFolder, str]:
+    """Find a mirrored run, its copy, and the name of a checkpoint, and download the latter."""
+    address, _, name = uri.rstrip("/").partition(f"/{CHECKPOINTS}/")
+    mirrored = MirroredRun.find(address)
+    folder = mirrored.cached()
+    known = [item.name for item in list_checkpoints(folder.checkpoints)]
+    if not known:
+        raise UsageError(f"{mirrored.uri} has no checkpoint yet")
+    if name and name not in known:
+        raise UsageError(f"{mirrored.uri} has no checkpoint {name}.{suggest(name, known)}")
+    mirrored.fetch_checkpoint(name or known[-1])
+    return mirrored, folder, name or known[-1]

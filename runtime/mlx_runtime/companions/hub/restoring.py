@@ -1,0 +1,201 @@
+"""Continue a mirrored run on this machine: find its latest state, here or in the repository, and download it if needed.
+
+The newest attempt wins, then the step. What this machine had of an older state is moved aside, never removed.
+"""
+
+import contextlib
+import datetime
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.companions.hub.contents import latest_step
+from mlx_runtime.companions.hub.downloads import CHECKPOINTS, SWEEP_RECORD, MirroredRun
+from mlx_runtime.companions.hub.repository import Address, Repository
+from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoint_index import ABOUT
+from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import Storage, is_uri, joined, size_text, to_json
+from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below
+
+DOWNLOADING = ".downloading"
+"""Folder in a run folder for files of which not all have arrived."""
+
+
+def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
+    """Return the run of a mirror on this machine, in its latest state, and lines about it for the user.
+
+    Returns no run if the repository is empty or does not exist.
+
+    Raises:
+        UsageError: the Hub refuses, the repository holds something else, or another machine trains the run.
+    """
+    repository = Repository(Address.parse(uri))
+    repository.require_token()
+    mirrored = MirroredRun.of(repository)
+    if mirrored is None:
+        return None, []
+    claim = mirrored.claim
+    if claim.experiment != experiment:
+        raise UsageError(
+            f"{uri} holds {claim.title}, which is not of cfg.name={experiment}; name another repository with cfg.mirror"
+        )
+    if SWEEP_RECORD in mirrored.files:
+        raise UsageError(
+            f"{uri} holds the best run of a sweep, which is not resumed; start a new run from its config "
+            f"(--from {uri}) or weights (cfg.restore_checkpoint_path={uri}), and another repository in cfg.mirror"
+        )
+    claim.refuse_held(repository)
+    local = _known(root, experiment, claim.id)
+    if local is None:
+        if not mirrored.begun:
+            return None, []
+        return _downloaded(mirrored, _new_folder(mirrored, root, experiment), "")
+    here, there = (local.attempts(), latest_step(local)), (claim.attempt, claim.step)
+    if here == there:
+        return local, []
+    states = f"{uri} has attempt {there[0]}, step {there[1]}; {local.title} here has attempt {here[0]}, step {here[1]}"
+    if here > there or not mirrored.begun:
+        return local, [f"mirror    {states}: continuing from here"]
+    return _downloaded(mirrored, local, f"mirror    {states}: continuing from the mirror")
+
+
+def _known(root: str, experiment: str, run_id: str) -> RunFolder | None:
+    """Return the run with this id on this machine."""
+    for run in reversed(list_runs(root, experiment)):
+        with contextlib.suppress(StorageError):
+            if (records.recorded(run).get("mirror") or {}).get("id") == run_id:
+                return run
+    return None
+
+
+def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
+    """Create a folder with the name that the run has in the mirror, or else with the next number."""
+    if is_uri(root):
+        with contextlib.suppress(UsageError):  # the name is taken
+            return claim_run(root, experiment, name=mirrored.claim.run.removeprefix(RUN))
+        return claim_run(root, experiment)
+    with mirrored.placing(root):
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with opened(root, experiment, create=True) as folder:
+            try:
+                os.mkdir(mirrored.claim.run, dir_fd=folder)
+            except FileExistsError:
+                return claim_run(root, experiment, RUN)
+    return run_folder(root, experiment, mirrored.claim.run)
+
+
+def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
+    """Download a run into its folder. Return it, and lines for the user."""
+    sizes = list[int]()
+    aside = (_placed if run.uri is None else _stored)(mirrored, run, sizes.append)
+    state = f"attempt {mirrored.claim.attempt}, step {mirrored.claim.step}, {size_text(sum(sizes))}"
+    lines = [announced] if announced else []
+    lines += [f"mirror    downloaded {run.title} from {mirrored.uri} ({state})"]
+    if aside is not None:
+        lines += [f"          what was here before is in {joined(run.location, aside)}"]
+    return run, lines
+
+
+def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
+    """Download a run to its folder on an object store. Return the name of a folder with what was there before.
+
+    The record and the attempt come last, so that the same download is repeated if this one does not reach its end.
+    """
+    storage, aside, cache = Storage(run.location), _name_aside(), Settings.read().cache
+    with mirrored.placing(run.location):
+        before = [info.path.removeprefix(f"{storage.path}/") for info in storage.below()]
+        before = [path for path in before if _is_replaceable(path)]
+        try:
+            for path in before:
+                move = storage.fs.copy_file if path == run.record.name else storage.fs.move
+                move(storage.of(path), storage.of(aside, path))
+            paths = [path for path in mirrored.of_run() if _is_replaceable(path) and path != run.record.name]
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as fresh:
+                for path in sorted(paths, key=lambda path: path.endswith(ABOUT)):
+                    file = mirrored.repository.download(path, mirrored.head.commit, Path(fresh))
+                    storage.upload(file, path)
+                    notify(file.stat().st_size)
+                    file.unlink()
+            storage.write(to_json(_moved(mirrored.record(), run, mirrored)).encode(), run.record.name)
+            storage.write(b"", attempt_name(mirrored.claim.attempt))
+        except BaseException:
+            if run.record.name not in before:  # it is a new folder
+                storage.remove_folder()
+            raise
+    return aside if before else None
+
+
+def _placed(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
+    """Do the same in a folder, whole or not at all. Links in the storage are not followed."""
+    claim, parts = mirrored.claim, (run.experiment, run.name)
+    with mirrored.placing(run.root), opened(run.root, *parts) as folder:
+        is_new = size_below(folder, run.record.name) is None
+        remove_tree(DOWNLOADING, folder)
+        try:
+            mirrored.download(mirrored.of_run(), (run.root, *parts, DOWNLOADING), notify)
+            with opened(folder, DOWNLOADING) as half:
+                record = _moved(mirrored.record(), run, mirrored)
+                create_below(half, run.record.name, io.BytesIO(to_json(record).encode()))
+                aside = _replace(half, folder, run)
+            create_below(folder, attempt_name(claim.attempt), io.BytesIO())
+        except BaseException:
+            if is_new:
+                with opened(run.root, run.experiment) as above:
+                    remove_tree(run.name, above)
+            raise
+        finally:
+            remove_tree(DOWNLOADING, folder)
+    return aside
+
+
+def _replace(half: int, folder: int, run: RunFolder) -> str | None:
+    """Move downloaded files into a run folder, and older ones aside, all or none. Return the name of their folder."""
+    with opened(half, CHECKPOINTS, create=True):
+        pass
+    name = _name_aside()
+    os.mkdir(name, dir_fd=folder)
+    with opened(folder, name) as aside:
+        new = sorted(_replaceable(half), key=lambda file: file == run.record.name)  # the record comes last
+        moves = [(file, folder, aside) for file in _replaceable(folder)] + [(file, half, folder) for file in new]
+        begun: list[tuple[str, int, int]] = []
+        try:
+            for file, before, after in moves:
+                begun.append((file, before, after))
+                os.rename(file, file, src_dir_fd=before, dst_dir_fd=after)
+        except BaseException:
+            for file, before, after in reversed(begun):
+                with contextlib.suppress(FileNotFoundError):  # the last one may not have been moved
+                    os.rename(file, file, src_dir_fd=after, dst_dir_fd=before)
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # it holds what was here before
+                os.rmdir(name, dir_fd=folder)
+        return name if os.listdir(aside) else None
+
+
+def _replaceable(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if _is_replaceable(name)]
+
+
+def _is_replaceable(path: str) -> bool:
+    return not path.startswith((".", "replaced_", "logs"))
+
+
+def _name_aside() -> str:
+    """Return the name of a new folder for what a download replaces."""
+    return f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
+
+
+def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
+    """Return a record as that of a run in another folder, which no driver trains."""
+    moved = record | {"run": run.name, "mirror": {"uri": mirrored.uri, "id": mirrored.claim.id, "unfinished": False}}
+    if record["status"] in records.LIVING:
+        moved["status"] = "STALE"
+    return records.located(moved, run)

@@ -1,0 +1,331 @@
+"""`Trainer`: functions that train on several workers, in runs like any other, and objects kept on workers."""
+
+import base64
+import inspect
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_runtime.companions.notebook.actors import Actors
+from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
+from mlx_runtime.companions.notebook.runs import RunIterator, importable
+from mlx_runtime.config.composition import override
+from mlx_runtime.config.nodes import RESERVED
+from mlx_runtime.config.signatures import convert, parameters, type_name
+from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
+from mlx_runtime.events import Event, FunctionReport, FunctionReturned
+from mlx_runtime.runs.lookup import conf_value
+from mlx_runtime.runs.reader import Run, open_run
+from mlx_runtime.runs.tables import print_table
+from mlx_runtime.settings import Settings
+from mlx_runtime.training.background import RunJob
+from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
+from mlx_runtime.training.options import TrainConfig
+
+Results = list[dict[str, float]]
+"""The reports of the workers, by rank."""
+
+OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
+"""Settings that `Trainer` determines."""
+
+MOST_VALUES = 1000
+"""Limit on the numbers and texts in a config, which is recorded, and passed on as an override."""
+
+FORMER = {
+    "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
+    "max_retries": "It is max_failures",
+}
+"""Arguments of the Trainer of Ray that this one continues, and what to write instead."""
+
+
+class FunctionRun(RunIterator[Results]):
+    """A run that was started by `Trainer.run_iterator`: an iterator of what its workers report, as a list by rank."""
+
+    def __init__(self, job: RunJob, callbacks: Sequence[Callable[[Results], object]], show: bool) -> None:
+        self._callbacks = callbacks
+        self._returned: dict[int, str] = {}
+        self._world_size = 0
+        super().__init__(job, (), show)
+
+    def items(self, event: Event) -> Iterator[Results]:
+        match event:
+            case FunctionReport(values):
+                results = [dict(item) for item in values]
+                callbacks, self._callbacks = self._callbacks, ()  # none is called again after one has failed
+                for callback in callbacks:
+                    callback(results)
+                self._callbacks = callbacks
+                yield results
+            case FunctionReturned(rank, world_size, pickled):
+                self._returned[rank], self._world_size = pickled, world_size
+
+    def is_finished(self) -> bool:
+        """Return True if the run has ended, and the loop over it has seen everything."""
+        return self._end is not None and not self._unread
+
+    def get_returns(self) -> list[Any]:
+        """Wait for the end of the run, and return what the function has returned on each worker, by rank.
+
+        Raises:
+            MlxError: the run failed, or a value cannot be unpickled here.
+            RunStopped: the run was stopped, so that there are no values.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        if self.result().status != "SUCCEEDED":
+            name = Path(self.folder).name
+            raise RunStopped(f'{self.folder} was stopped before the function returned; resume it: resume="{name}"')
+        missing = [rank for rank in range(self._world_size or 1) if rank not in self._returned]
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            text = f"{self.folder} has succeeded, but the value of rank {ranks} has not arrived"
+            raise MlxError(f"{text}; save large values with save_checkpoint")
+        values = []
+        for rank in range(self._world_size):
+            try:
+                values.append(pickle.loads(base64.b64decode(self._returned[rank])))
+            except Exception as error:  # objects raise anything
+                why = f"{type(error).__name__}: {short_message(error)}"
+                text = f"what rank {rank} returned cannot be unpickled here: {why}. Return a state_dict, not the model"
+                raise MlxError(text) from error
+        return values
+
+
+class Trainer:
+    """Calls functions of yours on several workers, or keeps an object of yours on each of them.
+
+        trainer = Trainer(num_workers=2)
+        losses = trainer.run(train_func, config={"lr": 1e-3})
+
+    Each call of `run` is a run like that of an experiment: with a folder in the storage of the working directory, a
+    record, metrics and checkpoints. Inside the function, `report`, `save_checkpoint`, `load_checkpoint`, `world_rank`,
+    `world_size` and `local_rank` of `mlx_runtime` work, and so does `torch.distributed`.
+
+    `print(trainer)` prints the resources that it uses.
+
+    Args:
+        num_workers: number of workers, 1 or more.
+        backend: `torch`, the only one.
+        settings: those of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`, `max_failures=0`,
+            `storage_path="runs"`. `name` is that of the function if it is not given.
+
+    Raises:
+        UsageError, ConfigError: there is no such setting or backend, or a value does not fit.
+    """
+
+    def __init__(self, num_workers: int = 1, *, backend: str = "torch", **settings: Any) -> None:
+        if type(num_workers) is not int or num_workers < 1:
+            cure = "for a group that grows with the cluster, add max_workers=8"
+            raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
+        if backend != "torch":
+            raise UsageError(f"backend is {backend!r}; the only one is 'torch', with torch.distributed set up")
+        known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
+        for name, value in settings.items():
+            if name not in known:
+                cure = FORMER.get(name) or suggest(name, known).lstrip()
+                raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
+            try:
+                convert(value, known[name])
+            except TypeError:
+                raise ConfigError(f"{name} is {value!r}; Trainer takes {type_name(known[name])}") from None
+        self._settings = settings
+        self._cfg = FunctionConfig(start_workers=num_workers, **settings)
+        if problems := self._cfg.out_of_range(self._cfg):
+            raise ConfigError("\n  ".join(problems))
+        self._engine, _ = engine_for(self._cfg)
+        self._latest: FunctionRun | None = None
+        self._actors: Actors | None = None
+
+    # -- functions
+
+    def run(self, function: Callable[..., Any], config: dict[str, Any] | None = None, **options: Any) -> list[Any]:
+        """Call a function on every worker, and return what it returns, by rank.
+
+        Args:
+            function: takes `config`, or nothing; defined at the top level of a module, such as the `%%mlx` cells of a
+                notebook, by whose name workers import it. Without a config, it is called with nothing if it can be.
+            config: numbers, text, None, and lists and dicts of these; recorded in the run's conf.yaml.
+            options: those of `run_iterator`.
+
+        Raises:
+            UsageError, ConfigError: the function cannot be called with this; nothing was written.
+            MlxError: it raised an exception on a worker, or returned something that cannot be pickled.
+            RunStopped: the run was stopped.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        return self.run_iterator(function, config, **options).get_returns()
+
+    def run_iterator(
+        self,
+        function: Callable[..., Any],
+        config: dict[str, Any] | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        resume: str | None = None,
+        show: bool = True,
+    ) -> FunctionRun:
+        """Call a function on every worker, and return an iterator of what they report meanwhile.
+
+            for results in (running := trainer.run_iterator(train_func)):
+                print(results[0]["loss"])
+            values = running.get_returns()
+
+        Args:
+            function: the same as for `run`.
+            config: the same as for `run`.
+            callbacks: called here with each list of results: functions, or objects with `handle_result(results)`.
+            checkpoint: what `load_checkpoint` returns in the new run: a dict of numbers and text, or the path or URI
+                of a stored checkpoint.
+            resume: run of this function to resume: `latest`, or its name, where values that `config` lacks stay as they
+                were; `auto` for the latest if there is one, with this config, and a new one otherwise.
+            show: the same as for `mlx_runtime.run`.
+        """
+        if not inspect.isfunction(function):
+            raise UsageError(f"{function!r} is not a function; write one that takes config, or nothing")
+        path = ".".join(importable(function))
+        try:
+            takes = takes_config(function, config)
+        except TypeError:
+            text = f"{path}{inspect.signature(function)} takes other arguments than config; put values into config"
+            raise UsageError(text) from None
+        if config is not None and not isinstance(config, dict):
+            raise UsageError(f"config is {config!r:.60}; it takes a dict, like {{'lr': 0.1}}")
+        if (count := sum(1 for _ in _leaves(config))) > MOST_VALUES:
+            text = f"config has {count:,} values, and {MOST_VALUES:,} is the maximum"
+            raise UsageError(f"{text}: put data into a file, and its path into config")
+        if config and not takes:
+            raise UsageError(f"{path} takes nothing, so it cannot be called with a config; write {path}(config)")
+        values = {"name": function.__name__, "start_workers": self._cfg.start_workers} | self._settings
+        values |= {"function": path, "config": config or {}}
+        if Settings.read().storage is None and (storage := conf_value("cfg.storage_path")) is not None:
+            values.setdefault("storage_path", storage)
+        if isinstance(checkpoint, str | Path):
+            values["restore_checkpoint_path"] = str(checkpoint)
+        elif checkpoint is not None and not isinstance(checkpoint, Mapping):
+            raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
+        elif checkpoint is not None:
+            values["checkpoint"] = dict(checkpoint)
+        overrides = [override(f"cfg.{name}", value) for name, value in values.items()]
+        if resume is not None:
+            overrides.append(f"--resume={resume}" if resume != "auto" else "cfg.resume=auto")
+        if not isinstance(callbacks, Sequence):
+            raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
+        called = [_handler(item) for item in callbacks]
+        adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
+        self._latest = FunctionRun(RunJob(*adapter, tuple(overrides), tuple(sys.orig_argv), path), called, show)
+        return self._latest
+
+    @property
+    def latest_run(self) -> Run:
+        """The stored run that was started last, as `open_run` returns it.
+
+        Raises:
+            UsageError: none was started.
+        """
+        if self._latest is None:
+            raise UsageError("this Trainer has not run a function yet")
+        return open_run(self._latest.folder)
+
+    @property
+    def latest_checkpoint_path(self) -> str | None:
+        """Path or URI of the newest checkpoint of the latest run, or None."""
+        latest = self.latest_run.record.get("latest")
+        return None if latest is None else str(latest["path"])
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The values that the newest checkpoint of the latest run was saved with, or None."""
+        run = self.latest_run
+        return run.state()["own"]["saved"] if run.record.get("latest") is not None else None
+
+    # -- objects
+
+    def start(self, cls: type | None = None, *args: Any, **kwargs: Any) -> None:
+        """Create an object on every worker, which stays there until `shutdown`. Needs the engine `ray`.
+
+        The workers are actors of Ray in one placement group; `torch.distributed` is set up, and `world_rank` works.
+        Without a class, this does nothing: runs start their own workers.
+
+        Args:
+            cls: class to construct, with the other arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Raises:
+            UsageError: the engine is `local`, or this is not a class.
+            ClusterError: Ray does not start, or has no room.
+            WorkerLoopError: the constructor raised an exception.
+        """
+        if cls is None:
+            return
+        if not isinstance(cls, type):
+            raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
+        if self._cfg.engine == "local":
+            raise UsageError(f"workers of the engine local do not keep a {cls.__name__}; use Trainer(engine='ray')")
+        self.shutdown()
+        self._actors = Actors(self._cfg, cls, args, kwargs)
+
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(object, ...)` on every worker with the object that `start` created; return values by rank.
+
+        Raises:
+            UsageError: `start` was not called with a class.
+            WorkerLoopError: the function raised an exception. If other workers do not finish within five seconds after
+                that, because they wait for it, all are shut down.
+        """
+        return self._started("execute").call(function, args, kwargs)
+
+    def execute_single(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do the same on rank 0 only, and return its value."""
+        return self._started("execute_single").call(function, args, kwargs, single=True)[0]
+
+    def shutdown(self) -> None:
+        """End the workers that `start` has created, and Ray if it was started for them."""
+        if self._actors is not None:
+            self._actors.close()
+        self._actors = None
+
+    def _started(self, name: str) -> Actors:
+        if self._actors is None or self._actors.closed:
+            raise UsageError(f"{name} needs the objects of start(cls, ...), which was not called or is shut down")
+        return self._actors
+
+    def __str__(self) -> str:
+        cfg, cpus, gpus, where = self._cfg, float(os.cpu_count() or 1), float(torch.cuda.device_count()), "this machine"
+        ray, embedded = sys.modules.get("ray"), self._actors is not None and JOB_FLAG not in os.environ
+        if self._engine == "ray" and ray is not None and ray.is_initialized() and not embedded:
+            total = ray.cluster_resources()
+            cpus, gpus, where = total.get("CPU", 0), total.get("GPU", 0), "the cluster"
+        used = {"CPUs": (cfg.cpus_per_worker, cpus), "GPUs": (int(uses_gpus(cfg, gpus)), gpus)}
+        workers = f"{cfg.start_workers} worker{'s' * (cfg.start_workers != 1)}"
+        rows = [
+            {"": name, "per worker": f"{each}", workers: f"{each * cfg.start_workers}", where: f"{there:g}"}
+            for name, (each, there) in used.items()
+        ]
+        table = io.StringIO()
+        print_table(rows, table)
+        return f"Trainer with {workers}, engine {self._engine}, backend torch\n{table.getvalue()}".rstrip()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the numbers and texts in a config. Refuse keys that would make something else of it."""
+    if not isinstance(value, dict | list | tuple):
+        yield value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in RESERVED:
+            raise UsageError(f"config has the key {key!r}, which names an object in conf.yaml; rename it")
+        yield from _leaves(item)
+
+
+def _handler(callback: Any) -> Callable[[Results], object]:
+    handle = getattr(callback, "handle_result", callback)
+    if isinstance(callback, type) or not callable(handle):
+        raise UsageError(f"callbacks takes functions, or objects with handle_result(results), not {callback!r:.60}")
+    return handle  # type: ignore[no-any-return]

@@ -1,0 +1,278 @@
+"""A run from Python: an iterator of its epochs while it trains, in a notebook or a script."""
+
+import contextlib
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from typing import Any, Generic, TypeVar
+
+from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
+from mlx_runtime.config.projects import AN_EXPERIMENT
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
+from mlx_runtime.runs.reader import Run, open_run
+from mlx_runtime.tracking.console import Display
+from mlx_runtime.training.background import RunJob, work
+from mlx_runtime.training.engines.processes import exit_reason
+from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.warm_server import warm_server
+
+Listener = Callable[[Event], None]
+
+Item = TypeVar("Item")
+
+POLL_S = 0.5
+"""Interval at which the process of a run is checked for being alive."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch that has ended.
+
+    Attributes:
+        epoch: number, from 0.
+        epochs: expected in total.
+        metrics: value of each metric that was recorded in it, like `{"val/accuracy": 0.97}`.
+        seconds: duration.
+        folder: path or URI of the run.
+        checkpoint: path or URI of the newest complete checkpoint, or None. It may be that of an earlier epoch, because
+            checkpoints are stored in the background.
+    """
+
+    epoch: int
+    epochs: int
+    metrics: Mapping[str, float]
+    seconds: float
+    folder: str
+    checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a run.
+
+    Attributes:
+        status: `SUCCEEDED`, `STOPPED` or `PRUNED`.
+        run: the stored run, as `open_run` returns it; None if nothing of it is kept, as after `--fast-dev-run`.
+        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, with its `step` within an epoch; or None.
+    """
+
+    status: str
+    run: Run | None
+    metrics: Mapping[str, float]
+    best: Mapping[str, Any] | None
+
+
+def run(
+    experiment: type[BaseModule],
+    overrides: Sequence[str] = (),
+    *,
+    listeners: Sequence[Listener] = (),
+    show: bool = True,
+) -> "Training":
+    """Train an experiment like `mlx train run`, and return an iterator of its epochs.
+
+        for epoch in run(Experiment, ["cfg.num_epochs=5"]):
+            print(epoch.epoch, epoch.metrics["val/accuracy"])
+
+    The run trains in processes of its own, whatever this one does meanwhile. They import the experiment anew, so they
+    see what its files contain now. The first run starts them; later ones start faster while the environment variables,
+    `sys.path` and the working directory, which is that of the experiment, stay the same.
+
+    In a script, call this below `if __name__ == "__main__"`.
+
+    Args:
+        experiment: class to train: the one in `src/experiment.py` with its conf.yaml, or one of another module, such as
+            `%%mlx` cells of a notebook, with the defaults of its code.
+        overrides: Hydra's overrides, and options like `--resume=run_003` and `--fast-dev-run`.
+        listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
+        show: print what workers of the local engine print, and warnings. In a notebook, draw a table and a curve, too.
+
+    Raises:
+        UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
+    """
+    words = listed(overrides)
+    module, name = importable(experiment)
+    if module == AN_EXPERIMENT.module:
+        AN_EXPERIMENT.folder()
+    return Training(RunJob(module, name, words, tuple(sys.orig_argv)), listeners, show)
+
+
+def listed(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides, or raise a UsageError if they are a single string."""
+    if isinstance(overrides, str):
+        raise UsageError(f"overrides is the string {overrides!r}; write a list: [{overrides!r}]")
+    return tuple(overrides)
+
+
+def importable(thing: Any) -> tuple[str, str]:
+    """Return the module of a class or function and its name in there, by which workers import it.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if not isinstance(thing, type) and not inspect.isfunction(thing):
+        raise UsageError(f"{thing!r:.60} is neither a class nor a function")
+    module, name = thing.__module__, thing.__qualname__
+    if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
+        cure = 'in a notebook, call it in a cell without %%mlx; elsewhere, below if __name__ == "__main__"'
+        raise UsageError(f"{module} starts a run while it is imported, as workers would do again; {cure}")
+    if module == "__main__":
+        where, cure = "a script", "move it to a file in src/"
+        if in_notebook():
+            where, cure = "cells without %%mlx", "add %%mlx to its cell, after %load_ext mlx_runtime"
+        raise UsageError(f"workers cannot import {name} from {where}; {cure}")
+    if not name.isidentifier():
+        raise UsageError(f"workers cannot import {module}.{name}; define it at the top level of a module")
+    return module, name
+
+
+class RunIterator(Generic[Item]):
+    """A run in processes of its own. Iterating over it follows the run; leaving the loop early stops the run.
+
+    Stopped runs save a checkpoint and are marked STOPPED, as after Ctrl-C. A second interrupt does not wait for the
+    checkpoint, and a third kills the processes.
+    """
+
+    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool) -> None:
+        self._listeners = list(listeners)
+        if show:
+            self._listeners.append((CellDisplay() if in_notebook() else Display(sys.stdout, quiet=True)).handle)
+        self._unread: deque[Item] = deque()
+        self._info: RunInfo | None = None
+        self._end: RunEnded | None = None
+        self._server = warm_server(job.title)
+        self._number, self._process = self._server.start(partial(work, job))
+        try:
+            while self._info is None and self._end is None:
+                self._receive()
+        except BaseException:
+            self._server.kill(self._number)
+            self._server.release(self._number)
+            raise
+        if self._info is None and self._end is not None:
+            raise _noted(self._end.error or MlxError("the run ended before it began"))
+
+    @property
+    def folder(self) -> str:
+        """Path or URI of the run."""
+        assert self._info is not None, "it has started"
+        return self._info.place
+
+    @property
+    def status(self) -> str:
+        """`RUNNING` until the end of the run has been received."""
+        return self._end.status if self._end is not None else "RUNNING"
+
+    def items(self, event: Event) -> Iterator[Item]:
+        """Yield what the loop over the run gets for an event."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield what the run reports, when it does.
+
+        Raises:
+            MlxError: the run failed.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        try:
+            while self._unread or self._end is None:
+                if self._unread:
+                    yield self._unread.popleft()
+                else:
+                    self._receive()
+        except BaseException as error:  # also of a listener, and GeneratorExit after `break`
+            self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
+            raise
+        if self._end.error is not None and self._end.status == "FAILED":
+            raise _noted(self._end.error)
+
+    def result(self) -> Outcome:
+        """Wait for the end of the run, and return how it ended.
+
+        Raises:
+            MlxError: the run failed.
+            KeyboardInterrupt: it was interrupted here, and has stopped.
+        """
+        deque(self, maxlen=0)
+        assert self._end is not None, "it has ended"
+        with contextlib.suppress(UsageError):  # nothing of it was kept
+            return Outcome(self._end.status, open_run(self.folder), self._end.metrics, self._end.best)
+        return Outcome(self._end.status, None, self._end.metrics, self._end.best)
+
+    def stop(self, reason: str = "stop()") -> None:
+        """Stop the run with a checkpoint, and wait until it has ended."""
+        self._process.ask(reason)
+        for last_resort in (False, True):
+            try:
+                return self._wait()
+            except KeyboardInterrupt:
+                if last_resort:
+                    self._server.kill(self._number)
+                else:
+                    self._process.ask("Ctrl-C", again=True)
+        self._wait()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.folder}, {self.status}>"
+
+    def _wait(self) -> None:
+        while self._end is None:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Wait for events, and handle them."""
+        connection.wait([self._process.events], POLL_S)
+        lost: MlxError | None = None
+        try:
+            code = self._server.exit_code(self._number)  # before the events, all of which were sent earlier
+            if code is not None:
+                lost = MlxError(f"the process of the run {exit_reason(code)}")
+        except MlxError as error:
+            lost = error
+        for event in self._process.read():
+            self._handle(event)
+        ended = self._process.ended or (RunEnded("FAILED", {}, error=lost) if lost is not None else None)
+        if ended is not None:
+            self._process.events.close()
+            self._server.release(self._number)
+            self._end = ended
+            self._handle(ended)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._info = event.run
+        self._unread.extend(self.items(event))
+        for listener in list(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                self._listeners.remove(listener)  # it would fail again during `stop`, which waits for the end
+                raise
+
+
+def _noted(error: BaseException) -> BaseException:
+    """Add its hint to what Python prints of an error."""
+    if hint := getattr(error, "hint", ""):
+        vars(error)["__notes__"] = [hint]
+    return error
+
+
+class Training(RunIterator[Epoch]):
+    """A run that was started by `run`: an iterator of its epochs."""
+
+    _last_epoch = -1
+    _checkpoint: str | None = None
+
+    def items(self, event: Event) -> Iterator[Epoch]:
+        match event:
+            case CheckpointSaved(path=path):
+                self._checkpoint = path
+            case EpochEnded(epoch, epochs, values, seconds) if epoch != self._last_epoch:
+                self._last_epoch = epoch
+                yield Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint)

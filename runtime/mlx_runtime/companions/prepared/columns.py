@@ -1,0 +1,199 @@
+"""Columns of prepared datasets: written block by block, mapped into memory, read in batches.
+
+From an object store, workers first copy the files to a folder on their machine.
+"""
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_runtime.companions.prepared.store import MANIFEST, Manifest, PreparedSet, Store
+from mlx_runtime.data.batches import Batch, as_numpy, device_copies, dtype_name
+from mlx_runtime.data.read_ahead import read_ahead
+from mlx_runtime.data.sampling import WorkerPass
+from mlx_runtime.errors import StorageError
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import storage_errors
+from mlx_runtime.storage.local import locked
+from mlx_runtime.storage.publishing import Publication, recover
+
+CHUNK_BYTES = 1 << 20
+"""Bytes gathered at once: many small batches then need only one gather, and a chunk still fits in a cache."""
+
+
+class ColumnWriter:
+    """Writes a prepared dataset, block after block of rows in order, as a context manager.
+
+    The dataset cannot be found before `commit`, and is removed if that is never called. Each writer of a dataset has
+    its own files; the first to commit wins. Methods raise StorageError if the storage refuses an operation.
+
+    Args:
+        store: Store to write to.
+        name: Folder of the dataset.
+        rows: Total number of rows.
+        like: A batch of any length: names, types and shapes of the columns.
+        dataset: Class path, for the manifest.
+        arguments: Arguments of the dataset's constructor, for the manifest.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rows: int, like: Batch, *, dataset: str, arguments: Mapping[str, Any]
+    ) -> None:
+        self._store, self._like = store, like
+        self._publication = Publication(store.storage, name, MANIFEST, in_place=True)
+        columns = {
+            column: (f"{self._publication.id}-{index}.npy", dtype_name(tensor), tuple(tensor.shape[1:]))
+            for index, (column, tensor) in enumerate(like.items())
+        }
+        self._manifest = Manifest(name, rows, 0, columns, dataset, dict(arguments), "")
+        self._problem = f"cannot write a prepared dataset to {store.root}"
+        self._streams: dict[str, Any] = {}
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> "ColumnWriter":
+        with contextlib.ExitStack() as stack, storage_errors(self._problem):
+            stack.callback(self._remove_if_empty)
+            stack.enter_context(self._publication)
+            stack.enter_context(self._store.used(self._manifest.name))
+            stack.callback(self._close_quietly)
+            for column, (file, _, shape) in self._manifest.columns.items():
+                stream = self._streams[column] = self._publication.create(file)
+                dtype = np.lib.format.dtype_to_descr(as_numpy(self._like[column]).dtype)
+                header = {"descr": dtype, "fortran_order": False, "shape": (self._manifest.rows, *shape)}
+                np.lib.format.write_array_header_1_0(stream, header)
+            self._exit = stack.pop_all()
+        return self
+
+    def write(self, block: Mapping[str, Any]) -> None:
+        """Append rows: their bytes by column, in C order."""
+        with storage_errors(self._problem):
+            for column, data in block.items():
+                self._streams[column].write(data)
+
+    def commit(self, created: str) -> Manifest:
+        """Make the dataset findable. Return its description, or that of a writer that was faster."""
+        with storage_errors(self._problem):
+            size_bytes = sum(stream.tell() for stream in self._streams.values())
+            for stream in self._streams.values():
+                stream.close()
+            manifest = dataclasses.replace(self._manifest, size_bytes=size_bytes, created=created)
+            if not self._publication.commit_first(manifest.text().encode()):
+                present = self._store.find(manifest.name)
+                if present is not None:
+                    return present
+                self._publication.commit(manifest.text().encode())  # files of the previous attempt are damaged
+        return manifest
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _remove_if_empty(self) -> None:
+        storage, name = self._store.storage, self._manifest.name
+        with contextlib.suppress(OSError):
+            if storage.local:
+                Path(storage.of(name)).rmdir()  # fails if another process has begun to fill it
+            elif not storage.names(name):
+                storage.remove_folder(name)
+
+    def _close_quietly(self) -> None:
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):
+                stream.close()
+
+
+class PreparedReader:
+    """Reads a prepared dataset. Batches of one chunk share its memory without overlapping, until all are freed."""
+
+    window_rows = 1
+    advice = None
+
+    def __init__(self, prepared: PreparedSet, device: torch.device) -> None:
+        self._prepared, self._device = prepared, device
+
+    def rows(self) -> int:
+        return self._prepared.manifest.rows
+
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        columns, sizes = self._columns, part.sizes
+        row_bytes = sum(column[0].numel() * column.element_size() for column in columns.values())
+        per_chunk = max(1, CHUNK_BYTES // max(1, row_bytes * max(sizes, default=1)))
+        groups = [sizes[first : first + per_chunk] for first in range(0, len(sizes), per_chunk)]
+        chunks, on_gpu = self._chunks(part.rows(), groups), self._device.type == "cuda"
+        if prefetch:
+            chunks = read_ahead(chunks, math.ceil(prefetch / per_chunk), pin_memory=on_gpu)
+        for group, chunk in zip(groups, chunks, strict=True):
+            moved = device_copies(self._device)(chunk) if on_gpu else chunk
+            parts = [torch.split(column, group) for column in moved.values()]
+            for batch in zip(*parts, strict=True):
+                yield dict(zip(columns, batch, strict=True))
+
+    def _chunks(self, rows: torch.Tensor, groups: list[list[int]]) -> Iterator[Batch]:
+        """Yield the rows of each group of batches, for a GPU in pinned memory."""
+        for of_chunk in torch.split(rows, [sum(group) for group in groups]):
+            yield {name: self._gathered(column, of_chunk) for name, column in self._columns.items()}
+
+    @cached_property
+    def _columns(self) -> dict[str, torch.Tensor]:
+        cache = Settings.read().cache / "prepared"
+        store, max_bytes = Store(self._prepared.root), self._prepared.cache_bytes
+        return load_columns(store, self._prepared.manifest, cache, max_bytes=max_bytes)
+
+    def _gathered(self, column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return column.index_select(0, rows)
+        pinned = torch.empty((len(rows), *column.shape[1:]), dtype=column.dtype, pin_memory=True)
+        torch.index_select(column, 0, rows, out=pinned)
+        return pinned
+
+
+def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: float) -> dict[str, torch.Tensor]:
+    """Return the columns of a prepared dataset, {name: (rows, ...)}, mapped into memory; do not write to them.
+
+    From an object store, they are copied to `cache`, which keeps at most `max_bytes`.
+    """
+    try:
+        if store.storage.local:
+            return _mapped(Path(store.storage.of(manifest.name)), manifest)
+        return _copied(store, manifest, cache, max_bytes)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # of numpy and torch, if a file is something else
+        raise StorageError(
+            f"the prepared dataset {manifest.name} in {store.root} cannot be read: {error}. "
+            "Is it visible from every node? --no-prepared reads samples instead"
+        ) from error
+
+
+def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
+    """Return the columns of a copy on this machine; if several processes ask, one fetches it while the others wait."""
+    cache.mkdir(parents=True, exist_ok=True)
+    copies = Store(str(cache))
+    with locked(cache / f".{manifest.name}.lock"):
+        if copies.find(manifest.name) == manifest:
+            copies.note_use(manifest.name)
+        else:
+            recover(copies.storage, manifest.name)
+            copies.clean(max_age_s=float("inf"), max_bytes=max(0.0, max_bytes - manifest.size_bytes))
+            with Publication(copies.storage, manifest.name, MANIFEST) as publication:
+                for file, _, _ in manifest.columns.values():
+                    store.storage.download(cache / publication.folder / file, manifest.name, file)
+                publication.commit(manifest.text().encode())
+        return _mapped(cache / manifest.name, manifest)  # mapped files stay readable if somebody removes them
+
+
+def _mapped(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    columns = {}
+    for name, (file, dtype, _) in manifest.columns.items():
+        if not isinstance(kind := getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{name} is of the unknown type {dtype!r:.40}")
+        mapped = np.load(folder / file, mmap_mode="r")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the array is not writable
+            columns[name] = torch.from_numpy(mapped).view(kind)
+    return columns

@@ -1,0 +1,102 @@
+"""Prepared datasets of a run: which to read, which to make first, and marks that keep others from removing them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mlx_runtime.companions.prepared import preparation
+from mlx_runtime.companions.prepared.fingerprints import Candidate
+from mlx_runtime.companions.prepared.store import PreparedSet, Store
+from mlx_runtime.companions.ray.start import start_ray
+from mlx_runtime.companions.sweeps.folds import with_held_out
+from mlx_runtime.config.building import declare_group
+from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.config.targets import path_of
+from mlx_runtime.data.definitions import dataset_nodes, stream_names
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.events import Event, Notice, PreparationProgress
+from mlx_runtime.training.request import RunConfig
+
+
+def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
+    """Return the prepared datasets to read instead of samples, and make them first if `cfg.prepared` is `make`.
+
+    Raises:
+        DatasetError: a dataset cannot be prepared.
+        StorageError: the store cannot be written.
+    """
+    cfg = config.cfg
+    if cfg.prepared == "never":
+        return {}
+    if cfg.prepared == "auto":
+        sets = _find(config, project, lambda text: emit(Notice(text)))
+    else:
+        sets = _make(config, project, emit)
+    return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in sets.items()}
+
+
+def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
+    """Return the names of the streams of Ray Data that have to be read as such.
+
+    Calls `ray_needed`, which must start Ray unless it runs, before rows are read to compare them with prepared ones.
+    """
+    streams = stream_names(config.tree)
+    if not streams or config.cfg.prepared == "never":
+        return streams
+    prepared = _find(config, project, lambda _: None, ray_needed)
+    return [name for name in streams if name not in prepared]
+
+
+def _find(
+    config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object] = lambda: None
+) -> dict[str, PreparedSet]:
+    """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
+    candidates, _ = _preparable(config, project)
+    return preparation.find(candidates, config.prepared_root, notify, ray_needed)
+
+
+@contextlib.contextmanager
+def mark_used(item: PreparedSet) -> Iterator[bool]:
+    """Keep others from removing a prepared dataset within the block. Yields False if it has just been removed."""
+    store = Store(item.root)
+    with store.used(item.manifest.name):
+        yield store.find(item.manifest.name) is not None
+
+
+def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
+    cfg, root = config.cfg, config.prepared_root
+    candidates, left_out = _preparable(config, project)
+    for name in left_out:
+        emit(Notice(f"datasets.{name} is not prepared: the constructor of Datasets replaces it"))
+    sets = preparation.make(
+        candidates,
+        root,
+        tell=lambda text: emit(Notice(text)),
+        progress=lambda name, done, rows: emit(PreparationProgress(name, done, rows)),
+        cluster=lambda: start_ray(cfg),
+    )
+    keep = [item.manifest.name for item in sets.values()]
+    limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
+    for removed in Store(root).clean(**limits, keep=keep):
+        size = f"{removed.size_bytes / 1e6:,.1f} MB"
+        emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))
+    return sets
+
+
+def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list[str]]:
+    """Return the datasets of a config that can be prepared, and the names of the others.
+
+    The constructor of `Datasets` may replace the datasets of conf.yaml with others.
+    """
+    tree, all_shown = (with_held_out(one, config.cfg.fold) for one in (config.tree, config.shown))
+    nodes, shown = dataset_nodes(tree), all_shown.get("datasets", {})
+    try:
+        group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}
+    except (ConfigError, TypeError):
+        group = {}  # its constructor reads them
+    held = {name: group.get(name) for name in nodes}
+    classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
+    kept = {name: node for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]}
+    candidates = [Candidate(name, node, shown.get(name, node), config.cfg.seed, project) for name, node in kept.items()]
+    return candidates, [name for name in nodes if name not in kept]

@@ -1,0 +1,247 @@
+"""Names of prepared datasets: digests of everything that determines their content.
+
+That is the dataset's class and arguments, the code it is made of, its number of rows, and a few of its rows as they are
+read today. So a prepared dataset is never used once the code, the arguments or the data have changed.
+"""
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import IterableDataset
+
+from mlx_runtime.companions.prepared.store import Manifest
+from mlx_runtime.companions.ray.streams import make_dataset, stream_of
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, dtype_name, rows_of
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS
+from mlx_runtime.errors import DatasetError
+
+Schema = dict[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of one row, by column."""
+
+
+@dataclass
+class Candidate:
+    """A dataset that may be prepared.
+
+    The names of its prepared datasets start with `prefix`: its class, and a digest of its code and arguments. The
+    manifest shows `arguments`, those of its constructor without secrets.
+    """
+
+    name: str  # in `Datasets`
+    node: Mapping[str, Any]  # in conf.yaml
+    shown: Mapping[str, Any]  # the node without secrets
+    seed: int
+    project: Path  # folder of the experiment, whose code is followed
+
+    def __post_init__(self) -> None:
+        self.cls: type = object_at(self.node["_target_"])
+        arguments, self.arguments = (
+            {key: value for key, value in node.items() if key not in ("_target_", *LOADER_ARGUMENTS)}
+            for node in (self.node, self.shown)
+        )
+        content = [self.node["_target_"], json.dumps(arguments, sort_keys=True), *_code_of(self.cls, self.project)]
+        self.prefix = f"{self.cls.__name__}-{digest(content)}"
+
+    @property
+    def refusal(self) -> str | None:
+        """Why this dataset is never prepared, or None if it may be."""
+        if getattr(self.cls, "prepare", True) is False:
+            return f"{self.cls.__name__}.prepare is False"
+        if hasattr(self.cls, "to_reader"):
+            return f"{self.cls.__name__} has a reader of its own"
+        if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):
+            return f"{self.cls.__name__} is a stream"
+        return None
+
+    @property
+    def streamed(self) -> bool:
+        """True if Ray Data reads the rows."""
+        return hasattr(self.cls, "to_ray")
+
+    def make(self) -> Any:
+        return make_dataset(self.node, self.name, self.seed, self.project)
+
+    def describes(self, manifest: Manifest) -> bool:
+        """Return True if a prepared dataset has this class and these arguments, whatever its code."""
+        arguments = json.loads(json.dumps(self.arguments, default=str))
+        return (manifest.dataset, manifest.arguments) == (self.node["_target_"], arguments)
+
+    def full_name(self, dataset: Any) -> str:
+        """Return the name of the prepared dataset that fits a dataset. Raises DatasetError if there can be none."""
+        content: list[Any]
+        if self.streamed:
+            stream = stream_of(dataset, self.name)
+            content = [stream.schema(), *map(_file_facts, sorted(stream.input_files()))]
+            for row in stream.take(8):
+                content += [numpy.asarray(row[key]).tobytes() for key in sorted(row)]
+        else:
+            rows = rows_of(dataset, self.name)
+            if rows == 0:
+                raise DatasetError(f"datasets.{self.name} has no rows")
+            content = [rows, *_files_in(self.arguments)]
+            first = isinstance(dataset, IterableDataset)
+            sample = self.first_rows(dataset) if first else self.sample(dataset, some_rows(rows))
+            for key, column in sample.items():
+                content += [key, dtype_name(column), tuple(column.shape), as_numpy(column).tobytes()]
+        return f"{self.prefix}-{digest(content)}"
+
+    def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
+        """Return a few rows, stacked one at a time, as a batch. DatasetError if they differ or are not tensors."""
+        reader = BatchReader(dataset, self.name)
+        return self._joined(rows, [reader.read([row]) for row in rows])
+
+    def first_rows(self, dataset: Any, count: int = 8) -> Batch:
+        """Like `sample`, the first rows of an `IterableDataset`."""
+        reader = BatchReader(dataset, self.name)
+        batches = [reader.stack([row], [number]) for number, row in enumerate(islice(dataset, count))]
+        if not batches:
+            raise DatasetError(f"datasets.{self.name} has no rows")
+        return self._joined(range(len(batches)), batches)
+
+    def _joined(self, rows: Sequence[int], batches: Sequence[Batch]) -> Batch:
+        schema = self.tensors(batches[0])
+        for row, batch in zip(rows, batches, strict=True):
+            self.check_schema(schema, schema_of(batch), str(row))
+        return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+    def tensors(self, batch: Batch) -> Schema:
+        """Return the schema of a batch. DatasetError if something in it is not a tensor."""
+        for key, value in batch.items():
+            if not isinstance(value, torch.Tensor):
+                problem = f"{key!r} is a {type(value).__name__}, and only tensors are stored"
+                raise self.error(problem, "Leave it out of ray_map_batches")
+        return schema_of(batch)
+
+    def check_schema(self, expected: Schema, schema: Schema, rows: str) -> None:
+        if schema != expected:
+            raise self.error(
+                f"row 0 is {shown_schema(expected)}, row {rows} is {shown_schema(schema)}",
+                "Make them match in ray_map_batches",
+            )
+
+    def error(self, problem: str, hint: str = "") -> DatasetError:
+        switch = f"prepare = False in {self.cls.__name__}"
+        cure = f"{hint}, or set {switch}" if hint else f"Set {switch}, so that its samples are read every time"
+        return DatasetError(f"datasets.{self.name} cannot be prepared: {problem}. {cure}")
+
+
+def some_rows(rows: int, count: int = 8) -> list[int]:
+    """Return the numbers of some rows from the first to the last."""
+    return sorted({round(index * (rows - 1) / (count - 1)) for index in range(count)})
+
+
+def schema_of(batch: Batch) -> Schema:
+    return {
+        key: (dtype_name(column), tuple(column.shape[1:]))
+        if isinstance(column, torch.Tensor)
+        else (type(column).__name__, ())
+        for key, column in batch.items()
+    }
+
+
+def shown_schema(schema: Schema) -> str:
+    return ", ".join(f"{key} {dtype} {shape}" for key, (dtype, shape) in schema.items())
+
+
+def _files_in(arguments: Any) -> list[str]:
+    """Return facts about every file and folder that arguments name."""
+    if isinstance(arguments, dict | list):
+        items = arguments.values() if isinstance(arguments, dict) else arguments
+        return [facts for item in items for facts in _files_in(item)]
+    return [_file_facts(arguments)] if isinstance(arguments, str) and len(arguments) < 4096 else []
+
+
+def _file_facts(path: str, limit: int = 100_000) -> str:
+    """Return a path with the size and modification time of its file, or of all files in its folder."""
+    if Path(path).is_file():
+        facts = Path(path).stat()
+        return f"{path} {facts.st_size} {facts.st_mtime_ns}"
+    if not path or not Path(path).is_dir():
+        return path
+    files = [item.stat() for item in islice(Path(path).rglob("*"), limit)]
+    if not files:
+        return path
+    return f"{path} {len(files)} {sum(item.st_size for item in files)} {max(item.st_mtime_ns for item in files)}"
+
+
+def digest(content: Sequence[Any]) -> str:
+    """Return a short digest of bytes, and of the texts of other things."""
+    found = hashlib.sha256()
+    for item in content:
+        data = item if isinstance(item, bytes) else str(item).encode()
+        found.update(len(data).to_bytes(8, "big") + data)
+    return found.hexdigest()[:12]
+
+
+def _code_of(cls: type, project: Path) -> list[str]:
+    """Return the definition of a class and all definitions of the project it refers to, without comments and layout."""
+    code: dict[tuple[str, str], str] = {}
+    todo = [(cls.__module__, cls.__name__)]
+    while todo:
+        module, name = todo.pop()
+        if (module, name) in code:
+            continue
+        definitions = _definitions(module, project)
+        nodes = definitions.get(name, []) if name else [node for nodes in definitions.values() for node in nodes]
+        code[module, name] = "\n".join(ast.dump(node) for node in nodes)
+        for node in nodes:
+            todo += _references(node, module)
+    return [f"{module}.{name}: {text}" for (module, name), text in sorted(code.items()) if text]
+
+
+def _definitions(module: str, project: Path) -> dict[str, list[ast.AST]]:
+    """Return the statements that define each name of a module; nothing for a module of a library."""
+    found = _spec(module)
+    file = Path((found.origin if found else None) or "/")
+    if file.suffix != ".py" or not file.is_relative_to(project) or "site-packages" in file.parts:
+        return {}
+    definitions: dict[str, list[ast.AST]] = {}
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names: list[str] = []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [item.id for target in targets for item in ast.walk(target) if isinstance(item, ast.Name)]
+        for name in names:
+            definitions.setdefault(name, []).append(node)
+    return definitions
+
+
+def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
+    """Yield what a statement refers to as (module, name), with an empty name for all of a module."""
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name):
+            yield module, item.id
+        elif isinstance(item, ast.Import):
+            yield from ((alias.name, "") for alias in item.names)
+        elif isinstance(item, ast.ImportFrom):
+            source = "." * item.level + (item.module or "")
+            if item.level:
+                found = _spec(module)
+                in_package = found is not None and found.submodule_search_locations is not None
+                source = importlib.util.resolve_name(source, module if in_package else module.rpartition(".")[0])
+            for alias in item.names:
+                yield source, "" if alias.name == "*" else alias.name
+                yield f"{source}.{alias.name}", ""  # it may be a module
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Return where a module is, even if nothing has imported it yet."""
+    with contextlib.suppress(ImportError, ValueError, AttributeError):
+        return importlib.util.find_spec(module)
+    return None

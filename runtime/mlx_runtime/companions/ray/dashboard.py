@@ -1,0 +1,297 @@
+"""Client of the REST API of a cluster's dashboard: submit, follow and stop jobs.
+
+Ray's own `JobSubmissionClient` needs seconds to import Ray, has no timeouts, and prefers `RAY_ADDRESS` to its argument.
+API: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html (Ray 2.60).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+import shlex
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.companions.ray import addresses
+from mlx_runtime.companions.ray.addresses import DASHBOARD_PORT, Address
+from mlx_runtime.companions.ray.jobs import JobSpec, JobState
+from mlx_runtime.errors import ClusterError, short_message
+from mlx_runtime.runs.logs import last_lines
+
+if TYPE_CHECKING:
+    import requests
+
+Timeout = float | tuple[float, float]
+"""Seconds to connect and to answer; one number is both."""
+
+ANSWER_S = 5.0  # timeout of a request
+TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
+LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
+RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
+SILENCE_S = 8.0  # how long to wait for a cluster that stopped answering while it is checked
+REMOVE_S = 3.0  # Ray looks at an ended job once more, and would list one that is gone by then as FAILED
+AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
+SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
+
+UNAUTHORIZED = (401, 403)
+
+
+class NoAnswerError(ClusterError):
+    """A job that ended without the answer that it should have printed, with its log."""
+
+    def __init__(self, problem: str, log: str) -> None:
+        super().__init__(problem)
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """The dashboard of a cluster that has answered. Its methods raise `ClusterError` if a request fails."""
+
+    address: Address
+    ray_version: str
+    headers: Mapping[str, str]  # sent with each request
+    token_source: str | None  # None if the cluster requires no token
+    latency_s: float  # of the first request
+
+    @classmethod
+    def connect(cls, address: Address) -> "Dashboard":
+        """Ask a cluster for its version, with a token only if it requires one."""
+        import requests
+
+        where = f"{address.url} (from {address.source})"
+        started = time.monotonic()
+        try:
+            answer, headers, token_source = _authorized_get(f"{address.url}/api/version", ANSWER_S)
+            if answer.status_code in UNAUTHORIZED:
+                raise _unauthorized(where, token_source)
+            version = str(answer.json()["ray_version"])
+        except requests.RequestException as error:
+            problem = f"is not a Ray dashboard: {short_message(error)}"
+            if isinstance(error, requests.Timeout):
+                problem = f"did not answer within {ANSWER_S:g} s"
+            elif isinstance(error, requests.ConnectionError):
+                problem = f"does not answer ({_connection_problem(error)})"
+            hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
+            raise _unreachable(f"{where} {problem}", hint) from error
+        except (KeyError, TypeError) as error:
+            hint = f"Its default port is {DASHBOARD_PORT}"
+            raise _unreachable(f"{where} answers, but is not a Ray dashboard", hint) from error
+        return cls(address, version, headers, token_source, time.monotonic() - started)
+
+    def unused_id(self, wanted: str) -> str:
+        """Return a job id that the cluster does not know: the wanted one, or that one with a number appended."""
+        wanted, taken = re.sub(r"[^A-Za-z0-9_.-]", "-", wanted), _statuses(self.address.url, self.headers, ANSWER_S)
+        names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
+        return next(name for name in names if name not in taken)
+
+    def submit(self, job: str, spec: JobSpec) -> None:
+        """Upload the files of a job and start its command, under an id returned by `unused_id`."""
+        runtime_env = spec.packed(self._send)
+        runtime_env["env_vars"] |= {"MLX_JOB": job, "MLX_JOB_ADDRESS": self.address.url}
+        body = {"entrypoint": shlex.join(spec.command), "submission_id": job, "metadata": dict(spec.metadata)}
+        body["runtime_env"] = runtime_env
+        deadline = time.monotonic() + AGENT_S
+        while (answer := self._request("POST", "jobs/", TRANSFER_S, json=body)).status_code != 200:
+            # Ray has no other sign of a head node whose agent is still starting.
+            if "No available agent" not in answer.text or time.monotonic() > deadline:
+                raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
+            time.sleep(1)
+        addresses.remember(self.address)
+
+    def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
+        """Run a short job whose id begins with a name, and that prints its answer as one line of JSON after a marker.
+
+        Raises `NoAnswerError` if it does not print one, and `ClusterError` once the cluster has not answered for
+        `SILENCE_S`. A job that has ended is removed from the dashboard: it is not one of the user's.
+        """
+        job = f"{name}-{uuid.uuid4().hex[:8]}"
+        self.submit(job, spec)
+        deadline = time.monotonic() + timeout_s
+        while not (state := self.state(job, min(deadline, time.monotonic() + SILENCE_S))).ended:
+            if time.monotonic() > deadline:
+                self.stop(job)
+                raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
+            time.sleep(0.2)
+        log = self.log(job)
+        # This process does not end before it.
+        threading.Thread(target=self._remove, args=(job,), name="remove").start()
+        for line in log.splitlines():
+            if line.startswith(marker):
+                return json.loads(line.removeprefix(marker))
+        reason = last_lines(log, 1).strip() or last_lines(state.message.strip(), 1)
+        raise NoAnswerError(f"the job {job} failed: {reason}", log)
+
+    def _remove(self, job: str) -> None:
+        time.sleep(REMOVE_S)
+        with contextlib.suppress(ClusterError):
+            self._request("DELETE", f"jobs/{job}")
+
+    def state(self, job: str, deadline: float = 0.0) -> JobState:
+        """Return the state of a job; raises if the cluster does not know it, or has not answered by the deadline."""
+        answer = None
+        while answer is None:
+            try:
+                answer = self._request("GET", f"jobs/{job}")
+            except ClusterError:  # it may be busy
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+        if answer.status_code != 200:
+            raise ClusterError(f"{self.address.url} has no job {job}")
+        facts = answer.json()
+        return JobState(facts["status"], facts.get("message") or "", facts.get("driver_exit_code"))
+
+    def log(self, job: str) -> str:
+        """Return everything that a job has printed so far."""
+        answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S, refusal=f"{self.address.url} has no log of {job}")
+        return str(answer.json()["logs"])
+
+    def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
+        """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
+
+        `tail` is the number of lines to begin with; None is for everything printed so far. Raises if the cluster has
+        not answered for `RECONNECT_S`.
+        """
+        seen = 0
+        if tail is not None:
+            log = self.log(job)
+            write(last_lines(log, tail))
+            seen = len(log)
+        deadline = time.monotonic() + RECONNECT_S
+        while True:
+            complete, seen = asyncio.run(self._stream(job, seen, write))
+            try:
+                state = self.state(job)
+                deadline = time.monotonic() + RECONNECT_S
+                if state.ended:
+                    if not complete and (rest := self.log(job)[seen:]):
+                        write(rest)
+                    return state
+            except ClusterError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
+
+    def stop(self, job: str) -> None:
+        """Send SIGTERM to a job, and SIGKILL after `RAY_JOB_STOP_WAIT_TIME_S` of its environment."""
+        self._request("POST", f"jobs/{job}/stop", refusal=f"cannot stop {job}")
+
+    async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
+        """Write what follows the first `skip` characters of a log, until the connection ends.
+
+        Returns True if the log was read to its end, and the number of characters seen.
+        """
+        import aiohttp
+
+        url, seen = f"{self.address.url}/api/jobs/{job}/logs/tail", 0  # each connection begins with the first character
+        with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
+            async with aiohttp.ClientSession(headers=self.headers) as session, session.ws_connect(url) as stream:
+                while (message := await stream.receive(SILENT_S)).type == aiohttp.WSMsgType.TEXT:
+                    fresh = message.data[max(0, skip - seen) :]
+                    seen += len(message.data)
+                    if fresh:
+                        write(fresh)
+                return stream.close_code == aiohttp.WSCloseCode.OK, max(seen, skip)
+        return False, max(seen, skip)
+
+    def _send(self, name: str, content: bytes) -> str:
+        """Upload a package unless the cluster has it. Returns its URI."""
+        path = f"packages/gcs/{name}"
+        if self._request("GET", path).status_code != 200:
+            self._request("PUT", path, TRANSFER_S, refusal=f"{self.address.url} rejected the upload", data=content)
+        return f"gcs://{name}"
+
+    def _request(
+        self, method: str, path: str, timeout_s: float = ANSWER_S, *, refusal: str | None = None, **body: Any
+    ) -> "requests.Response":
+        """Return the answer to a request. With `refusal`, failures raise an error that begins with it."""
+        import requests
+
+        try:
+            answer = _request(method, f"{self.address.url}/api/{path}", timeout_s, self.headers, **body)
+        except requests.RequestException as error:
+            raise ClusterError(f"{self.address.url} does not answer: {short_message(error)}") from error
+        if refusal is not None and answer.status_code != 200:
+            raise ClusterError(f"{refusal}: {_reason(answer)}")
+        return answer
+
+
+def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """Ask clusters for the status of jobs (see `JobState`), by address and id. Jobs that no cluster knows are left out.
+
+    Clusters that are not trusted are asked without a token; a line on stderr names those that require one.
+    """
+    clusters = sorted({address for address, _ in jobs})
+    with ThreadPoolExecutor(max(1, len(clusters))) as pool:
+        known = dict(zip(clusters, pool.map(_statuses, clusters), strict=True))
+    return {(address, job): known[address][job] for address, job in jobs if job in known[address]}
+
+
+def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: Timeout = LIST_S) -> dict[str, str]:
+    """Return the status of every job of a cluster, by id; nothing if it cannot be reached."""
+    url_of_jobs = f"{url}/api/jobs/"
+    with contextlib.suppress(Exception):
+        if headers is None and addresses.is_trusted(url):
+            answer, _, _ = _authorized_get(url_of_jobs, timeout_s)
+        else:
+            answer = _request("GET", url_of_jobs, timeout_s, headers or {})
+            if headers is None and answer.status_code in UNAUTHORIZED:
+                addresses.note_untrusted(url)
+        return {item["submission_id"]: item["status"] for item in answer.json() if item.get("submission_id")}
+    return {}
+
+
+def _request(method: str, url: str, timeout_s: Timeout, headers: Mapping[str, str], **body: Any) -> "requests.Response":
+    import requests
+
+    # With an `auth` of its own, requests does not look for a password in ~/.netrc.
+    return requests.request(method, url, timeout=timeout_s, headers=dict(headers), auth=lambda request: request, **body)
+
+
+def _authorized_get(url: str, timeout_s: Timeout) -> tuple["requests.Response", dict[str, str], str | None]:
+    """Request a URL, again with the user's token if it is unauthorized.
+
+    Returns the answer, and the headers and the source of the token that were needed.
+    """
+    answer = _request("GET", url, timeout_s, {})
+    token, source = addresses.find_token() if answer.status_code in UNAUTHORIZED else (None, None)
+    if token is None:
+        return answer, {}, None
+    headers = {"Authorization": f"Bearer {token}"}
+    return _request("GET", url, timeout_s, headers), headers, source
+
+
+def _unreachable(problem: str, hint: str) -> ClusterError:
+    error = ClusterError(problem)
+    error.hint = hint
+    return error
+
+
+def _unauthorized(where: str, token_source: str | None) -> ClusterError:
+    if token_source is None:
+        hint = "Set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
+        return _unreachable(f"the cluster at {where} requires a token", hint)
+    if not token_source.startswith("RAY_AUTH_TOKEN"):
+        token_source += ", which Ray writes for its clusters on this machine"
+    problem = f"the cluster at {where} refuses the token from {token_source}"
+    return _unreachable(problem, "Set RAY_AUTH_TOKEN to the token of this cluster")
+
+
+def _connection_problem(error: "requests.ConnectionError") -> str:
+    """Distinguish an unknown host from a closed port by the error underlying the one from requests."""
+    from urllib3.exceptions import NameResolutionError
+
+    cause = getattr(error.args[0], "reason", None) if error.args else None
+    return "unknown host" if isinstance(cause, NameResolutionError) else "nothing listens there"
+
+
+def _reason(answer: "requests.Response") -> str:
+    """Return the useful line of an error message, which may be a traceback of the server."""
+    return last_lines(answer.text.strip(), 1)[:300] or "no reason given"

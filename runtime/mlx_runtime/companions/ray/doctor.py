@@ -1,0 +1,77 @@
+"""Checks of this machine: Python, packages, devices, memory, and the experiment in the working directory."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlx_runtime.companions.ray.preflight import Check, valid_config, writable
+from mlx_runtime.config import projects
+from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage.files import is_uri, storage_root
+
+
+def checks() -> Iterator[Check]:
+    """Check this machine, one finding after the other. Runs no code that conf.yaml names."""
+    yield Check("python", platform.python_version())
+    for package in ("torch", "ray", "torchmetrics", "tensorboard"):
+        try:
+            yield Check(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Check(package, "is not installed", f"pip install {package}")
+    yield _devices()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    yield Check("machine", f"{os.cpu_count()} cores, {memory:.0f} GB of memory")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free / 1e9
+        hint = "Ray keeps objects there; in a container: --shm-size=4g" if free < 1 else None
+        yield Check("/dev/shm", f"{free:.1f} GB free", hint)
+    yield from _experiment()
+
+
+def _devices() -> Check:
+    try:
+        import torch
+    except Exception as error:
+        return Check("devices", f"torch cannot be imported: {short_message(error)}", "pip install torch")
+    if not torch.cuda.is_available():
+        return Check("devices", "no GPU available to torch; training runs on CPUs")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return Check("devices", ", ".join(names))
+
+
+def _experiment() -> Iterator[Check]:
+    """Check the config and the storage of the working directory."""
+    storage = Settings.read().storage
+    if projects.EXPERIMENT.is_file():
+        from mlx_runtime.training.request import load_config
+
+        try:
+            config = load_config(projects.main_class(projects.AN_EXPERIMENT, Path.cwd()), look=True)
+            yield valid_config(config)
+            storage = config.cfg.storage_path if storage is None else storage
+        except ConfigError as error:
+            yield Check("config", str(error), "See: mlx train show")
+        except MlxError as error:
+            yield Check("config", str(error), "Fix it first")
+    else:
+        yield Check("config", "this folder is not an experiment")
+    if storage is not None:
+        yield _storage(storage)
+
+
+def _storage(path: str) -> Check:
+    try:
+        root = storage_root(path)
+    except ConfigError as error:
+        return Check("storage", str(error), "See cfg.storage_path and MLX_STORAGE")
+    with writable(root, f".probe-{uuid.uuid4().hex}") as unwritable:
+        if unwritable is not None:
+            return unwritable
+        free = "" if is_uri(root) else f", {shutil.disk_usage(root).free / 1e9:,.0f} GB free"
+    return Check("storage", f"{root} is writable{free}")

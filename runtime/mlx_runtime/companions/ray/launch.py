@@ -1,0 +1,204 @@
+"""Submit the `main.py` of a folder to a cluster as a job, after checking that it can run there."""
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.companions.ray import preflight
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.ray.preflight import Check
+from mlx_runtime.errors import ClusterError
+from mlx_runtime.runs import provenance, records, snapshots
+from mlx_runtime.runs.filling import being_filled
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run
+from mlx_runtime.runs.logs import last_lines
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import storage_root
+from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.storage.uploads import Upload
+from mlx_runtime.training.engines.placement import JOB_FLAG
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.request import RunConfig
+
+STARTUP_S = 30.0  # how long a launch waits for the job to begin, in order to report a failure during startup
+FAILED_LOG_LINES = 40
+LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance that its job cannot know
+STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enough to save a checkpoint
+
+
+@dataclass(frozen=True)
+class SubmittedJob:
+    """A job that a cluster has accepted, what to print about it by title, and whether it is at work yet."""
+
+    dashboard: Dashboard
+    id: str
+    facts: Mapping[str, str]
+    has_begun: Callable[[], bool]
+
+    def follow(self) -> int:
+        """Print what the job prints until it ends. Returns its exit code."""
+        return self.dashboard.follow(self.id, partial(print, end="", flush=True)).exit_code
+
+    def wait(self) -> str:
+        """Wait until the job has begun or ended, at most `STARTUP_S`. Returns its status; raises if it failed."""
+        deadline, begun = time.monotonic() + STARTUP_S, False
+        while not (state := self.dashboard.state(self.id, deadline)).ended and not (begun := self.has_begun()):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.3)
+        if state.ended and state.exit_code:
+            log = last_lines(self.dashboard.log(self.id), FAILED_LOG_LINES)
+            raise ClusterError(f"{self.id} failed during startup: {state.reason}\n{log}".rstrip())
+        return state.status if state.ended or begun else "PENDING"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A folder and a cluster that passed all checks together."""
+
+    dashboard: Dashboard
+    config: "RunConfig"
+    upload: Upload
+    runtime_env: Mapping[str, Any]
+
+    def submit_run(self) -> SubmittedJob:
+        """Create the folder and the record of a run, and submit it.
+
+        If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
+        """
+        config = self.config
+        run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
+        before = records.refuse_living(run) if config.run else {}
+        origin = [f"--from={config.origin.location}"] if config.origin else []
+        return self._submit_driver(run, before, ["main.py", f"--run={run.location}", *origin, *config.overrides])
+
+    def submit_sweep(
+        self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
+    ) -> SubmittedJob:
+        """Submit `mlx train sweep --resume` with these words, of a sweep or of a new one, created with this name.
+
+        Its folder and record are treated like those of a run.
+        """
+        cfg = self.config.cfg
+        folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
+        before = records.refuse_living(folder) if sweep else {}
+        if sweep is None:
+            snapshots.store(Path.cwd(), folder, cfg.code_files)
+        command = ["-m", "mlx_runtime", "train", "sweep", f"--resume={folder.location}", *words]
+        new = {} if sweep else {"definition": dict(definition), "trials": []}
+        return self._submit_driver(folder, before, command, **new)
+
+    def _submit_driver(
+        self, run: RunFolder, before: Mapping[str, Any], command: Sequence[str], **fields: Any
+    ) -> SubmittedJob:
+        """Submit the driver of a claimed run, or of a sweep, and record that it is pending."""
+        config, before = self.config, before.get(records.REPLACED) or before
+        attempt = run.attempts() + 1
+        title = f"{run.experiment}-{run.name}"
+        job = self.dashboard.unused_id(title if attempt == 1 else f"{title}.{attempt}")
+        record = self._pending_record(run, before, job, **fields)
+        metadata = {"mlx": "train", "experiment": run.experiment, "run": run.name}
+        try:
+            page = self._submit(job, command, metadata)
+        except ClusterError as error:
+            if before:
+                record.withdraw()
+            else:
+                record.finish("FAILED", error=redacted(str(error)))
+            raise
+        elsewhere = Settings.read().storage or any("cfg.storage_path" in item for item in config.overrides)
+        words = shlex.join([run.location] if elsewhere else [run.experiment, run.name])
+        facts = {"run": f"{run.experiment} {run.name}", "folder": run.location, "job": job, "dashboard": page}
+        facts |= {"follow": f"mlx xp logs {words}", "look": f"mlx xp board {words}", "stop": f"mlx xp stop {words}"}
+        return SubmittedJob(self.dashboard, job, facts, lambda: records.recorded(run).get("status") != "PENDING")
+
+    def submit_data_job(self) -> SubmittedJob:
+        """Submit a data job."""
+        from mlx_runtime.companions.ray.datajob import output_path
+        from mlx_runtime.config.composition import storage_override
+
+        cfg: Any = self.config.cfg
+        path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
+        arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
+        page = self._submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
+        ray = f"RAY_ADDRESS={self.dashboard.address.url} ray job"
+        facts = {"job": job, "folder": path, "dashboard": page}
+        facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
+        return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
+
+    def _submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
+        """Upload the folder and start Python with these arguments. Returns the page of the job in the dashboard."""
+        settings = Settings.read()
+        environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+        environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
+        environment |= {"MLX_QUIET": "1"} if settings.quiet else {}
+        command = ["python", "-u", *arguments]
+        self.dashboard.submit(job, JobSpec(command, self.upload, environment, metadata, self.runtime_env))
+        return f"{self.dashboard.address.url}/#/jobs/{job}"
+
+    def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str, **fields: Any) -> records.Record:
+        """Write the record of a run that waits for its job; the job's driver continues it."""
+        known = provenance.provenance(self.config.overrides)
+        facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
+        facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
+        facts |= {"status": "PENDING", "start": documents.now(), **fields}
+        facts["job"] = {"id": job, "address": self.dashboard.address.url}
+        if before:
+            facts |= {"attempts": records.attempts(before), records.REPLACED: before}
+        kept = {name: item for name, item in before.items() if name not in ("end", "error")}
+        return records.Record(run, kept, **facts)
+
+
+def prepare(
+    folder: Path, address: Address, load: "Callable[[], RunConfig]", *, pip: bool = False, show_all: bool = False
+) -> Launch:
+    """Check that a folder can run on a cluster, and print each result as soon as it is known.
+
+    With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, checks that passed are printed,
+    too. Raises `ClusterError` if a check failed, as soon as that makes the remaining checks impossible.
+    """
+    failed = 0
+
+    def passed(*checks: Check) -> bool:
+        nonlocal failed
+        for check in checks:
+            failed += not check.ok
+            if show_all or not check.ok:
+                print(check.line())
+        return all(check.ok for check in checks)
+
+    def failure() -> ClusterError:
+        return ClusterError(f"preflight failed: {failed} check{'s' * (failed != 1)}, see above")
+
+    if address.notice:
+        print(f"note      {address.notice}")
+    if not Settings.read().quiet:
+        print(f"checking  {address.url} (from {address.source})")
+    config, config_check = preflight.check_config(load)  # first: it may bind, and finds errors without the cluster
+    dashboard, checks = preflight.check_cluster(address)
+    passed(*checks)
+    if dashboard is None:
+        raise failure()
+    passed(config_check)
+    upload = Upload.of(folder)
+    fits = passed(preflight.check_upload(upload))
+    if config is None:
+        raise failure()
+    for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
+        print(line)
+    if not passed(preflight.check_secrets(config)) or not fits:
+        raise failure()
+    runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
+    root = storage_root(config.cfg.storage_path)
+    passed(*preflight.check_nodes(dashboard, config.cfg, root, upload, runtime_env))
+    if failed:
+        raise failure()
+    return Launch(dashboard, config, upload, runtime_env)

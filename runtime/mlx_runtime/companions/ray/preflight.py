@@ -1,0 +1,240 @@
+"""Checks of a cluster before a launch: whether the run would fit, start, and find its storage and secrets there."""
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.companions.ray import probe
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.config.projects import CONF, commands
+from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, short_message
+from mlx_runtime.storage.files import Storage, is_uri
+from mlx_runtime.storage.redaction import redacted_override, secret_keys
+from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
+from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.engines.placement import engine_class, shortage
+from mlx_runtime.training.options import DataConfig
+
+if TYPE_CHECKING:
+    from mlx_runtime.config.composition import Config
+    from mlx_runtime.training.options import TrainConfig
+    from mlx_runtime.training.request import RunConfig
+
+PROBE_S = 180.0  # how long the probe job may take
+NODE_S = 60.0  # how long a node may take to answer the probe
+INSTALL_S = 600.0  # added to each of these if the cluster installs packages first, as with `--pip`
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was checked, the finding, and how to fix it, or None if the check passed."""
+
+    name: str
+    text: str
+    hint: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.hint is None
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        return f"{'ok' if self.ok else 'FAIL':<6}{self.name:<10} {self.text}{f'. {self.hint}' if self.hint else ''}"
+
+
+def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
+    """Connect to a cluster, and compare its version of Ray with the one here."""
+    try:
+        dashboard = Dashboard.connect(address)
+    except ClusterError as error:
+        return None, [Check("cluster", str(error), error.hint)]
+    token = f", token from {dashboard.token_source}" if dashboard.token_source else ""
+    text = f"{address.url} (from {address.source}) answered in {1000 * dashboard.latency_s:.0f} ms{token}"
+    here, there = importlib.metadata.version("ray"), dashboard.ray_version
+    ray = Check("ray", f"{there} there, {here} here")
+    if not _same_minor(there, here):
+        hint = f"Use a cluster with Ray {here}, or a version of mlx-runtime for Ray {there}"
+        ray = Check("ray", f"the cluster has Ray {there}, this machine {here}", hint)
+    return dashboard, [Check("cluster", text), ray]
+
+
+def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
+    """Load the config. Refuses an engine that cannot train in a job, because no other check matters then."""
+    try:
+        config = load()
+    except ConfigError as error:
+        return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
+    except MlxError as error:
+        return None, Check("config", str(error), f"See: {commands()} launch --help")
+    name = config.cfg.engine
+    if name in ENGINES and (reason := engine_class(name).refusal(config.cfg, in_job=True)):  # others are imported there
+        line = f"cfg.engine={name} cannot train this: {reason}; use cfg.engine=auto, or train here: {commands()} run"
+        raise ConfigError(line)
+    return config, valid_config(config)
+
+
+def valid_config(config: "Config") -> Check:
+    """Report a valid config, and the targets that could not be checked because only a run imports them."""
+    unchecked = f"; not checked, because src does not import it: {', '.join(config.unseen)}" if config.unseen else ""
+    return Check("config", f"{CONF} fits the code{unchecked}")
+
+
+def check_upload(upload: Upload) -> Check:
+    """Compare the size of the upload with the limit, and name the largest files if it is too large."""
+    size = upload.size_bytes
+    text = f"{len(upload.files):,} files, {size / 1e6:,.1f} MB"
+    if size <= LIMIT_BYTES:
+        return Check("upload", text)
+    largest = "".join(f"\n      {item / 1e6:>9,.1f} MB  {path}" for path, item in upload.largest())
+    hint = f"List files that no run needs in .rayignore or .gitignore; the largest are:{largest}"
+    return Check("upload", f"{text}; a cluster accepts {LIMIT_BYTES / 1e6:,.0f} MB", hint)
+
+
+def check_secrets(config: "Config") -> Check:
+    """Refuse secrets written into conf.yaml or overrides, where everyone can read them."""
+    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # with what comes from the environment here
+    written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
+    for item in config.overrides:
+        name = item.partition("=")[0].lstrip("+")
+        if redacted_override(item) != item and not any(f"{key}.".startswith(f"{name}.") for key in written):
+            written.append(name)
+    if written:
+        hint = "Set it in the environment of the nodes, list its name in cfg.secrets=[NAME], and write ${oc.env:NAME}"
+        return Check("secrets", f"{', '.join(written)} would show in the dashboard and in run.json", hint)
+    names = config.cfg.secrets
+    return Check("secrets", f"by name: {', '.join(names)}" if names else "none")
+
+
+def check_nodes(
+    dashboard: Dashboard, cfg: "TrainConfig | DataConfig", root: str, upload: Upload, runtime_env: Mapping[str, Any]
+) -> list[Check]:
+    """Run a job that checks Python, torch, the storage and variables on every node, and the cluster's capacity."""
+    content = uuid.uuid4().hex
+    file = f".probe-{content}"
+    extra_s = INSTALL_S if {"pip", "uv", "conda"} & runtime_env.keys() else 0.0
+    question: dict[str, Any] = {"root": root, "file": file, "content": content}
+    question |= {"variables": list(cfg.secrets), "seconds": NODE_S + extra_s, **_groups(cfg)}
+    environment, command = {probe.QUESTION: json.dumps(question)}, ["python", "-m", probe.__name__]
+    spec = JobSpec(command, upload, environment, {"mlx": "check"}, runtime_env)
+    with writable(root, file, content) as unwritable:
+        if unwritable is not None:
+            return [unwritable]
+        try:
+            # Twice, because the head installs packages for itself first.
+            found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
+            written = sum(name.startswith(f"{file}-") for name in Storage(root).names())
+        except (ClusterError, OSError) as error:
+            return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
+    nodes = _node_checks(found["nodes"], root, written)
+    return [*nodes, *_group_checks(found["groups"]), _capacity_check(found, cfg)]
+
+
+def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
+    """Return what the process groups of a run depend on: its `workers`, and the `gpus` that they need, or None."""
+    if isinstance(cfg, DataConfig):
+        return {"workers": 0, "gpus": None}
+    gpus = None if cfg.use_gpu is False else max(1, cfg.min_workers or cfg.start_workers)
+    return {"workers": cfg.max_workers or cfg.start_workers, "gpus": gpus}
+
+
+@contextlib.contextmanager
+def writable(root: str, file: str, content: str = "") -> Iterator[Check | None]:
+    """Write a file to the storage for the block. Provide a failed check if that is not possible.
+
+    Afterwards, the files whose names begin with its name are removed, and empty folders that had to be created: an
+    empty storage on this machine would hide that of the cluster.
+    """
+    parts = [] if is_uri(root) else [Path(root), *Path(root).parents]
+    created = [part for part in parts if not part.exists()]
+    try:
+        yield _write(root, file, content)
+    finally:
+        with contextlib.suppress(OSError, StorageError):
+            for name in Storage(root).names():
+                if name.startswith(file):
+                    Storage(root).remove_file(name)
+        for part in created:
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
+def _write(root: str, file: str, content: str) -> Check | None:
+    try:
+        storage = Storage(root)
+        if storage.local:
+            Path(storage.path).mkdir(parents=True, exist_ok=True)
+        storage.write(content.encode(), file)
+    except (OSError, StorageError) as error:
+        hint = "Choose another with cfg.storage_path=FOLDER or MLX_STORAGE"
+        return Check("storage", f"cannot write {root}: {short_message(error)}", hint)
+    return None
+
+
+def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
+    """Evaluate the answers of nodes to the probe. This machine sees the files that `written` of them wrote."""
+    answers = [node for node in nodes if "error" not in node]
+    count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+    if failed := [f"{node['ip']} {node['error']}" for node in nodes if "error" in node]:
+        yield Check("nodes", "; ".join(failed), "See the dashboard for the cause")
+    if not answers:
+        return
+    here, versions = platform.python_version(), sorted({node["python"] for node in answers})
+    there = ", ".join(versions)
+    if all(_same_minor(version, here) for version in versions):
+        yield Check("python", f"{there} on {count}, {here} here")
+    else:
+        hint = "Use the cluster's version of Python here, or an image with this one there"
+        yield Check("python", f"the cluster has {there}, this machine {here}", hint)
+    if lacking := "; ".join(f"{node['ip']}: {node['torch']}" for node in answers if node["torch"]):
+        hint = "Use an image with torch, or install it with --pip"
+        yield Check("torch", f"cannot be imported on {lacking}", hint)
+    else:
+        yield Check("torch", f"on {count}")
+    blind = "; ".join(f"{node['ip']}: {node['storage']}" for node in answers if node["storage"])
+    if not blind and written < len(answers):
+        blind = f"this machine: it sees files of {written} of {len(answers)} nodes"
+    if blind:
+        hint = "Set cfg.storage_path or MLX_STORAGE to a folder that every node mounts, or to s3://BUCKET/PATH"
+        yield Check("storage", f"{root} is not shared with {blind}", hint)
+    else:
+        yield Check("storage", f"{root} is writable and readable on {count}")
+    if unset := sorted({name for node in answers for name in node["unset"]}):
+        hint = "Set it in the environment in which the nodes are started"
+        yield Check("secrets", f"{', '.join(unset)} is not set on every node", hint)
+
+
+def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+    """Evaluate the process groups that the nodes formed, by backend."""
+    for backend, found in groups.items():
+        if not found:
+            yield Check(backend, "not measured: not every node has a free GPU")
+        elif "error" in found:
+            variable = f"{backend.upper()}_SOCKET_IFNAME"
+            hint = f"Set {variable} in cfg.runtime_env.env_vars to the network interface between the nodes, and open "
+            hint += "all TCP ports between them: docs/guides/cluster.md#network"
+            yield Check(backend, f"the nodes form no process group: {found['error']}", hint)
+        else:
+            speed = f"latency {1000 * found['latency_s']:.2f} ms, {found['bytes_per_s'] / 1e6:,.0f} MB/s"
+            yield Check(backend, f"{speed} between {found['nodes']} nodes over {found['interface']}")
+
+
+def _same_minor(one: str, another: str) -> bool:
+    """Return True if two versions agree up to their second number."""
+    return one.split(".")[:2] == another.split(".")[:2]
+
+
+def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
+    """Check that the workers fit into the whole cluster, whatever others use at present."""
+    cpus, gpus, workers = found["cpus"], found["gpus"], cfg.min_workers or cfg.start_workers
+    if lacking := shortage(cfg, cpus, gpus, cluster=True):
+        return Check("capacity", *lacking)
+    text = f"the cluster has {cpus:g} CPUs and {gpus:g} GPUs, for {workers} workers of {cfg.cpus_per_worker} CPU"
+    return Check("capacity", text)

@@ -1,0 +1,97 @@
+"""Start Ray on this machine, or join the cluster of a job."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from mlx_runtime.errors import ClusterError, short_message
+from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
+from mlx_runtime.training.engines.base import Cluster
+from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gpus
+from mlx_runtime.training.options import DataConfig, TrainConfig
+
+EMBEDDED_RAY = {
+    "RAY_prestart_worker_first_driver": "0",  # Ray Train would not use them
+    "RAY_preload_python_modules": "mlx_runtime.companions.ray.preload",
+}
+"""For the processes that an embedded Ray starts."""
+
+
+@contextlib.contextmanager
+def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
+    """Provide Ray: the job's cluster inside a job, otherwise an embedded one. `why` is for the start lines.
+
+    With `forward`, this process prints what the processes of the cluster print.
+
+    Raises:
+        ConfigError: the workers do not fit.
+    """
+    embedded, cores = JOB_FLAG not in os.environ, os.cpu_count() or 1
+    with start_ray(cfg, forward=forward):
+        import ray
+
+        total = ray.cluster_resources()
+        cpus, gpus = total.get("CPU", 0), total.get("GPU", 0)
+        check_room(cfg, cores if embedded else cpus, gpus, cluster=not embedded)
+        title = f"in embedded Ray on {cores} cores" if embedded else f"in Ray cluster with {cpus:g} CPUs"
+        host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
+        yield Cluster(
+            title,
+            "ray",
+            cpus,
+            gpus,
+            host,
+            why,
+            use_gpu=uses_gpus(cfg, gpus),
+            shares_cores=embedded,
+            captures_output=False,
+            reads_streams=True,
+            preempted=None if embedded else preempted,
+        )
+
+
+def preempted() -> bool:
+    """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
+    import ray.train
+
+    return ray.train.get_preemption_info() is not None
+
+
+@contextlib.contextmanager
+def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterator[None]:
+    """Start Ray on this machine or join the cluster of the job. Does nothing if Ray is running in this process."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    level = "INFO" if Settings.read().verbose else "ERROR"
+    with contextlib.ExitStack() as stack:
+        if JOB_FLAG in os.environ:
+            # Ray Train's PlacementGroupCleaner looks for "the" cluster, and fails on machines with several.
+            known = {name: os.environ[name] for name in ("RAY_ADDRESS",) if "://" not in os.environ.get(name, "://")}
+            ray.init(logging_level=level, log_to_driver=forward, runtime_env={"env_vars": known})
+        else:
+            # Nobody preempts this machine. Ray Train's controller, in this process, reads this.
+            stack.enter_context(environment({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}))
+            _start_embedded(cfg, level)
+        stack.callback(ray.shutdown)
+        yield
+
+
+def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
+    import ray
+
+    if not Settings.read().quiet:
+        print(f"ray       starting on {os.cpu_count()} cores", flush=True)
+    release_threads()  # processes of Ray are not limited to the cores of this one
+    # Ray places workers by logical CPUs: with more of them than cores, any number of workers runs on a laptop.
+    # Some are for Ray Data.
+    needed = (cfg.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
+    cpus = max(os.cpu_count() or 1, needed)
+    try:
+        with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS):
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=level, log_to_driver=True)
+    except Exception as error:  # Ray raises various types of exceptions
+        why = f"Ray did not start on this machine: {short_message(error)}"
+        raise ClusterError(f"{why}\nIf the machine is busy, try again; --verbose shows Ray's output") from error

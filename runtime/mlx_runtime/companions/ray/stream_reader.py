@@ -1,0 +1,251 @@
+"""Streams of Ray Data that the workers share.
+
+One `BlockAssigner` runs the stream, in order, and assigns references to its blocks. The `StreamReader` of a worker
+fetches only the blocks that hold its own rows, from the node that has them.
+"""
+
+import collections
+import contextlib
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.util.scheduling_strategies
+import torch
+
+from mlx_runtime.companions.ray.streams import (
+    Part,
+    blocks_of,
+    columns_of,
+    dataset_error,
+    make_dataset,
+    rows_of_stream,
+    stream_of,
+)
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, read_ahead
+from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
+from mlx_runtime.errors import DatasetError, MlxError
+
+WINDOW_ROWS = 1024
+"""Rows of a stream in one share, which are shuffled among themselves for training."""
+
+MAX_SEED = 2**31
+"""Ray Data takes seeds of 32 bits and counts up from them."""
+
+Share = list[Part]
+"""Consecutive rows that one worker reads."""
+
+
+class BlockAssigner:
+    """Runs the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
+
+    Used as a Ray actor, or directly within one process.
+    """
+
+    def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path) -> None:
+        self._name = name
+        self._arguments = (node, name, seed, project)
+        self._passes: dict[int, _Pass] = {}
+        self._ended = 0
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _dataset(self) -> Any:  # constructed on first use: an actor whose constructor raises prints a traceback
+        return make_dataset(*self._arguments)
+
+    def rows(self) -> int:
+        """Return the number of rows in one pass. Raises DatasetError if it cannot be constructed or counted."""
+        with self._lock:
+            return self._rows
+
+    @cached_property
+    def _rows(self) -> int:
+        try:
+            return rows_of_stream(self._dataset, stream_of(self._dataset, self._name))
+        except MlxError:
+            raise
+        except Exception as error:  # of user code
+            raise dataset_error(error, f"datasets.{self._name} cannot be read") from error
+
+    def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None) -> Share | None:
+        """Return the next rows of one worker in a pass, or None after the last.
+
+        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`.
+        """
+        with self._lock:
+            if number <= self._ended:
+                return None  # requested ahead, in a pass that all workers have left since
+            if number not in self._passes:
+                stream = stream_of(self._dataset, self._name, seed)
+                self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name)
+            for earlier in [other for other in self._passes if other < number]:
+                self._passes[earlier].left.add(rank)
+                if len(self._passes[earlier].left) == plan.world_size:
+                    self._end(earlier)
+            current = self._passes[number]
+        return current.take(rank)
+
+    def close(self) -> None:
+        """Stop reading, while Ray still runs."""
+        with self._lock:
+            for number in list(self._passes):
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        self._passes.pop(number).close()
+        self._ended = max(self._ended, number)
+
+
+class _Pass:
+    """One pass over a stream: assigns its blocks, and holds the shares that have not been taken yet.
+
+    Workers in `left` will not come back.
+    """
+
+    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str) -> None:
+        self.left: set[int] = set()
+        self._shares = _assigned(blocks, plan, name)
+        self._waiting: dict[int, collections.deque[Share]] = collections.defaultdict(collections.deque)
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def take(self, rank: int) -> Share | None:
+        with self._lock:
+            try:
+                while not self._waiting[rank] and self._error is None:
+                    owner, share = next(self._shares)
+                    self._waiting[owner].append(share)
+            except StopIteration:
+                return None
+            except Exception as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error  # the same for every worker
+            return self._waiting[rank].popleft()
+
+    def close(self) -> None:
+        """Stop the execution of the stream."""
+        with self._lock:
+            self._shares.close()
+
+
+def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[tuple[int, Share]]:
+    """Yield the shares of a plan in order, each with the rank that reads it."""
+    block: Part = (None, 0, 0)
+    position = 0
+    with contextlib.closing(blocks):
+        for rank, count in plan.assignments():
+            share: Share = []
+            while count:
+                reference, start, stop = block
+                if start == stop:
+                    following = next(blocks, None)
+                    if following is None:
+                        given = f"to_ray() returned {position} rows, but __len__() is {plan.rows}"
+                        raise DatasetError(f"datasets.{name}: {given}")
+                    block = following
+                    continue
+                taken = min(count, stop - start)
+                share.append((reference, start, start + taken))
+                block = (reference, start + taken, stop)
+                position, count = position + taken, count - taken
+            if rank is not None:
+                yield rank, share
+        to_the_end = plan.left and plan.assigned == plan.left and plan.unread[-1][1] == plan.rows
+        if to_the_end and (block[1] < block[2] or any(start < stop for _, start, stop in blocks)):
+            raise DatasetError(f"datasets.{name}: to_ray() returned more rows than its __len__, {plan.rows}")
+
+
+def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int, actor: str) -> Any:
+    """Start a `BlockAssigner` in a separate process on this node, an actor with this name in Ray."""
+    node_id = ray.get_runtime_context().get_node_id()
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
+    options = {"num_cpus": 0, "max_concurrency": workers + 1, "scheduling_strategy": here, "name": actor}
+    return ray.remote(BlockAssigner).options(**options).remote(node, name, seed, project)
+
+
+class StreamReader:
+    """Reads the rows that a `BlockAssigner`, or an actor that is one, assigns to this worker.
+
+    All loaders of a dataset share one, which counts its passes.
+    """
+
+    window_rows = WINDOW_ROWS
+    advice = "prepare it once with --prepare-batches"
+
+    def __init__(self, assigner: Any, name: str) -> None:
+        self._assigner, self._name = assigner, name
+        self._passes = 0
+
+    def rows(self) -> int:
+        if isinstance(self._assigner, BlockAssigner):
+            return self._assigner.rows()
+        return int(self._get(self._assigner.rows.remote()))
+
+    def close(self) -> None:
+        """Stop an assigner of this process; an actor ends with the workers."""
+        if isinstance(self._assigner, BlockAssigner):
+            self._assigner.close()
+
+    def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
+        count = DEFAULT_PREFETCH if prefetch is None else prefetch
+        return read_ahead(self._read(part), count) if count else self._read(part)
+
+    def _read(self, part: WorkerPass) -> Iterator[Batch]:
+        self._passes += 1
+        plan, rank, seed = part.plan, part.rank, part.epoch_seed
+        sizes = plan.sizes(rank)
+        number, waiting = 0, 0
+        columns: Batch = {}
+        for index, share in enumerate(self._shares(plan, rank, seed % MAX_SEED if part.shuffle else None)):
+            blocks = [columns_of(ray.get(block), start, stop, self._name) for block, start, stop in share]
+            new = _concatenated(blocks)
+            if part.shuffle:
+                order = shuffled_share(_rows(new), seed, rank, index)
+                new = {key: column[order] for key, column in new.items()}
+            columns = _concatenated([columns, new]) if waiting else new
+            waiting = _rows(columns)
+            while number < len(sizes) and waiting >= sizes[number]:
+                if number >= part.skip:
+                    yield {key: column[: sizes[number]] for key, column in columns.items()}
+                columns = {key: column[sizes[number] :] for key, column in columns.items()}
+                waiting, number = waiting - sizes[number], number + 1
+        if number < plan.steps:
+            raise DatasetError(
+                f"datasets.{self._name} was iterated again before this pass had ended; "
+                "read a stream of Ray Data with one loader at a time"
+            )
+
+    def _shares(self, plan: ShardPlan, rank: int, seed: int | None) -> Iterator[Share]:
+        """Yield the shares of this worker, requesting the next while one is read."""
+        arguments = (self._passes, plan, rank, seed)
+        if isinstance(self._assigner, BlockAssigner):
+            while (share := self._assigner.take(*arguments)) is not None:
+                yield share
+            return
+        coming = self._assigner.take.remote(*arguments)
+        while (share := self._get(coming)) is not None:
+            coming = self._assigner.take.remote(*arguments)
+            yield share
+
+    def _get(self, reference: Any) -> Any:
+        """Return what the actor returned. Raises MlxError if it raised an exception, or was lost."""
+        try:
+            return ray.get(reference)
+        except ray.exceptions.RayError as error:
+            raise dataset_error(error, f"datasets.{self._name} cannot be read") from error
+
+
+def _rows(columns: Batch) -> int:
+    return len(next(iter(columns.values())))
+
+
+def _concatenated(parts: Sequence[Batch]) -> Batch:
+    if len(parts) == 1:
+        return parts[0]
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -1,0 +1,105 @@
+"""Streams of Ray Data: what `to_ray()` of a dataset returns, its blocks, and its errors.
+
+Ray is imported only for a stream, because runs without one do without Ray.
+"""
+
+import inspect
+import sys
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_runtime.config.building import build
+from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.definitions import adopted, constructing
+from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
+
+Part = tuple[Any, int, int]
+"""Rows of a block: (reference to the block, first row, row after the last)."""
+
+
+def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -> Any:
+    """Construct the dataset that a node of conf.yaml describes, in any process of the cluster."""
+    if project.is_dir() and str(project) not in sys.path:
+        sys.path.insert(0, str(project))
+    with constructing(node, seed):
+        return adopted(build(node, f"datasets.{name}"), name, node)
+
+
+def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
+    """Return the `ray.data.Dataset` that `to_ray` returns, with its order kept.
+
+    `to_ray` has an argument `seed` if it can shuffle; None is the order in which the data is stored.
+    """
+    import ray.data
+
+    keep_order()
+    takes_seed = "seed" in inspect.signature(dataset.to_ray).parameters
+    stream = dataset.to_ray(seed=seed) if takes_seed else dataset.to_ray()
+    if not isinstance(stream, ray.data.Dataset):
+        returned = f"{type(dataset).__name__}.to_ray() returned {type(stream).__name__}"
+        raise DatasetError(f"datasets.{name}: {returned}; it must return a ray.data.Dataset")
+    keep_order(stream.context)  # a dataset created earlier has its own settings
+    return stream
+
+
+def keep_order(context: Any = None) -> None:
+    """Make Ray Data keep the order of blocks and raise user code's exceptions, in this process or for one dataset."""
+    import ray.data
+
+    context = context or ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.raise_original_map_exception = True
+
+
+def rows_of_stream(dataset: Any, stream: Any) -> int:
+    """Return the number of rows in one pass: the dataset's `__len__`, or else what Ray Data counts."""
+    return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
+
+
+def blocks_of(stream: Any, name: str) -> Generator[Part]:
+    """Yield the blocks of a stream in order. Raises MlxError if reading or mapping failed."""
+    from mlx_runtime.companions.ray.ray_blocks import block_references
+
+    try:
+        yield from block_references(stream)
+    except MlxError:
+        raise
+    except Exception as error:  # of Ray, or of user code
+        raise dataset_error(error, f"datasets.{name} cannot be read") from error
+
+
+def dataset_error(error: BaseException, what: str) -> MlxError:
+    """Return the MlxError for an exception of another process: raised by user code, or a lost process."""
+    if lost_peer(error):
+        return WorkerLostError(f"{what}: {short_message(error)}")
+    cause = error
+    while not isinstance(cause, MlxError):
+        inner = getattr(cause, "cause", None) or cause.__cause__
+        if not isinstance(inner, BaseException):
+            break
+        cause = inner
+    if isinstance(cause, MlxError):
+        return cause
+    notes = "".join(f" ({text})" for text in getattr(cause, "__notes__", []))
+    return DatasetError(f"{what}: {type(cause).__name__}: {short_message(cause)}{notes}")
+
+
+def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:
+    """Return rows of a block as `{name: tensor (rows, ...)}`. Raises DatasetError if a column is not numeric."""
+    from mlx_runtime.companions.ray.ray_blocks import block_arrays
+
+    columns = {}
+    for key, array in block_arrays(block, start, stop).items():
+        try:
+            columns[key] = torch.from_numpy(np.array(array))  # a copy: blocks are shared and read-only
+        except TypeError as error:
+            raise DatasetError(
+                f"datasets.{name}: column {key!r} is {array.dtype}, not numbers of one shape; "
+                "convert it to numbers, or drop it, in to_ray()"
+            ) from error
+    return columns

@@ -1,0 +1,148 @@
+"""Where the tensors of a loaded state belong: each one gets the layout of what it is restored to.
+
+A checkpoint of any number of workers and any strategy fits a run of any other: a worker that holds a part of a tensor
+reads or cuts out this part, and one that holds the whole tensor reads the whole.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
+from mlx_runtime.distributed.wrapping import is_sharded, unwrap
+from mlx_runtime.runs.checkpoints.groups import plain_entries
+
+
+class Layouts:
+    """Copies states so that their tensors have the layout of their targets.
+
+    Args:
+        models: The models of the run by name. Tensors without a target that were sharded are sharded over their mesh.
+        whole: The checkpoint has no shards. Then tensors with the name and the shape of a sharded weight, like those
+            of a tool that keeps the best weights, are laid out like it.
+
+    Attributes:
+        reads: Run it before the states are used.
+    """
+
+    def __init__(self, models: Mapping[str, Any], *, whole: bool) -> None:
+        weights = [unwrap(model).state_dict() for model in models.values() if isinstance(model, nn.Module)]
+        sharded = {name: item for names in weights for name, item in names.items() if is_sharded(item)}
+        self._mesh = next((item.device_mesh for item in sharded.values()), None)
+        self._by_name = sharded if whole else {}
+        self.reads = Reads()
+
+    def of_member(self, member: Any, saved: Any) -> Any:
+        """Return a copy of the state of a member of a group, like a model, an optimizer or a tool."""
+        if isinstance(member, Optimizer):
+            return self._of_optimizer(member, saved)
+        if hasattr(member, "state_dict"):
+            model = unwrap(member)
+            return self._walk(saved, plain_entries(model.state_dict())[0], refused=isinstance(model, nn.Module))
+        return self._walk(saved, getattr(member, "__dict__", None))
+
+    def of_values(self, saved: Any, targets: Any = None) -> Any:
+        """Return a copy of plain values."""
+        return self._walk(saved, targets)
+
+    def _walk(self, saved: Any, target: Any, *, refused: bool = False) -> Any:
+        """Return a copy. With `refused`, the target refuses tensors of another shape, which need not be read."""
+        if isinstance(saved, torch.Tensor | StoredTensor):
+            like = target if isinstance(target, torch.Tensor) else None
+            if like is not None and like.shape != saved.shape:
+                if refused and isinstance(saved, StoredTensor):
+                    return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+                like = None
+            return self._placed(saved, like)
+        if isinstance(saved, dict):
+            targets = target if isinstance(target, Mapping) else {}
+            return type(saved)(
+                {key: self._walk(item, self._target(targets, key), refused=refused) for key, item in saved.items()}
+            )
+        if type(saved) in (list, tuple):
+            others = target if isinstance(target, list | tuple) and len(target) == len(saved) else [None] * len(saved)
+            return type(saved)(self._walk(one, other) for one, other in zip(saved, others, strict=True))
+        return copy.deepcopy(saved)
+
+    def _target(self, targets: Mapping[Any, Any], key: Any) -> Any:
+        return targets[key] if key in targets else self._by_name.get(key)
+
+    def _of_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
+        """Return a copy of the state: what has the shape of its parameter is laid out like it."""
+        parameters = [item for group in optimizer.param_groups for item in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer itself refuses another number of them
+        states = {
+            number: {key: self._of_parameter(by_number.get(number), item) for key, item in state.items()}
+            for number, state in saved["state"].items()
+        }
+        rest = {name: copy.deepcopy(item) for name, item in saved.items() if name != "state"}
+        return {"state": states, **rest}
+
+    def _of_parameter(self, parameter: torch.Tensor | None, value: Any) -> Any:
+        if parameter is None or not isinstance(value, torch.Tensor | StoredTensor):
+            return self._walk(value, None)
+        if value.shape == parameter.shape:
+            return self._placed(value, parameter.detach())
+        if is_sharded(parameter) and isinstance(value, torch.Tensor) and value.ndim:
+            return _replicated(value, parameter)
+        return self._placed(value, None) if is_sharded(parameter) else self.reads.full(copy.deepcopy(value))
+
+    def _placed(self, saved: torch.Tensor | StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy with the layout of another tensor of its shape, if there is one."""
+        if isinstance(saved, torch.Tensor):
+            if like is None or not is_sharded(like):
+                return saved.detach().clone()
+            return _cut(saved, like)
+        if like is not None:
+            if not is_sharded(like):
+                return self._whole(saved)
+            layout = like.device_mesh, like.placements, like.device  # type: ignore[attr-defined]
+            return self.reads.target(saved, layout, lambda: torch.empty_like(like.detach(), dtype=saved.dtype))
+        if self._mesh is None:
+            return self._whole(saved)
+        placements = _placements(self._mesh, saved.dims)
+        return self.reads.target(saved, placements, lambda: _empty(saved, self._mesh, placements))
+
+    def _whole(self, saved: StoredTensor) -> torch.Tensor:
+        whole: torch.Tensor = self.reads.full(saved)
+        return whole
+
+
+def _cut(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor with this worker's part of a whole one. No other worker takes part."""
+    from torch.distributed.tensor import distribute_tensor
+
+    placements, mesh = like.placements, like.device_mesh  # type: ignore[attr-defined]
+    part = distribute_tensor(saved.detach(), mesh, placements, src_data_rank=None).to_local()
+    made = torch.empty_like(like.detach(), dtype=saved.dtype)
+    made.to_local().copy_(part)  # type: ignore[attr-defined]
+    return made
+
+
+def _replicated(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(saved.detach().to(like.device, copy=True), mesh, [Replicate()] * mesh.ndim)
+
+
+def _placements(mesh: Any, dims: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return how a tensor that was sharded in these dimensions is sharded over the innermost one of a mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return (*[Replicate()] * (mesh.ndim - 1), Shard(dims[0]) if dims else Replicate())
+
+
+def _empty(saved: StoredTensor, mesh: Any, placements: tuple[Any, ...]) -> torch.Tensor:
+    """Return an empty sharded tensor whose parts are on the CPU."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    whole = torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+    part = distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    local = torch.empty(part.shape, dtype=saved.dtype)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

@@ -1,0 +1,267 @@
+"""Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2)."""
+
+import functools
+import types
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from mlx_runtime.companions.sharding.sharing import (
+    AsIfWhole,
+    check_same,
+    contents,
+    keep_buffers_equal,
+    share,
+    take_whole_states,
+)
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.peers import lost_peer
+from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
+from mlx_runtime.distributed.wrapping import by_mesh, local_part, raised_by_shards, total_norm
+from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.importing import after_import
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.storage.files import size_text
+from mlx_runtime.training.forward import HALF, compile_forward
+from mlx_runtime.training.memory import out_of_memory
+from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
+from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
+from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.training.strategies.recomputation import recompute_blocks
+
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
+"""Those of torch that take sharded parameters; Adafactor and Rprop do not."""
+
+_CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
+
+_CPU = torch.device("cpu")
+
+
+class Sharded:
+    """`fsdp` shards models over all workers; `hsdp` over `cfg.shard_size` of them, and replicates the shards.
+
+    Models that are to be replicated are prepared as under `DDP`. `chosen` is the name of each model's strategy.
+    """
+
+    shards = True
+
+    def __init__(self, cfg: Any, topology: Topology, chosen: Mapping[str, str]) -> None:
+        self._cfg, self._topology, self._chosen = cfg, topology, chosen
+        self._ddp = DDP(cfg, topology)
+        self._mesh = cache(self._new_mesh)  # one per strategy
+        self._offloads = cfg.offload == "cpu" and topology.device.type != "cpu"
+        self._lines: list[str] = []
+        without_effect = cfg.offload == "cpu" and not self._offloads
+        self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
+        after_import("ray", _keep_sharded_models)
+
+    def build(self, node: Mapping[str, Any]) -> Any:
+        topology, deferred = self._topology, deferred_models(node)
+        group = build_models(node, elsewhere=not topology.writes)
+        drawn = broadcast(random_state_dict(_CPU))  # of rank 0, which has drawn the values of models
+        load_random_state_dict(drawn, _CPU)
+        models = members(group, nn.Module)
+        whole = contents(models)
+        check_same(whole, topology)
+        blocks = blocks_of(group, models)
+        recompute_blocks(models, blocks, self._cfg.activation_checkpointing)
+        blocks = {name: without_shared(model, blocks[name]) for name, model in models.items()}
+        strategies = {name: self._chosen.get(name, self._cfg.strategy) for name in models}
+        _check_unshared(models, blocks, strategies)
+        for name, model in models.items():
+            if strategies[name] != "ddp" and not isinstance(model, FSDPModule):
+                self._shard(name, model, blocks[name], strategies[name])
+        for name, model in models.items():
+            if name in deferred:
+                self._initialize(name, model)
+                continue
+            check_values(name, model, elsewhere=not topology.writes)
+            place(model, topology.device, offloads=self._offloads and isinstance(model, FSDPModule))
+            if topology.world_size > 1:
+                share(model, whole.pop(name), topology)
+        return group
+
+    def _initialize(self, name: str, model: nn.Module) -> None:
+        if not isinstance(model, FSDPModule):
+            self._ddp.place({name: model}, {name})
+            return
+        place(model, self._topology.device, offloads=self._offloads)
+        with AsIfWhole():
+            initialize(name, model, self._topology.device)
+
+    def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: str) -> None:
+        mesh, half = self._mesh(strategy), HALF.get(self._cfg.precision)
+        offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
+        inside, outside = (
+            MixedPrecisionPolicy(half, torch.float32 if half else None, output) for output in (None, torch.float32)
+        )
+        parts = [model.get_submodule(path) for path in sorted(blocks, key=lambda path: -path.count("."))]
+        for module in parts or [model] if self._cfg.compile else []:
+            compile_forward(module, self._cfg.compile)
+        empty = [path for path, param in model.named_parameters() if not param.numel()]
+        try:
+            if empty:
+                raise ValueError(f"{empty[0]} has no elements")  # the first backward pass would fail
+            for module in (model, *parts):
+                module.register_forward_hook(_without_views)
+            for module in model.modules() if half else ():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # whose running statistics are float32
+                    full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
+                    fully_shard(module, mesh=mesh, mp_policy=full, offload_policy=offload)
+            for module in parts:  # blocks within blocks come first
+                if not isinstance(module, FSDPModule):
+                    fully_shard(module, mesh=mesh, mp_policy=inside, offload_policy=offload)
+            fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
+        except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
+            raise ConfigError(f"models.{name} cannot be sharded: {error}\n{_CURE}") from error
+        for module in (model, *parts):
+            type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
+        keep_buffers_equal(model)
+        take_whole_states(model)
+        if self._offloads:
+            model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
+        model.register_forward_hook(_reshard_after_evaluation)
+        if next(model.parameters(), None) is not None:
+            self._lines.append(_line(name, model, blocks, strategy, mesh))
+
+    def _new_mesh(self, strategy: str) -> DeviceMesh:
+        device, size = self._topology.device.type, self._topology.world_size
+        if strategy == "fsdp":
+            return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+        inner = self._cfg.shard_size
+        if inner is None or size % inner:
+            raise ConfigError(f"cfg.shard_size is {inner}; under hsdp, it must divide the {size} workers")
+        return init_device_mesh(device, (size // inner, inner), mesh_dim_names=("replicate", "shard"))
+
+    def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
+        models = list(models)
+        self._ddp.sync_gradients(models, enabled)
+        for model in models:
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(enabled)
+                model.set_is_last_backward(enabled)
+
+    def drop_gradients(self, models: Iterable[object]) -> None:
+        for model in models:
+            if isinstance(model, FSDPModule):
+                drop_unreduced_gradients(model)
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        parameters = [param for param in parameters if param.grad is not None]
+        norm = total_norm([param.grad for param in parameters if param.grad is not None])
+        for group in by_mesh(parameters):
+            nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+        return norm
+
+    def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
+        return ShardScaler(self._topology.device.type, enabled=enabled)
+
+    def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
+        for optimizer in optimizers.values():
+            for group in optimizer.param_groups:
+                if len(by_mesh(group["params"])) > 1:
+                    group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
+            _explain_errors(optimizer)
+
+    def described(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+
+def _keep_sharded_models() -> None:
+    from mlx_runtime.companions.ray.private import keep_sharded_models
+
+    keep_sharded_models()
+
+
+def _check_unshared(
+    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: Mapping[str, str]
+) -> None:
+    """Check that models to be sharded have no parameter of another model: each would train its own copy.
+
+    A model that is a block of another one is sharded with it, and one with two names only once.
+    """
+    done = {id(models[name].get_submodule(path)) for name, paths in blocks.items() for path in paths}
+    owners: dict[int, str] = {}
+    for name, model in models.items():
+        for param in model.parameters() if id(model) not in done else ():
+            other = owners.setdefault(id(param), name)
+            if other != name and {strategies[name], strategies[other]} != {"ddp"}:
+                raise ConfigError(
+                    f"models.{name} shares parameters with models.{other}, so neither can be sharded; {_CURE}"
+                )
+        done.add(id(model))
+
+
+def _explain_errors(optimizer: Optimizer) -> None:
+    """Let an optimizer that cannot take sharded parameters say so, at its first step."""
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def explained(self: Optimizer, *args: Any, **options: Any) -> Any:
+        try:
+            return step(self, *args, **options)
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            if lost_peer(error) or out_of_memory(error) or not raised_by_shards(error):
+                raise
+            name = type(optimizer).__name__
+            raise MlxError(
+                f"{name} cannot take the parameters of sharded models. These can: {', '.join(OPTIMIZERS)} (SGD without "
+                f"fused). Or train the model with the strategy ddp. ({short_message(error)})"
+            ) from error
+
+    optimizer.step = types.MethodType(explained, optimizer)  # type: ignore[method-assign]
+
+
+def _no_copy(*_: Any) -> NoReturn:
+    raise MlxError(
+        "a sharded model cannot be copied; make the copy in Models.__init__, where models are not sharded yet, or copy "
+        "its weights: {name: item.clone() for name, item in net.state_dict().items()}"
+    )
+
+
+def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
+    """Shard a model again after a forward pass without gradients, which no backward pass follows."""
+    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
+        module.reshard()
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor with the same memory that is not a view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return outputs that are not views: an in-place operation on a view would detach it from the hooks of FSDP.
+
+    It warns of each view, even if there is no such operation.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    alias: Any = _Alias
+    return tree_map_only(torch.Tensor, lambda item: alias.apply(item) if item._is_view() else item, output)
+
+
+def _line(name: str, model: nn.Module, blocks: list[str], strategy: str, mesh: DeviceMesh) -> str:
+    """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 MB of 248.0 MB each`."""
+    params = list(model.parameters())
+    whole = sum(param.numel() * param.element_size() for param in params)
+    local = sum(local_part(param).nbytes for param in params)
+    parts = f"{len(blocks)} blocks and the rest" if blocks else "in one piece"
+    workers = f"{strategy} over {' x '.join(map(str, mesh.shape))} {'worker' if mesh.size() == 1 else 'workers'}"
+    return f"{name}: {workers}, {parts}; {size_text(local)} of {size_text(whole)} each"

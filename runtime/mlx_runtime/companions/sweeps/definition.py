@@ -1,0 +1,154 @@
+"""The definition of a sweep: its parameters, its search, and the metric that compares trials."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from mlx_runtime import companions
+from mlx_runtime.companions.sweeps.folds import Fold, fold_rows
+from mlx_runtime.companions.sweeps.space import Space, check, parse, trial_count
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.redaction import redacted_override
+from mlx_runtime.training.background import conf_of
+from mlx_runtime.training.request import RunConfig, load_config
+
+CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
+"""Fields that a resumed sweep may change without `--force`."""
+
+OF_FOLDS = ("cfg.seed", "cfg.splitter")
+"""Settings that determine which rows a fold holds out."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The definition of a sweep, as its record holds it. `plan` fills in empty fields with defaults.
+
+    Attributes:
+        overrides: Overrides as typed.
+        search: `grid`, `random` or `optuna`.
+        scheduler: `none` or `asha`.
+        metric: Metric that compares trials.
+        mode: Whether the `max` or the `min` is best.
+        trials: Number of trials.
+        folds: Runs per trial; None without cross-validation.
+        seed: Seed of the search.
+        parallel: Runs at the same time; None for as many as fit.
+        gpus_per_trial: GPUs, or the share of one, of each run; None for what its workers need.
+        experiment: Path of the class that is trained, like `src.notebook.Experiment`; empty for `src.experiment`.
+    """
+
+    overrides: tuple[str, ...] = ()
+    search: str = ""
+    scheduler: str = ""
+    metric: str = ""
+    mode: str = ""
+    trials: int = 0
+    folds: int | None = None
+    seed: int = 0
+    parallel: int | None = None
+    gpus_per_trial: float | None = None
+    experiment: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields that the record of the sweep holds, without secrets."""
+        return asdict(self) | {"overrides": [redacted_override(text) for text in self.overrides]}
+
+    def given(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
+
+    @classmethod
+    def recorded(cls, found: Mapping[str, Any]) -> "Definition":
+        """Restore what `as_json` returned."""
+        known = {item.name: found[item.name] for item in fields(cls) if item.name in found}
+        return cls(**known | {"overrides": tuple(found["overrides"])})
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A checked definition."""
+
+    definition: Definition
+    space: Space
+    config: RunConfig  # that all trials have in common
+    rows: tuple[Fold, ...] = ()  # of each fold
+    folder: RunFolder | None = None  # of the sweep to resume; None for a new one
+
+
+def plan(
+    experiment: type, asked: Definition, *, large: bool = False, look: bool = False, split: bool = True
+) -> SweepPlan:
+    """Complete and check the definition of a sweep.
+
+    Args:
+        experiment: Class of the experiment.
+        asked: What the command defines.
+        large: Allow a grid of any size.
+        look: Run no code that only conf.yaml names, as in `load_config`.
+        split: Read the datasets and split their rows into folds, if the sweep has any.
+
+    Raises:
+        UsageError, ConfigError: it is not one of a sweep, or a value of a parameter does not fit.
+        ConfigError, DatasetError: the rows cannot be split into folds.
+    """
+    space = parse(asked.overrides)
+    if not space.dimensions and not asked.folds:
+        raise UsageError(
+            "no parameter has several values; give one some, like optimizers.adam.lr=1e-3,1e-4, or add --folds 5"
+        )
+    search = asked.search or ("optuna" if space.size is None else "grid")
+    trials = trial_count(space, search, asked.trials or None, large=large)
+    if asked.folds and (key := space.swept(*OF_FOLDS)):
+        raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
+    folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
+    overrides = [*space.applied(space.first), *folds, "++cfg.resume=null"]
+    with conf_of(experiment) as conf:
+        check(space, experiment, conf, look=look, title=asked.experiment)
+        config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
+    for companion in companions.asked_for(vars(config.cfg)):
+        companion.refuse_sweep(config.cfg)
+    config = replace(config, overrides=space.fixed)
+    rows = fold_rows(config) if asked.folds and split else ()
+    cfg = config.cfg
+    budget = "cfg.max_steps" if cfg.max_steps is not None else space.swept("cfg.num_epochs", "cfg.max_steps")
+    if asked.scheduler == "asha" and budget:
+        raise UsageError(f"--scheduler asha compares trials of cfg.num_epochs epochs each; leave out {budget}")
+    metric = asked.metric or cfg.monitor
+    if not metric:
+        raise UsageError(f"by which metric? Pass --metric val/loss --mode min, or set cfg.monitor in {CONF}")
+    if not asked.mode and metric != cfg.monitor:
+        raise UsageError(f"is the best {metric} the max or the min? Pass --mode; cfg.mode is that of {cfg.monitor}")
+    definition = replace(
+        asked,
+        search=search,
+        scheduler=asked.scheduler or "none",
+        metric=metric,
+        mode=asked.mode or cfg.mode,
+        trials=trials,
+        seed=cfg.seed,
+    )
+    return SweepPlan(definition, space, config, tuple(rows))
+
+
+def merged(stored: Definition, asked: Definition) -> Definition:
+    """Return the definition of a sweep to resume, with the fields that the command gives."""
+    given = asked.given()
+    if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
+        given.setdefault("trials", 0)  # of another space
+    return replace(stored, **given)
+
+
+def differences(stored: Definition, resumed: Definition) -> list[str]:
+    """Return one line per field that a resumed sweep may change only with `--force`."""
+    before, after = stored.as_json(), resumed.as_json()
+    return [
+        f"{name}: {_shown(before[name])} → {_shown(after[name])}"
+        for name in before
+        if name not in CHANGEABLE and before[name] != after[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)

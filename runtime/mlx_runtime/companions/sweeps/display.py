@@ -1,0 +1,209 @@
+"""The display of a sweep: a table of trials on a terminal, lines in a pipe, and the results."""
+
+import io
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from mlx_runtime.companions.sweeps.definition import SweepPlan
+from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.scores import Trial, short_names
+from mlx_runtime.errors import printable
+from mlx_runtime.events import Event, StopRequested
+from mlx_runtime.runs.tables import COLORS, counted, format_duration, format_number, print_table
+
+RANKED = 10
+"""Number of trials in the table at the end."""
+
+WHOLE = -1
+"""Stands for all folds of a trial."""
+
+
+@dataclass
+class _Row:
+    """A line of the live table: a run, or a trial whose folds have all ended."""
+
+    values: Mapping[str, str]
+    status: str = "RUNNING"
+    epoch: str = ""
+    value: float | None = None
+
+
+class SweepDisplay:
+    """Draws the events of a sweep on a terminal or in a pipe.
+
+    Args:
+        plan: What the sweep runs.
+        stream: The terminal or pipe.
+        copy: Receives what a pipe would, if `stream` is a terminal.
+        quiet: Show only where the sweep is stored, failures and the results.
+    """
+
+    def __init__(self, plan: SweepPlan, stream: TextIO, copy: TextIO | None = None, *, quiet: bool = False) -> None:
+        self._plan, self._stream, self._copy, self._quiet = plan, stream, copy, quiet
+        self._rows: dict[tuple[int, int], _Row] = {}  # by trial and fold
+        self._started = time.monotonic()
+        self._console = Console(file=stream, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+
+    def handle(self, event: Event) -> None:
+        """Draw an event."""
+        match event:
+            case SweepStarted():
+                self._start(event)
+            case TrialStarted(trial, fold, values, run):
+                self._rows[trial, fold or 0] = _Row(values)
+                shown = " ".join(f"{key}={text}" for key, text in values.items())
+                self._print(f"{_title(trial, fold)} {run}  {shown}".rstrip(), live=False)
+            case TrialProgress(trial, fold, epoch, epochs, value):
+                row = self._rows[trial, fold or 0]
+                row.epoch = f"{epoch + 1}/{epochs}"
+                row.value = value if value is not None else row.value
+            case TrialEnded():
+                self._end(event)
+            case StopRequested(why):
+                self._print(f"stopping  running trials save a checkpoint first ({why})", always=True)
+            case SweepEnded():
+                self.close()
+                self._results(event)
+
+    def close(self) -> None:
+        """Remove the table."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def table(self) -> Table:
+        """Return the live table: what runs, the best trial, and the trials that ended last, as far as there is room."""
+        definition = self._plan.definition
+        keys = [dimension.key for dimension in self._plan.space.dimensions]
+        titles = short_names(keys)
+        fold = [Column("fold", no_wrap=True)] if definition.folds else []
+        values = [Column(titles[key], no_wrap=True, overflow="ellipsis") for key in keys]
+        fixed = [Column(title, no_wrap=True, justify="right") for title in ("epoch", definition.metric)]
+        columns = [Column("trial", no_wrap=True), *fold, *values, *fixed, Column("status", no_wrap=True)]
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        best = self._best()
+        for (trial, index), row in self._visible(best, max(3, self._console.height - 3)):
+            is_best = best is not None and (trial, index) == best
+            of_fold = [f"{index + 1}/{definition.folds}" if index != WHOLE else "mean"] if fold else []
+            texts = [str(trial), *of_fold, *(row.values.get(key, "") for key in keys), row.epoch]
+            texts += [format_number(row.value), row.status + (" best" if is_best else "")]
+            style = "bold" if is_best else COLORS.get(row.status, "")
+            table.add_row(*(Text(text, style=style) for text in texts))
+        return table
+
+    def _visible(self, best: tuple[int, int] | None, limit: int) -> list[tuple[tuple[int, int], _Row]]:
+        rows = sorted(self._rows.items())
+        urgent = [item for item in rows if item[1].status == "RUNNING" or item[0] == best][:limit]
+        others = [item for item in rows if item not in urgent]
+        return sorted(urgent + others[max(0, len(others) - limit + len(urgent)) :], key=lambda item: item[0])
+
+    def _best(self) -> tuple[int, int] | None:
+        """Return the trial with the best value so far."""
+        whole = WHOLE if self._plan.definition.folds else 0
+        known = {
+            key: row.value
+            for key, row in self._rows.items()
+            if key[1] == whole and row.value is not None and row.value == row.value and row.status != "FAILED"
+        }
+        return (max if self._plan.definition.mode == "max" else min)(known, key=known.__getitem__, default=None)
+
+    def _start(self, event: SweepStarted) -> None:
+        definition, folder = self._plan.definition, event.folder
+        self._folder = folder
+        runs = f" of {definition.folds} folds" if definition.folds else ""
+        keys = ", ".join(dimension.key for dimension in self._plan.space.dimensions)
+        search = f"{definition.search} over {keys}, " if keys else ""
+        self._print(f"sweep     {folder.experiment} {folder.name}")
+        self._print(f"folder    {folder.location}", always=True)
+        self._print(f"trials    {search}{counted(definition.trials, 'trial')}{runs}")
+        scheduler = f", pruned by {definition.scheduler}" if definition.scheduler != "none" else ""
+        self._print(f"metric    {definition.metric} ({definition.mode}){scheduler}")
+        if event.done:
+            self._print(f"resumed   {counted(len(event.done), 'trial')} {'is' if len(event.done) == 1 else 'are'} done")
+        for trial in event.done:
+            best = trial.best(definition.mode)
+            row = _Row(trial.values, trial.status, str(best[0] + 1) if best else "", best[1] if best else None)
+            self._rows[trial.number, WHOLE if definition.folds else 0] = row
+        if self._console.is_terminal and not self._quiet:
+            self._live = Live(console=self._console, get_renderable=self.table, transient=True)
+            self._live.start()
+
+    def _end(self, event: TrialEnded) -> None:
+        definition, trial = self._plan.definition, event.trial
+        whole = event.fold is None and definition.folds is not None
+        values = next((row.values for key, row in self._rows.items() if key[0] == trial), {})
+        if whole:
+            self._rows = {key: row for key, row in self._rows.items() if key[0] != trial}
+        key = trial, WHOLE if whole else event.fold or 0
+        row = self._rows[key] = _Row(values, event.status)
+        found = ""
+        if event.best is not None:
+            row.epoch, row.value = str(event.best[0] + 1), event.best[1]
+            found = f"  {definition.metric} {format_number(row.value)} (epoch {row.epoch})"
+        best = ", best so far" if self._best() == key else ""
+        why = f": {event.error.partition(chr(10))[0]}" if event.error else ""
+        failed = event.status == "FAILED"
+        self._print(f"{_title(trial, event.fold)} {event.status}{found}{best}{why}", always=failed, live=failed)
+
+    def _results(self, event: SweepEnded) -> None:
+        """Print the best trials, and the command that trains the best configuration."""
+        definition = self._plan.definition
+        result = SweepResult(self._folder)
+        facts = {"failed": f"{event.failed} of {counted(len(result.trials), 'trial')}"} if event.failed else {}
+        if event.best is not None:
+            ranked = [trial for trial in result.ranked() if trial.score is not None][:RANKED]
+            self._print(always=True)
+            rows = [_cells(trial, result) for trial in ranked]
+            print_table(rows, self._stream)
+            if self._copy is not None:
+                lines = io.StringIO()
+                print_table(rows, lines)
+                self._copy.write(lines.getvalue())
+            self._print(always=True)
+            best = result.best
+            spread = f" ± {format_number(best.spread.get(result.metric))}" if definition.folds else ""
+            value = f"{result.metric} {format_number(best.score)}{spread}"
+            facts["best"] = f"trial {best.number}, {value} (epoch {best.epoch})"
+            facts["full run"] = result.command
+            facts["report"] = shlex.join(["mlx", "xp", "report", self._folder.experiment, self._folder.name])
+        facts["took"] = format_duration(time.monotonic() - self._started)
+        for name, text in facts.items():
+            self._print(f"{name:<9} {text}", always=True)
+
+    def _print(self, text: str = "", *, always: bool = False, live: bool = True) -> None:
+        """Print a line: on a quiet display only if `always`, and above the live table only if `live`."""
+        if self._copy is not None:
+            print(text, file=self._copy)
+        if (always or not self._quiet) and (live or self._live is None):
+            self._console.print(Text(printable(text)))
+
+
+def _title(trial: int, fold: int | None) -> str:
+    """Return `trial 3`, or `trial 3 fold 2`, padded to the width of the names of facts."""
+    return f"trial {trial}" + (f" fold {fold + 1}" if fold is not None else "")
+
+
+def _cells(trial: Trial, result: SweepResult) -> dict[str, str]:
+    """Return a row of the table at the end."""
+    overrides = dict(text.split("=", 1) for text in trial.overrides)
+    short = short_names([*overrides])
+    spread = f" ± {format_number(trial.spread.get(result.metric))}" if result.folds else ""
+    runs = [run.row.folder.name for run in trial.runs]
+    return {
+        "trial": str(trial.number),
+        **{short[key]: text for key, text in overrides.items()},
+        result.metric: f"{format_number(trial.score)}{spread}",
+        "epoch": str(trial.epoch),
+        "status": trial.status,
+        "run": runs[0] if len(runs) == 1 else f"{runs[0]} … {runs[-1]}",
+    }

@@ -1,0 +1,60 @@
+"""Events of a sweep, in addition to those of its runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlx_runtime.companions.sweeps.definition import Definition
+from mlx_runtime.companions.sweeps.states import TrialState
+from mlx_runtime.events import Event
+from mlx_runtime.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class SweepStarted(Event):
+    """This process drives the sweep."""
+
+    folder: RunFolder
+    definition: Definition
+    done: tuple[TrialState, ...]  # trials that ended before the sweep was resumed
+
+
+@dataclass(frozen=True)
+class TrialStarted(Event):
+    """A run of a trial is about to start or to resume."""
+
+    trial: int  # from 1
+    fold: int | None  # from 0; None without folds
+    values: Mapping[str, str]
+    run: str  # like `run_007`
+
+
+@dataclass(frozen=True)
+class TrialProgress(Event):
+    """A run of a trial has ended an epoch, or recorded something after its checkpoint."""
+
+    trial: int
+    fold: int | None
+    epoch: int  # from 0
+    epochs: int  # in total
+    value: float | None  # of the sweep's metric, if it was recorded
+
+
+@dataclass(frozen=True)
+class TrialEnded(Event):
+    """A run of a trial has ended; with folds, sent again for the whole trial, without the number of a fold."""
+
+    trial: int
+    fold: int | None
+    status: str
+    best: tuple[int, float] | None = None  # best epoch, from 0, and the metric then
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class SweepEnded(Event):
+    """The last event of a sweep."""
+
+    status: str  # `SUCCEEDED`, `FAILED` if every trial has failed, or `STOPPED` if some are not done
+    best: int | None = None  # trial with the best value of the metric
+    unfinished: int = 0  # number of trials that remain to be run
+    failed: int = 0  # number of trials that have failed

@@ -1,0 +1,221 @@
+"""Cross-validation: a splitter of scikit-learn divides the rows of `datasets.train` into folds.
+
+A run with `cfg.folds` and `cfg.fold` trains on the rows of all folds but one. The rows of that fold take the place of
+`datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
+"""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils import data
+from torch.utils.data import IterableDataset
+
+from mlx_runtime.companions.prepared.fingerprints import digest
+from mlx_runtime.companions.ray.streams import dataset_error
+from mlx_runtime.config.building import Tree, build, build_group
+from mlx_runtime.config.composition import Config
+from mlx_runtime.config.signatures import parameters
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.data.batches import rows_of
+from mlx_runtime.data.definitions import adopted, constructing_each, dataset_nodes
+from mlx_runtime.data.sampling import Subset
+from mlx_runtime.distributed.randomness import seeded
+from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
+
+PER_ROW = ("fold_labels", "fold_groups")
+"""Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
+
+HELD_OUT = {"training": False, "shuffle": False, "drop_last": False}
+"""Attributes that the instance for the held-out rows has, whatever `datasets.train` has."""
+
+UNNUMBERED = "whose rows have no numbers; use a dataset with __getitem__ and __len__"
+"""Why a stream cannot be split, and what can."""
+
+_PerRow = npt.NDArray[Any] | None
+
+
+class Fold(NamedTuple):
+    """Row numbers of `datasets.train`, ascending: those to train on, and those held out for validation."""
+
+    train: npt.NDArray[np.int64]
+    held_out: npt.NDArray[np.int64]
+
+    def subsets(self) -> dict[str, Subset]:
+        """Return what a run of this fold reads, by name in `Datasets`."""
+        train, held_out = map(torch.from_numpy, self)
+        return {"train": Subset(train), "val": Subset(held_out, HELD_OUT)}
+
+
+def rows_digest(folds: Sequence[Fold]) -> str:
+    """Return a digest of the row numbers of folds."""
+    return digest([rows.astype("<i8").tobytes() for fold in folds for rows in fold])
+
+
+def with_held_out(tree: Tree, fold: int | None) -> Tree:
+    """Return a config where `datasets.val` is `datasets.train` in evaluation mode; without a fold, the same config.
+
+    Raises:
+        ConfigError: There are no such datasets, or `datasets.train` is a stream.
+    """
+    if fold is None:
+        return tree
+    group, node = tree.get("datasets", {}), dataset_nodes(tree).get("train")
+    if node is None or "val" not in group:
+        raise ConfigError(
+            "cfg.folds splits datasets.train, and the held-out rows replace datasets.val, but conf.yaml has no "
+            f"datasets.{'train' if node is None else 'val'}; add it to Datasets, then: mlx train bind"
+        )
+    cls = object_at(node["_target_"])
+    if hasattr(cls, "to_ray") or (isinstance(cls, type) and issubclass(cls, IterableDataset)):
+        raise ConfigError(f"cfg.folds cannot split datasets.train: {cls.__name__} is a stream, {UNNUMBERED}")
+    changed = dict.fromkeys(_switches(node), False)
+    val = group["val"]
+    if isinstance(val, dict) and "batch_size" in val and "batch_size" in node:
+        changed["batch_size"] = val["batch_size"]
+    return tree | {"datasets": group | {"val": {**node, **changed}}}
+
+
+def leak_warning(tree: Tree) -> str | None:
+    """Return a line for the user if `datasets.train` has no argument that selects its evaluation mode."""
+    node = dataset_nodes(tree)["train"]
+    if _switches(node):
+        return None
+    return (
+        "the held-out rows are read exactly as datasets.train reads them: "
+        f"{_class_name(node)} has no argument training or augment that turns off augmentation"
+    )
+
+
+def fold_rows(config: Config) -> list[Fold]:
+    """Split `datasets.train` of a config with `cfg.folds`. The folds depend on the dataset, the splitter and the seed.
+
+    Raises:
+        ConfigError: The splitter cannot split the rows, for example because it needs labels.
+        DatasetError: The dataset cannot be constructed, or has other rows in evaluation mode.
+    """
+    cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.fold)
+    nodes = tree["datasets"]
+    group = build_group(nodes, "datasets", constructing_each(nodes, cfg.seed))
+    try:
+        train = adopted(group.train, "train", nodes["train"])
+        if isinstance(train, IterableDataset):
+            raise ConfigError(f"cfg.folds cannot split datasets.train: it is a stream, {UNNUMBERED}")
+        rows = rows_of(train, "train")
+        arrays = [_per_row(train, name, rows) for name in PER_ROW]
+        if _switches(nodes["train"]):
+            _check_same_rows(train, adopted(group.val, "val", nodes["val"]), rows, arrays)
+    except USER_ERRORS as error:
+        raise dataset_error(error, "cfg.folds cannot split datasets.train") from error
+    if rows < cfg.folds:
+        raise ConfigError(f"cfg.folds is {cfg.folds}, but datasets.train has only {rows} rows; lower cfg.folds")
+    splitter = _splitter(config)
+    title = f"cfg.splitter: {type(splitter).__name__}"
+    try:
+        folds = _split(splitter, rows, cfg.seed, arrays)
+    except USER_ERRORS as error:
+        methods = " and ".join(_lacking(splitter, rows, cfg.seed, arrays))
+        if not methods:
+            raise ConfigError(f"{title} cannot split the rows of datasets.train: {short_message(error)}") from error
+        raise ConfigError(
+            f"{title} needs {methods.replace('fold_', '')} of the rows, but "
+            f"{_class_name(nodes['train'])} has no method "
+            f"{methods}; write it to return an array with one item per row"
+        ) from error
+    if len(folds) != cfg.folds:
+        cure = f"set cfg.folds={len(folds)}, or change the arguments of cfg.splitter"
+        raise ConfigError(f"{title} makes {len(folds)} folds, but cfg.folds is {cfg.folds}; {cure}")
+    for number, fold in enumerate(folds):
+        if not all(map(len, fold)) or np.intersect1d(*fold).size:
+            raise ConfigError(f"{title}: one part of fold {number} is empty, or both have rows in common")
+    return folds
+
+
+def load_fold(datasets: Tree, cfg: Tree) -> Any:
+    """Build the datasets of a run with `cfg.fold`: `train` and `val` are the `Subset`s that it trains on and holds out.
+
+    Raises:
+        ConfigError: As for `fold_rows`.
+        DatasetError: As for `fold_rows`.
+    """
+    splitter = build(cfg["splitter"], "cfg.splitter") if cfg.get("splitter") else None
+    settings = SimpleNamespace(seed=cfg["seed"], folds=cfg["folds"], fold=cfg["fold"], splitter=splitter)
+    config = Config({"datasets": datasets, "cfg": cfg}, {}, settings)
+    rows = fold_rows(config)[settings.fold]
+    nodes = with_held_out(config.tree, settings.fold)["datasets"]
+    group = build_group(nodes, "datasets", constructing_each(nodes, settings.seed))
+    for name, numbers in (("train", rows.train), ("val", rows.held_out)):
+        part = data.Subset(adopted(getattr(group, name), name, nodes[name]), numbers.tolist())
+        object.__setattr__(group, name, part)  # of a frozen dataclass, too
+    return group
+
+
+def _splitter(config: Config) -> Any:
+    cfg = config.cfg
+    if cfg.splitter is None:
+        from sklearn.model_selection import KFold
+
+        return KFold(cfg.folds, shuffle=True, random_state=cfg.seed % 2**32)
+    splitter = copy.copy(cfg.splitter)
+    if hasattr(splitter, "n_splits") and "n_splits" not in (config.tree["cfg"].get("splitter") or {}):
+        splitter.n_splits = cfg.folds
+    return splitter
+
+
+def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> list[Fold]:
+    """Return the folds of a splitter; one without a `random_state` draws from the seed."""
+    with warnings.catch_warnings(), seeded(seed):
+        warnings.filterwarnings("ignore", "The groups parameter is ignored")  # by splitters without groups
+        parts = list(splitter.split(np.zeros(rows), *arrays))
+    return [Fold(*(np.sort(np.asarray(numbers, np.int64)) for numbers in part)) for part in parts]
+
+
+def _lacking(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> Sequence[str]:
+    """Return the methods without which a splitter fails: with stand-ins for what they return, it does not."""
+    missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
+    for names in [*([name] for name in missing), missing]:
+        stand_ins = (np.zeros(rows, np.int64), np.arange(rows))
+        given = zip(PER_ROW, arrays, stand_ins, strict=True)
+        with contextlib.suppress(*USER_ERRORS):
+            _split(splitter, rows, seed, [values if name not in names else fake for name, values, fake in given])
+            return names
+    return ()
+
+
+def _per_row(dataset: Any, method: str, rows: int) -> _PerRow:
+    """Return what a method of a dataset returns, or None if there is no such method."""
+    values = np.asarray(getattr(dataset, method)()) if hasattr(dataset, method) else None
+    if values is not None and values.shape[:1] != (rows,):
+        title = f"{type(dataset).__name__}.{method}() returned an array of shape {values.shape}"
+        raise DatasetError(f"{title}; datasets.train has {rows} rows, and it must return one item for each")
+    return values
+
+
+def _check_same_rows(train: Any, val: Any, rows: int, arrays: Sequence[_PerRow]) -> None:
+    """Refuse a dataset that has other rows in evaluation mode, like the test set of MNIST."""
+    if rows_of(val, "val") != rows or not all(
+        np.array_equal(np.asarray(_per_row(val, name, rows)), np.asarray(before))
+        for name, before in zip(PER_ROW, arrays, strict=True)
+    ):
+        cls = type(train).__name__
+        raise DatasetError(
+            f"cfg.folds cannot read the held-out rows through {cls} in evaluation mode, which has other rows than "
+            f"datasets.train. Give {cls} an argument training: bool that only turns off augmentation"
+        )
+
+
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _switches(node: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of a dataset that select its evaluation mode if they are False."""
+    values = {item.name: item.default for item in parameters(object_at(node["_target_"])) or []} | dict(node)
+    found = [name for name in ("training", "augment", "train") if isinstance(values.get(name), bool)]
+    return [name for name in found if name != "train"] or found  # `train` often selects the rows, too

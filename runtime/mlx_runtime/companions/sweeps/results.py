@@ -1,0 +1,212 @@
+"""The results of a sweep, read from the records and metrics of its runs: while it runs, at its end, or years later."""
+
+import contextlib
+import functools
+import html
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, scored
+from mlx_runtime.errors import UsageError, printable, suggest
+from mlx_runtime.runs import lookup, records
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.runs.listing import map_concurrently, summarize
+from mlx_runtime.runs.tables import counted, format_number
+from mlx_runtime.storage.files import joined
+
+if TYPE_CHECKING:
+    import pandas
+
+    from mlx_runtime.runs.reader import Run
+
+
+def open_sweep(sweep: str | Path) -> "SweepResult":
+    """Open a sweep for reading, even while it runs.
+
+    Args:
+        sweep: `name/sweep_001`, or the path or URI of its folder. A name is looked up in the storage of the experiment
+            in the working directory, or in `MLX_STORAGE`.
+
+    Raises:
+        UsageError: There is no such sweep.
+    """
+    return SweepResult(lookup.resolve_run(str(sweep)))
+
+
+class SweepResult:
+    """The trials of a sweep, as they were when this object was created.
+
+    Args:
+        folder: Folder of the sweep.
+
+    Attributes:
+        definition: What the sweep searches, and how: `overrides`, `search`, `scheduler`, `metric`, `mode`, `folds`, …
+        trials: All trials, by number.
+
+    Raises:
+        StorageError: The record of the sweep cannot be read.
+        UsageError: The folder is that of a run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        record = records.recorded(folder)
+        if "definition" not in record:
+            raise UsageError(f"{folder.title} is a run, not a sweep")
+        self.folder = folder
+        self.definition: dict[str, Any] = record["definition"]
+        self.metric: str = self.definition["metric"]
+        self.mode: str = self.definition["mode"]
+        self.folds: int | None = self.definition["folds"]
+        self.trials = self._read(record["trials"])
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best value of the metric, of those that did not fail.
+
+        Raises:
+            UsageError: No trial has recorded the metric.
+        """
+        if ranked := [trial for trial in self.ranked() if trial.score is not None and trial.status != "FAILED"]:
+            return ranked[0]
+        problem = f"no trial of {self.folder.title} has recorded {printable(self.metric, one_line=True)}"
+        if errors := [f"trial {trial.number}: {trial.error}" for trial in self.trials if trial.error]:
+            raise UsageError(f"{problem}; {errors[0].partition(chr(10))[0]}")
+        recorded = {name for trial in self.trials for run in trial.runs for name in metrics_at(run.epochs, None)}
+        raise UsageError(f"{problem}.{suggest(self.metric, recorded)}")
+
+    @property
+    def command(self) -> str:
+        """Command that trains the best configuration in a run of its own, in Python if only Python can."""
+        chosen = {override.partition("=")[0]: override for override in self.best.overrides}
+        given = self.definition["overrides"]
+        if self.folds:  # it trains on all rows
+            given = [text for text in given if not re.match(r"[+~]*cfg\.splitter\b", text)]
+        overrides = [chosen.pop(text.partition("=")[0], text) for text in given]
+        overrides += chosen.values()
+        if path := self.definition.get("experiment"):
+            return f"run({path.rpartition('.')[2]}, {overrides})"
+        return shlex.join(["mlx", "train", "run", *overrides])
+
+    @property
+    def runs(self) -> "list[Run]":
+        """All runs, in order of trials and folds."""
+        from mlx_runtime.runs.reader import Run
+
+        return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
+
+    def best_config(self) -> dict[str, Any]:
+        """Return the conf.yaml of the best trial as plain dicts, for all rows: without folds and `cfg.splitter`.
+
+        Raises:
+            UsageError: No trial has recorded the metric.
+            StorageError: It cannot be read.
+        """
+        from mlx_runtime.runs.reader import Run
+
+        config = Run(self.best.runs[0].row.folder).config
+        if self.folds:
+            config["cfg"] |= {"folds": None, "fold": None, "splitter": None}
+        return config
+
+    def table(self, *, runs: bool = False) -> "pandas.DataFrame":
+        """Return one row per trial: its values, status, best epoch, all metrics, and the seconds that it took.
+
+        With folds, metrics are means over the folds, and columns like `val/loss_std` their standard deviations.
+
+        Args:
+            runs: Return one row per run instead, with the metrics at the best epoch of its trial.
+        """
+        import pandas
+
+        rows = [row for trial in self.trials for row in (self._run_rows(trial) if runs else [self._row(trial)])]
+        index = "run" if runs else "trial"
+        return pandas.DataFrame(rows, columns=None if rows else [index]).set_index(index)
+
+    def ranked(self) -> list[Trial]:
+        """Return the trials, best first; those that failed or lack the metric come last."""
+        sign = -1 if self.mode == "max" else 1
+
+        def rank(trial: Trial) -> float:
+            return math.inf if trial.score is None or trial.status == "FAILED" else sign * trial.score
+
+        return sorted(self.trials, key=rank)
+
+    @functools.cached_property
+    def metric_names(self) -> list[str]:
+        """Names of all metrics, beginning with the one that ranks the trials."""
+        names = {name: None for trial in self.trials for name in trial.metrics}
+        return sorted(names, key=lambda name: name != self.metric)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the best trial as plain values."""
+        best = self.best
+        kept = [self._checkpoint(run, best) for run in best.runs]
+        return {
+            "metric": self.metric,
+            "mode": self.mode,
+            "value": best.score,
+            "std": best.spread.get(self.metric),
+            "epoch": best.epoch,
+            "experiment": self.folder.experiment,
+            "sweep": self.folder.name,
+            "trial": best.number,
+            "values": dict(best.values),
+            "runs": [one.row.folder.name for one in best.runs],
+            **({"checkpoints": kept} if self.folds else {"checkpoint": kept[0]}),
+            "command": self.command,
+        }
+
+    def _checkpoint(self, run: RunResult, trial: Trial) -> str | None:
+        """Return the path of the checkpoint of a run at the best epoch of its trial; None if it is not kept."""
+        value = trial.score if run.fold is None else run.epochs[trial.epoch or 0][self.metric]
+        saved = [item for item in list_checkpoints(run.row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
+        kept = [item for item in saved if item.metrics.get(self.metric) == value]
+        kept = kept or [item for item in saved if item.finished]
+        return joined(run.row.folder.checkpoints, kept[-1].name) if kept else None
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        metrics: dict[str, float] = {}
+        for name in self.metric_names:
+            metrics[name] = trial.metrics.get(name, math.nan)
+            if self.folds:
+                metrics[f"{name}_std"] = trial.spread.get(name, math.nan)
+        facts = {"status": trial.status, "epoch": trial.epoch}
+        return {"trial": trial.number, **trial.values, **facts, **metrics, "duration_s": trial.duration_s}
+
+    def _run_rows(self, trial: Trial) -> Iterator[dict[str, Any]]:
+        for run in trial.runs:
+            found = metrics_at(run.epochs, trial.epoch)
+            metrics = {name: found.get(name, math.nan) for name in self.metric_names}
+            facts = {"status": run.row.status, "epoch": trial.epoch}
+            name = {"run": run.row.folder.name, "trial": trial.number, "fold": run.fold}
+            yield {**name, **trial.values, **facts, **metrics, "duration_s": run.row.duration_s}
+
+    def _read(self, entries: Sequence[Mapping[str, Any]]) -> list[Trial]:
+        """Read the records and metrics of all runs."""
+        started = [(entry["trial"], fold, name) for entry in entries for fold, name in enumerate(entry["runs"]) if name]
+        folders = [run_folder(self.folder.root, self.folder.experiment, name) for _, _, name in started]
+        runs: dict[int, list[RunResult]] = {entry["trial"]: [] for entry in entries}
+        for (trial, fold, _), row, epochs in zip(
+            started, summarize(folders), map_concurrently(read_epochs, folders), strict=True
+        ):
+            runs[trial].append(RunResult(row, fold if self.folds else None, epochs))
+        return [
+            scored(entry["trial"], entry["values"], runs[entry["trial"]], self.folds or 1, self.metric, self.mode)
+            for entry in entries
+        ]
+
+    def __repr__(self) -> str:
+        text = f"<SweepResult {self.folder.title}, {counted(len(self.trials), 'trial')}"
+        with contextlib.suppress(UsageError):
+            values = f" with {' '.join(self.best.overrides)}" if self.best.overrides else ""
+            text += f", best {self.metric} {format_number(self.best.score)}{values}"
+        return f"{text}>"
+
+    def _repr_html_(self) -> str:
+        ranked = self.table().loc[[trial.number for trial in self.ranked()]]
+        return f"<p>{html.escape(repr(self)[1:-1])}</p>{ranked.to_html(max_rows=30, na_rep='')}"

@@ -1,0 +1,128 @@
+"""Start a sweep, or resume one: everything that is checked and claimed before the first run."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merged, plan
+from mlx_runtime.companions.sweeps.folds import rows_digest
+from mlx_runtime.companions.sweeps.states import TrialState, read_trial
+from mlx_runtime.companions.sweeps.sweep import Listener, Sweep, outcome
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import lookup, records, snapshots
+from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps
+from mlx_runtime.runs.listing import map_concurrently
+from mlx_runtime.runs.provenance import provenance
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import documents, leases
+from mlx_runtime.storage.detection import HIDDEN
+from mlx_runtime.storage.documents import is_name
+from mlx_runtime.storage.files import Storage, storage_root
+
+FOLDS = "folds.npz"
+"""File of a sweep with the numbers of the rows that each fold holds out."""
+
+
+def find_sweep(name: str = "latest") -> RunFolder:
+    """Return a sweep by name (`sweep_001`, `lr` for `sweep_lr`, `latest`), path or URI.
+
+    Raises:
+        UsageError: there is no such sweep.
+    """
+    if name != "latest":
+        known = name.rpartition("/")[2].startswith(SWEEP)
+        return lookup.resolve_run(name if known else SWEEP + name)
+    root, experiment = lookup.storage_root(), lookup.conf_value("cfg.name") or ""
+    found = list_sweeps(root, experiment)
+    begun = [folder for folder in found if folder.record.name in Storage(folder.location).names()]
+    if not begun:
+        raise UsageError(f"{experiment} has no sweep in {root} to resume")
+    return max(begun, key=lambda folder: (records.recorded(folder).get("start") or "", folder.name))
+
+
+def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, **how: bool) -> SweepPlan:
+    """Check that a sweep can be resumed, with the fields of its definition that the command gives.
+
+    `how` are the other arguments of `plan`.
+
+    Raises:
+        UsageError: it is being driven, or its definition or code has changed and `force` is not set.
+    """
+    record = records.refuse_living(folder)
+    if "definition" not in record:
+        raise UsageError(f"{folder.title} is not a sweep; resume a run with: mlx train run --resume {folder.name}")
+    stored = Definition.recorded(record["definition"])
+    definition = merged(stored, asked)
+    if hidden := [text for text in definition.overrides if HIDDEN in text]:
+        raise UsageError(f"{folder.title} does not hold the secret {hidden[0]}; pass all overrides again")
+    if definition.experiment:
+        experiment = object_at(definition.experiment)
+    found = plan(experiment, definition, **how)
+    changes = differences(stored, found.definition)
+    changes += [f"{file} differs" for file in snapshots.changed_files(Path.cwd(), folder, found.config.cfg.code_files)]
+    if found.definition.folds != stored.folds:
+        raise UsageError(f"{folder.title} has folds={stored.folds}, which cannot change; start another sweep")
+    if found.rows and record.get("fold_rows") not in (None, rows_digest(found.rows)):
+        changes.append("the folds have other rows")
+    if changes and not force:
+        listed = "\n  ".join([f"{folder.title} was started with another definition or code:", *changes])
+        raise UsageError(f"{listed}\nUndo the changes, start another sweep, or resume it anyway with --force")
+    return dataclasses.replace(found, folder=folder)
+
+
+def finished_trials(plan: SweepPlan, *, retry_failed: bool) -> list[TrialState] | None:
+    """Return the trials of the sweep that a plan resumes if it has ended and none is left to run, else None."""
+    assert plan.folder is not None, "it resumes a sweep"
+    record = records.recorded(plan.folder)
+    if record["status"] not in ("SUCCEEDED", "FAILED"):
+        return None
+    trials = _stored_trials(plan, record, retry_failed)
+    return None if outcome(plan, trials).unfinished else trials
+
+
+def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: bool) -> list[TrialState]:
+    folder, definition = plan.folder, plan.definition
+    assert folder is not None, "it resumes a sweep"
+    of_definition = {"folds": definition.folds is not None, "retry_failed": retry_failed}
+    return map_concurrently(
+        lambda entry: read_trial(folder, entry, definition.metric, definition.mode, **of_definition), record["trials"]
+    )
+
+
+def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listeners: Sequence[Listener] = ()) -> Sweep:
+    """Become the driver of a sweep: of a new one, or of the one that the plan resumes.
+
+    Raises:
+        UsageError: another driver has it, or there is a sweep with this name.
+        StorageError: its folder cannot be written.
+    """
+    definition, cfg, project = plan.definition, plan.config.cfg, Path.cwd()
+    facts = provenance(definition.overrides) | {"status": "RUNNING", "start": documents.now()}
+    facts |= {"definition": definition.as_json(), "monitor": definition.metric, "mode": definition.mode}
+    if plan.folder is not None:
+        folder, before = plan.folder, records.recorded(plan.folder)
+        trials = _stored_trials(plan, before, retry_failed)
+        attempt = records.take_over(folder)
+        facts |= {"start": before.get("start"), "attempts": records.attempts(before)}
+        if Settings.read().job is None:
+            facts["job"] = None
+        before = {name: value for name, value in before.items() if name not in ("end", "error")}
+    else:
+        if name and not is_name(name):
+            raise UsageError(f"--name {name!r} is not a valid folder name")
+        folder = claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name.removeprefix(SWEEP))
+        before, trials, attempt = {"trials": []}, [], 1
+        folder.claim_attempt(attempt, leases.lease())
+    folder.path.mkdir(parents=True, exist_ok=True)
+    snapshots.store(project, folder, cfg.code_files)
+    if plan.rows:
+        facts["fold_rows"] = rows_digest(plan.rows)
+        file = folder.path / FOLDS
+        np.savez_compressed(file, *(fold.held_out for fold in plan.rows))
+        folder.push(file)
+    record = records.Record(folder, before, **facts, attempt=attempt)
+    return Sweep(record, plan, trials, listeners)

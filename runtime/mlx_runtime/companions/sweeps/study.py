@@ -1,0 +1,148 @@
+"""The search and the pruner of a sweep. Everything that uses Optuna.
+
+The same seed and the same history give the same values and the same decisions, so that a resumed sweep continues like
+an uninterrupted one.
+"""
+
+import math
+import zlib
+from typing import Any
+
+from mlx_runtime.companions.sweeps.space import Dimension, Space, Values
+
+REDUCTION = 3
+"""ASHA continues the best of this many trials at each rung: after a ninth, and after a third of the epochs."""
+
+TRIES = 20
+"""How often a sampler may repeat values of a finite space before the next untried ones of the grid are taken."""
+
+
+class Study:
+    """The search and the scheduler of one sweep.
+
+    Args:
+        space: what to search.
+        search: `grid` in the order of the overrides, `random`, or `optuna` for its tree-structured Parzen estimator.
+        scheduler: `none`, or `asha` for asynchronous successive halving.
+        mode: `max` or `min`.
+        seed: of the samplers.
+        epochs: of a whole trial.
+    """
+
+    def __init__(self, space: Space, *, search: str, scheduler: str, mode: str, seed: int, epochs: int) -> None:
+        self._space, self._search, self._seed, self._epochs = space, search, seed, epochs
+        self._tried: set[frozenset[tuple[str, str]]] = set()
+        self._untried = filter(lambda values: frozenset(values.items()) not in self._tried, space.grid())
+        self._trials: dict[int, Any] = {}  # Optuna's, by number
+        self._decisions: dict[int, tuple[int, bool]] = {}  # latest epoch of each trial, and whether it prunes
+        self._study: Any = None
+        if search != "grid" or scheduler != "none":
+            self._study = _optuna_study(mode, scheduler, epochs)
+            self._distributions = {item.key: _distribution(item) for item in space.dimensions}
+
+    def add(self, number: int, values: Values) -> None:
+        """Add a trial that exists already. Outside of the space, its result does not guide the search."""
+        self._tried.add(frozenset(values.items()))
+        if self._study is None:
+            return
+        inside = values in self._space
+        if inside:
+            self._study.enqueue_trial({item.key: _parameter(item, values[item.key]) for item in self._space.dimensions})
+        self._trials[number] = self._study.ask(self._distributions if inside else {})
+
+    def ask(self, number: int) -> Values | None:
+        """Return the values of the next trial; None if all points of a finite space have been tried."""
+        values: Values | None = None
+        if self._search != "grid":
+            for attempt in range(TRIES):
+                values = self._sampled(f"{self._seed} {number} {attempt}")
+                if self._space.size is None or frozenset(values.items()) not in self._tried:
+                    break
+            else:
+                values = None
+        if values is None:
+            values = next(self._untried, None)
+        if values is not None:
+            self.add(number, values)
+        return values
+
+    def report(self, number: int, epoch: int, value: float) -> bool:
+        """Take the metric of a trial after an epoch, from 0; True if the trial should end now."""
+        latest, prune = self._decisions.get(number, (-1, False))
+        if self._study is None or epoch < latest:
+            return False
+        if epoch > latest:
+            trial, step = self._trials[number], epoch + 1
+            trial.report(value, step)
+            prune = step < self._epochs and trial.should_prune()
+            self._decisions[number] = epoch, prune
+        return prune
+
+    def tell(self, number: int, status: str, value: float | None) -> None:
+        """Take the outcome of a trial: SUCCEEDED, PRUNED or FAILED, and its score."""
+        if self._study is None:
+            return
+        from optuna.trial import TrialState
+
+        trial = self._trials[number]
+        if status == "SUCCEEDED" and trial.params and value is not None and not math.isnan(value):
+            self._study.tell(trial, value)
+        else:
+            pruned = status == "PRUNED" and trial.params
+            self._study.tell(trial, state=TrialState.PRUNED if pruned else TrialState.FAIL)
+
+    def _sampled(self, salt: str) -> Values:
+        """Return values from the sampler, as a function of the salt and the history."""
+        import optuna
+
+        seed = zlib.crc32(salt.encode())
+        sampler = optuna.samplers.TPESampler if self._search == "optuna" else optuna.samplers.RandomSampler
+        # A copy, because values are rounded when they are written.
+        copy = optuna.create_study(direction=self._study.direction, sampler=sampler(seed=seed))
+        copy.add_trials(self._study.get_trials(deepcopy=False))
+        parameters = copy.ask(self._distributions).params
+        return {item.key: _text(item, parameters[item.key]) for item in self._space.dimensions}
+
+
+def _optuna_study(mode: str, scheduler: str, epochs: int) -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pruner: Any = optuna.pruners.NopPruner()
+    if scheduler == "asha":
+        first = max(1, math.ceil(epochs / REDUCTION**2))
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=REDUCTION)
+    direction = optuna.study.StudyDirection.MAXIMIZE if mode == "max" else optuna.study.StudyDirection.MINIMIZE
+    return optuna.create_study(direction=direction, sampler=optuna.samplers.RandomSampler(), pruner=pruner)
+
+
+def _distribution(dimension: Dimension) -> Any:
+    """Return Optuna's distribution of the values; choices are numbered."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    if dimension.choices:
+        count = len(dimension.choices)
+        return IntDistribution(0, count - 1) if _ordered(dimension.choices) else CategoricalDistribution(range(count))
+    if dimension.integer:
+        return IntDistribution(int(dimension.low), int(dimension.high), log=dimension.log)
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.log)
+
+
+def _ordered(choices: tuple[str, ...]) -> bool:
+    """Return True for numbers that rise or fall, between which the search may interpolate."""
+    try:
+        numbers = [float(text) for text in choices]
+    except ValueError:
+        return False
+    return numbers in (sorted(numbers), sorted(numbers, reverse=True))
+
+
+def _parameter(dimension: Dimension, text: str) -> float:
+    """Return a value as Optuna knows it."""
+    if dimension.choices:
+        return dimension.choices.index(text)
+    return int(float(text)) if dimension.integer else float(text)
+
+
+def _text(dimension: Dimension, parameter: Any) -> str:
+    return dimension.choices[parameter] if dimension.choices else dimension.written(parameter)

@@ -1,0 +1,1 @@
+"""Pages and comparisons: reports of runs, and the differences between two."""

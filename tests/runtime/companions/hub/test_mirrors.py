@@ -1,0 +1,1227 @@
+"""Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import hostile
+import pytest
+import torch
+from conftest import Mlx, Start
+from faults import differences, final_state, reports
+from hub_server import Faults, Hub
+from huggingface_hub import HfApi
+from stored_sweeps import LR, store_run, store_sweep
+
+from mlx_runtime import BaseModule, TrainConfig, open_run
+from mlx_runtime.cli.xp import push
+from mlx_runtime.companions.hub import card, claims, mirror, pushing, repository, restoring
+from mlx_runtime.companions.hub.downloads import MirroredRun
+from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
+from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
+from mlx_runtime.errors import ConfigError, MlxError, UsageError
+from mlx_runtime.events import Notice, WarningNotice
+from mlx_runtime.runs import lookup, records, snapshots
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import PARTS, Checkpoints, read
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
+from mlx_runtime.runs.listing import list_rows
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.leases import this_process
+from mlx_runtime.training import request
+
+pytestmark = pytest.mark.process
+
+URI = "hf://alice/digits"
+
+WORDS, KEY = "hunter2-tell-nobody", "Xk29fjQ81mZpq77Lw0tR"
+"""Secrets."""
+
+CONF = "cfg:\n  monitor: loss\n  mode: min\n"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A Hub, and the environment of alice."""
+    with Hub() as server:
+        for name, value in (server.variables() | {"MLX_CACHE": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # it is read on import
+        monkeypatch.setattr(repository, "WAIT_S", (0.05, 0.1))
+        yield server
+
+
+class Following:
+    """The thread that mirrors a run, and what it has told the user."""
+
+    def __init__(self, opened: Mirror, training: "Training") -> None:
+        self._told: list[Notice] = []
+        self._follower = opened.follow(training.record, training.reasons.append, self._told.append)
+        self.saved, self.abandon, self._done = self._follower.saved, self._follower.abandon, self._follower._done
+
+    def notices(self) -> list[Notice]:
+        """Return what it has told since the last call."""
+        return [self._told.pop(0) for _ in range(len(self._told))]
+
+    def finish(self, timeout_s: float) -> list[Notice]:
+        self._follower.finish(timeout_s)
+        return self.notices()
+
+
+class Training:
+    """A run on a machine, without the training: `save` adds a checkpoint and a line of metrics."""
+
+    def __init__(self, root: Path | str, attempt: int = 1, folder: RunFolder | None = None) -> None:
+        self.folder = folder or claim_run(str(root), "digits")
+        assert self.folder.claim_attempt(attempt)
+        before = records.recorded(self.folder) if folder is not None else None
+        facts = {"attempt": attempt, "monitor": "loss", "mode": "min", "command": "mlx train run", "overrides": ["a=1"]}
+        self.record = records.Record(self.folder, before, status="RUNNING", **facts)
+        self.record.begin(CONF)
+        self.reasons: list[str] = []
+
+    def follow(self, uri: str = URI) -> Following:
+        return Following(Mirror(uri), self)
+
+    def save(self, epoch: int, *, seed: int = 0, size: int = 3000) -> Checkpoint:
+        weight = torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+        state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": weight}}, "epoch": epoch}
+        saved = Checkpoints(self.folder.checkpoints)
+        made = saved.save(state, Checkpoint(epoch, True, 10 * (epoch + 1), {"loss": 1 / (epoch + 1)}))
+        saved.prune(2, "loss", "min")
+        with self.folder.metrics.open("a") as lines:
+            lines.write(json.dumps({"step": 10 * (epoch + 1), "epoch": epoch, "timestamp": 0.0, "loss": 1.0}) + "\n")
+        self.folder.push(self.folder.metrics)
+        entry = {"epoch": epoch, "path": saved.path(made), "value": 1 / (epoch + 1)}
+        self.record.update(latest=entry, best=entry, epoch=epoch, metrics={"loss": 1 / (epoch + 1)})
+        return made
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def local_files(run: RunFolder) -> dict[str, bytes]:
+    files = [*run.path.glob("checkpoints/*/*"), run.metrics, run.conf]
+    return {str(file.relative_to(run.path)): file.read_bytes() for file in files}
+
+
+def remote_files(run: RunFolder) -> dict[str, bytes]:
+    """Return the same files of a run on an object store."""
+    storage = Storage(run.location)
+    paths = [info.path.removeprefix(f"{storage.path}/") for info in storage.below()]
+    chosen = [path for path in paths if path.startswith("checkpoints/") or path in ("metrics.jsonl", "conf.yaml")]
+    return {path: storage.read(path) for path in chosen}
+
+
+def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
+    """README.md mirror.json run.json conf.yaml metrics.jsonl model.safetensors checkpoints/epoch_000{2,3}/…"""
+    training = Training(tmp_path)
+    following = training.follow()
+    assert records.recorded(training.folder)["mirror"]["unfinished"] is True
+    for epoch in range(3):
+        training.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
+    training.record.finish("SUCCEEDED")
+    *_, notice = following.finish(60)
+    assert "is complete" in notice.text
+    assert server.repositories["models/alice/digits"].private
+    titles = ["Attempt 1 of digits/run_001", *(f"digits/run_001: step {step}" for step in (10, 20, 30))]
+    assert server.commits("alice/digits") == [*titles, "digits/run_001: SUCCEEDED, step 30"]
+    files = server.files("alice/digits")
+    assert files.items() >= local_files(training.folder).items()
+    assert {path.split("/")[1] for path in files if path.startswith("checkpoints/")} == {"epoch_0002", "epoch_0003"}
+    assert b"mlx train run a=1" in files["README.md"]
+    assert b"| `loss` | 0.3333 |" in files["README.md"]
+    from safetensors.torch import load
+
+    weight = Checkpoints(training.folder.checkpoints).load(Checkpoints(training.folder.checkpoints).all()[-1])
+    assert torch.equal(load(files["model.safetensors"])["net.weight"], weight["models"]["net"]["weight"])
+    assert records.recorded(training.folder)["mirror"] == {
+        **records.recorded(training.folder)["mirror"],
+        "uri": URI,
+        "unfinished": False,
+    }
+    assert len(server.uploads) == len(set(server.uploads))
+    assert not (training.folder.path / ".mirror").exists()
+
+
+@pytest.mark.s3
+def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is mirrored, pushed from a machine without a copy, and continued on a disk and on an object store."""
+    first, downloaded = Training(s3.format(tmp_path.name)), list[str]()
+    download = Storage.download
+    monkeypatch.setattr(
+        Storage, "download", lambda self, file, *path: (downloaded.append(path[-1]), download(self, file, *path))[1]
+    )
+    following = first.follow()
+    for epoch in range(3):
+        first.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == epoch + 2)  # noqa: B023
+    first.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
+    assert server.files("alice/digits").items() >= remote_files(first.folder).items()
+    kept = {path.split("/")[1] for path in server.files("alice/digits") if path.startswith("checkpoints/")}
+    assert kept == {"epoch_0002", "epoch_0003"}
+    assert len([path for path in downloaded if path.endswith(".pt")]) == 3  # each checkpoint once
+
+    copy, _ = restoring.latest(URI, str(tmp_path / "disk"), "digits")
+    assert copy is not None
+    assert local_files(copy) == remote_files(first.folder)
+    second = Training(tmp_path, 2, copy)
+    following = second.follow()
+    second.save(3, seed=1)
+    second.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
+
+    root = s3.format(tmp_path.name)
+    server.faults = Faults(1, ("403",), lambda method, path: path.endswith(".pt"))
+    with pytest.raises(MlxError, match="your token has no access"):  # half of the run has arrived
+        restoring.latest(URI, root, "digits")
+    server.faults = Faults()
+    run, lines = restoring.latest(URI, root, "digits")
+    assert run == first.folder
+    assert lines[0].endswith("continuing from the mirror")
+    assert (run.attempts(), remote_files(run)) == (2, local_files(copy))
+    assert records.recorded(run)["latest"]["path"].startswith("s3://")
+    aside = [name for name in Storage(run.location).names() if name.startswith("replaced_")]
+    assert any("epoch_0003" in Storage(run.location).names(name, "checkpoints") for name in aside)
+    assert restoring.latest(URI, root, "digits") == (run, [])
+
+    new, _ = restoring.latest(URI, s3.format(f"{tmp_path.name}/new"), "digits")
+    assert new is not None
+    assert (new.title, remote_files(new)) == ("digits/run_001", local_files(copy))
+    shutil.rmtree(tmp_path / "cache")
+    assert "digits/run_001 uploaded" in pushing.push(new, URI)
+    third = Training(s3.format(tmp_path.name))
+    third.save(0)
+    third.record.finish("SUCCEEDED")
+    pushing.push(third.folder, "hf://alice/third")
+    assert open_run("hf://alice/third").state()["epoch"] == 0
+    assert records.recorded(third.folder)["mirror"]["unfinished"] is False
+
+
+def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is read like any mirrored run; the card has the trials. A better one of the same sweep replaces it."""
+    runs: list[dict[str, Any]] = []
+    for value in (0.5, 0.2):
+        name = store_run(str(tmp_path), {"val/loss": [0.9, value]})
+        folder = run_folder(str(tmp_path), "digits", name)
+        folder.conf.write_text("cfg:\n  monitor: val/loss\n  mode: min\n")
+        (folder.path / f"of_{name}").touch()
+        state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.tensor([value])}}, "epoch": 1}
+        Checkpoints(folder.checkpoints).save(state, Checkpoint(1, True, 10, {"val/loss": value}))
+        runs.append({"values": {LR: f"{value}|"}, "runs": [name]})
+    sweep = store_sweep(str(tmp_path), runs[:1])
+    pushed = lambda: push.callback(str(sweep.path), URI, None)  # noqa: E731
+    for trials, value in ((runs[:1], 0.5), (runs, 0.2)):
+        numbered = [{"trial": number} | trial for number, trial in enumerate(trials, 1)]
+        sweep.record.write_text(json.dumps(records.recorded(sweep) | {"trials": numbered}))
+        pushed()
+        best = f"run_{len(trials):03d}"
+        assert f" of digits/sweep_001 and its best run, digits/{best}, uploaded" in capsys.readouterr().out
+        files = server.files("alice/digits")
+        assert [path for path in files if path.startswith("of_")] == [f"of_{best}"]
+        assert {"sweep.html", "model.safetensors", "conf.yaml", "checkpoints/epoch_0002/state.pt"} <= files.keys()
+        assert json.loads(files["sweep.json"])["trials"] == numbered
+        shown = files["README.md"].decode()
+        assert f"This is trial {len(trials)} of digits/sweep_001, the best of {len(trials)} trial" in shown
+        row = f"| {len(trials)} | SUCCEEDED | {value}/ | 2 | {value:.4f} | "
+        assert row in shown.partition("## Trials")[2].partition("##")[0]
+        assert open_run(URI).record["run"] == best
+        assert read(URI)["models"]["net"]["weight"].item() == pytest.approx(value)
+    assert records.recorded(sweep)["mirror"]["unfinished"] is False
+    with pytest.raises(
+        UsageError, match=r"holds the best run of a sweep, which is not resumed; start a new run .*--from"
+    ):
+        restoring.latest(URI, str(tmp_path / "b"), "digits")
+    pushing.push(run_folder(str(tmp_path), "digits", "run_001"), "hf://alice/single")
+    with pytest.raises(UsageError, match="which is not digits/sweep_001 of this machine; name another repository"):
+        push.callback(str(sweep.path), None, "hf://alice/single")
+
+
+class TestWhatLeaves:
+    TOOLS = f"tools:\n  api:\n    url: postgres://me:{WORDS}@host\n    token: {WORDS}\n    access: {KEY}\n    lr: 0.1\n"
+    CODE: ClassVar = {
+        "main.py": "",
+        "src/__init__.py": "",
+        "src/experiment.py": "from src import tools, raw, keys\n",
+        "src/tools.py": f"import os\nAPI_KEY = '{WORDS}'\nWIDTH = 7\n",
+        "src/raw.py": f"PASSWORD = b'{WORDS}'\n",
+        "src/keys.py": "API_KEY = os.environ['API_KEY']\ntoken = next_token\n",
+    }
+
+    def run_with_secrets(self, tmp_path: Path) -> Training:
+        """A run whose config and code have secrets."""
+        training = Training(tmp_path / "runs")
+        training.folder.conf.write_text(CONF + self.TOOLS)
+        for name, text in self.CODE.items():
+            (tmp_path / "code" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "code" / name).write_text(text)
+        snapshots.store(tmp_path / "code", training.folder)
+        training.save(0)
+        return training
+
+    def test_it_has_no_secrets_and_is_named_first(self, server: Hub, tmp_path: Path) -> None:
+        training = self.run_with_secrets(tmp_path)
+        following = training.follow()
+        server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path or "/lfs/" in path)
+        following.saved()
+        lines: list[str] = []
+        until(lambda: bool(lines.extend(notice.text for notice in following.notices()) or lines))
+        assert len(server.commits("alice/digits")) == 1  # only the claim: the announcement comes before the upload
+        server.faults = Faults()
+        (text,) = [line for line in lines if "first upload" in line]
+        assert text.startswith(f"mirror    first upload to {URI} (private):\n          checkpoints ")
+        assert re.search(r"\n          code +1 file, [\d,.]+ (bytes|kB)\n", text)
+        places = ["conf.yaml:6 (password in a URL)", "conf.yaml:7 (token)", "conf.yaml:8 (random text)"]
+        for place in (*places, "src/tools.py:2 (api_key)", "src/raw.py:1 (password), so the file is left out"):
+            assert place in text
+        assert "src/keys.py" not in text
+        assert "read secrets from the environment: ${oc.env:NAME}" in text
+        assert "later: newer checkpoints and metrics, and the weights of the best at the end" in text
+        assert "to change this: cfg.mirror, cfg.keep_checkpoints, cfg.code_files" in text
+        assert "/alice/digits/settings" in text
+        training.record.finish("SUCCEEDED")
+        more = following.finish(60)
+        assert "is complete" in more[-1].text
+        assert not [notice for notice in more if "first upload" in notice.text]
+        files = server.files("alice/digits")
+        with zipfile.ZipFile(io.BytesIO(files["code.zip"])) as archive:
+            code = {name: archive.read(name).decode() for name in archive.namelist()}
+        kept = {name: content for name, content in self.CODE.items() if name != "src/raw.py"}
+        assert code == kept | {"src/tools.py": "import os\nAPI_KEY = '…'\nWIDTH = 7\n"}
+        everything = b"".join([*files.values(), *(text.encode() for text in code.values())]).decode(errors="replace")
+        assert WORDS not in everything
+        assert KEY not in everything
+        assert "lr: 0.1" in files["conf.yaml"].decode()
+        assert training.folder.conf.read_text() == CONF + self.TOOLS  # here, the run keeps what it needs to resume
+
+    def test_a_run_that_is_pushed(self, server: Hub, tmp_path: Path) -> None:
+        training = self.run_with_secrets(tmp_path)
+        training.record.finish("STOPPED")
+        lines: list[str] = []
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 1
+        assert "first upload to hf://alice/digits (private)" in lines[0]
+        assert re.search(r"\n          weights +1 file, ", lines[0])
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 2
+        assert "first upload" not in lines[1]
+        assert "src/tools.py:2 (api_key)" in lines[1]
+
+    def test_a_run_without_secrets(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("STOPPED")
+        lines: list[str] = []
+        pushing.push(training.folder, URI, lines.append)
+        pushing.push(training.folder, URI, lines.append)
+        assert len(lines) == 1
+        assert "secret" not in lines[0]
+
+
+@pytest.mark.kills
+def test_every_tenth_request_fails(server: Hub, tmp_path: Path) -> None:
+    server.faults = Faults(0.1, seed=1)
+    training = Training(tmp_path)
+    following = training.follow()
+    for epoch in range(4):
+        training.save(epoch)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) >= epoch + 2)  # noqa: B023
+    training.record.finish("SUCCEEDED")
+    assert "is complete" in following.finish(60)[-1].text
+    assert {kind for kind, _, _ in server.faults.injected} == {"429", "503", "cut before", "cut after"}
+    titles = server.commits("alice/digits")
+    assert len(titles) == len(set(titles)) == 6  # none twice, although some answers were lost
+    assert server.files("alice/digits").items() >= local_files(training.folder).items()
+    server.faults = Faults(0.1, seed=2)
+    copy, _ = restoring.latest(URI, str(tmp_path / "other"), "digits")
+    assert copy is not None
+    assert local_files(copy) == local_files(training.folder)
+
+
+def test_the_answer_to_a_commit_is_lost(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    following = training.follow()
+    server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
+    training.save(0)
+    following.saved()
+    until(lambda: len(server.commits("alice/digits")) == 2)
+    training.record.finish("STOPPED")
+    assert "is complete" in following.finish(60)[-1].text
+    assert server.commits("alice/digits")[1:] == ["digits/run_001: step 10", "digits/run_001: STOPPED, step 10"]
+
+
+def test_the_claim_is_refreshed_while_a_large_file_is_uploaded(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "REFRESH_S", 0.05)
+    training = Training(tmp_path)
+    following = training.follow()
+    upload = HfApi.preupload_lfs_files
+    times: list[str] = []
+
+    def slowly(api: HfApi, repo_id: str, additions: Any, **options: Any) -> None:
+        large = any(addition.path_in_repo.endswith("state.pt") for addition in additions)
+        while large and len(times) < 2:  # commits, before this upload ends
+            count = len(server.commits("alice/digits"))
+            until(lambda count=count: len(server.commits("alice/digits")) > count, 60)
+            times.append(json.loads(server.files("alice/digits")["mirror.json"])["time"])
+        upload(api, repo_id, additions, **options)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
+    training.save(0)
+    training.record.finish("STOPPED")
+    lines = following.finish(600)
+    assert "is complete" in lines[-1].text
+    assert open_run(URI).record["status"] == "STOPPED"
+    assert json.loads(server.files("alice/digits")["mirror.json"])["time"] >= max(times)
+
+
+def test_edits_on_the_web_are_no_other_driver(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    following = training.follow()
+    server.commit(server.repositories["models/alice/digits"], "edit", server.files("alice/digits") | {"NOTES.md": b"!"})
+    training.save(0)
+    training.record.finish("SUCCEEDED")
+    assert "is complete" in following.finish(60)[-1].text
+    assert server.files("alice/digits")["NOTES.md"] == b"!"
+
+
+@pytest.mark.kills
+class TestEnd:
+    def test_it_waits_no_longer_than_it_may(self, server: Hub, tmp_path: Path) -> None:
+        """What was uploaded by then is not uploaded again by `mlx xp push`."""
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        training.record.finish("SUCCEEDED")
+        server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path)
+        started = time.monotonic()
+        line = following.finish(1.0)[-1].text
+        assert time.monotonic() - started < 10
+        assert "is unfinished: it was not done within cfg.mirror_timeout_s=1" in line
+        assert line.endswith("complete it with: mlx xp push digits run_001")
+        assert records.recorded(training.folder)["mirror"]["unfinished"] is True
+        assert [run.name for run in pushing.unfinished(str(tmp_path))] == ["run_001"]
+        until(lambda: len(server.uploads) == 2)  # the state and the weights
+        server.faults = Faults()
+        following._done.wait(60)  # its process would have exited
+        assert "digits/run_001 uploaded" in pushing.push(training.folder)
+        assert len(server.uploads) == 2
+        assert server.files("alice/digits").items() >= local_files(training.folder).items()
+        assert pushing.unfinished(str(tmp_path)) == []
+
+    def test_a_checkpoint_never_waits(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        server.delay_s = 0.2
+        training.save(0)
+        for _ in range(100):
+            following.saved()
+        training.record.finish("SUCCEEDED")
+        following.finish(60)
+        assert len(server.commits("alice/digits")) <= 3  # those in between were left out
+
+    def test_another_driver_of_the_folder(self, server: Hub, tmp_path: Path) -> None:
+        """It has the same disk, and mirrors the run from now on."""
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.abandon()
+        assert following._done.wait(60)
+        assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
+
+    def test_a_run_that_was_never_mirrored(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("SUCCEEDED")
+        with pytest.raises(UsageError, match="has no mirror; name one with --to"):
+            pushing.push(training.folder)
+        assert pushing.push(training.folder, URI).startswith(f"{URI} is complete")
+        assert open_run(URI).record["status"] == "SUCCEEDED"
+
+    def test_a_run_that_is_resumed_while_it_is_pushed(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.finish("STOPPED")
+        write = mirror.Writer.write
+
+        def resumed(writer: mirror.Writer, title: str, *state: Any, **options: Any) -> int:
+            if "STOPPED" in title:
+                training.record.finish("SUCCEEDED")
+            return write(writer, title, *state, **options)
+
+        monkeypatch.setattr(mirror.Writer, "write", resumed)
+        with pytest.raises(UsageError, match="digits/run_001 has changed during the upload; repeat the command"):
+            pushing.push(training.folder, URI)
+        assert records.recorded(training.folder)["status"] == "SUCCEEDED"
+
+
+def test_all_that_can_be_pushed_is_pushed(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The repository of the first run has been deleted, and now belongs to somebody else."""
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
+    for uri in ("hf://bob/digits", URI):
+        training = Training(tmp_path)
+        training.save(0)
+        training.record.update(mirror={"uri": uri, "id": "none", "unfinished": True})
+        training.record.finish("STOPPED")
+    with pytest.raises(MlxError, match="1 of 2 runs were not uploaded; see above"):
+        push.callback(None, None, None)
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{URI} is complete")
+    assert shown.err.startswith("error: your token has no access to hf://bob/digits")
+
+
+def test_commits_stay_below_the_limit_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(mirror.time, "monotonic", lambda: clock[0])
+    allowance, commits = Allowance(), []
+    while clock[0] < 7200:
+        clock[0] += allowance.wait_s() or 0.1
+        if allowance.wait_s() < 1e-6:
+            allowance.take()
+            commits.append(clock[0])
+    busiest = max(sum(start <= moment < start + 3600 for moment in commits) for start in commits)
+    assert 90 <= busiest <= 101
+
+
+class TestTwoMachines:
+    def test_the_second_of_two_at_the_same_time_is_refused(self, server: Hub, tmp_path: Path) -> None:
+        one, other = Training(tmp_path / "a"), Training(tmp_path / "b")
+        server.create("alice/digits")
+        first, second = Mirror(URI), Mirror(URI)
+        Following(first, one)
+        with pytest.raises(SupersededError, match="was taken over by attempt 1 on"):
+            Following(second, other)
+        assert server.commits("alice/digits") == ["Attempt 1 of digits/run_001"]
+
+    def test_while_another_one_trains(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path / "a")
+        training.follow()
+        claim = elsewhere(server, age_s=30)
+        message = r"belongs to process \d+ on elsewhere, .* wait 5\d\d s, or run: mlx xp release hf://alice/digits"
+        with pytest.raises(UsageError, match=message):
+            restoring.latest(URI, str(tmp_path / "b"), "digits")
+        elsewhere(server, age_s=601)
+        assert claims.claim_of(
+            Repository(Address.parse(URI)),
+            Repository(Address.parse(URI)).require(),
+        )
+        assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (None, [])  # no checkpoint yet
+        assert claim["attempt"] == 1
+
+    def test_a_superseded_driver_stops_and_writes_nothing(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == 2)
+        assert claims.release(Repository(Address.parse(URI))).startswith(f"released {URI}")
+        before = server.repositories["models/alice/digits"].commits[-1].sha
+        training.save(1)
+        following.saved()
+        until(lambda: bool(training.reasons))
+        assert "was taken over by attempt 1" in training.reasons[0]
+        training.record.finish("STOPPED")
+        line = following.finish(60)[-1].text
+        assert "was taken over" in line
+        assert "mlx xp push" not in line
+        assert server.repositories["models/alice/digits"].commits[-1].sha == before
+
+    def test_it_is_released_though_its_driver_commits_at_the_same_time(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+
+        class Overtaken(Repository):
+            """The driver commits between the two requests of a release."""
+
+            def commit(self, *arguments: Any) -> str:
+                epoch = len(server.commits("alice/digits")) - 1
+                if epoch < 2:
+                    training.save(epoch)
+                    following.saved()
+                    until(lambda: len(server.commits("alice/digits")) == epoch + 2)
+                return super().commit(*arguments)
+
+        assert claims.release(Overtaken(Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        titles = [title.partition(" of ")[0] for title in server.commits("alice/digits")]
+        assert titles == ["Attempt 1", "digits/run_001: step 10", "digits/run_001: step 20", "Release the claim"]
+
+    def test_it_is_released_once_though_the_answer_is_lost(self, server: Hub, tmp_path: Path) -> None:
+        Training(tmp_path).follow()
+        server.faults = Faults(1, ("cut after",), lambda method, path: "/commit/" in path, limit=1)
+        assert claims.release(Repository(Address.parse(URI))).startswith(f"released {URI}; if digits/run_001")
+        assert len(server.commits("alice/digits")) == 2
+
+
+def elsewhere(server: Hub, age_s: float) -> dict[str, Any]:
+    """Make the latest claim that of a driver on another machine, as old as that."""
+    repository = server.repositories["models/alice/digits"]
+    claim = json.loads(repository.commits[-1].files["mirror.json"])
+    when = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(time.time() - age_s))
+    claim |= {"time": when, "process": this_process() | {"host": "elsewhere", "boot": "another"}}
+    repository.commits[-1].files["mirror.json"] = json.dumps(claim).encode()
+    return claim
+
+
+@pytest.mark.kills
+class TestContinuing:
+    def mirrored(self, root: Path, epochs: int) -> Training:
+        training = Training(root)
+        (training.folder.path / "wandb-run-id").write_text("abc")
+        following = training.follow()
+        for epoch in range(epochs):
+            training.save(epoch)
+        training.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1].text
+        return training
+
+    def continued(self, root: Path, epoch: int) -> Training:
+        """Train an epoch of the mirrored run in a second attempt, on another machine."""
+        copy, _ = restoring.latest(URI, str(root / "b"), "digits")
+        second = Training(root, 2, copy)
+        following = second.follow()
+        second.save(epoch, seed=1)
+        second.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1].text
+        return second
+
+    def test_an_empty_machine(self, server: Hub, tmp_path: Path) -> None:
+        training = self.mirrored(tmp_path / "a", 2)
+        copy, lines = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert copy is not None
+        assert copy.title == "digits/run_001"
+        assert "downloaded digits/run_001" in lines[0]
+        assert local_files(copy) == local_files(training.folder)
+        assert copy.attempts() == 1
+        assert (copy.path / "wandb-run-id").read_text() == "abc"  # the run stays one run there
+        assert records.recorded(copy)["best"]["path"] == f"{copy.path}/checkpoints/epoch_0002"
+        assert restoring.latest(URI, str(tmp_path / "b"), "digits") == (copy, [])
+
+    def test_another_run_has_its_name(self, server: Hub, tmp_path: Path) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        Training(tmp_path / "b")
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert copy is not None
+        assert copy.name == records.recorded(copy)["run"] == "run_002"
+
+    def test_the_newest_attempt_wins_then_the_step(self, server: Hub, tmp_path: Path) -> None:
+        training = self.mirrored(tmp_path / "a", 2)
+        copy, _ = restoring.latest(URI, str(tmp_path / "b"), "digits")
+        training.save(2)  # not mirrored
+        run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert run == training.folder
+        assert lines[0].endswith("attempt 1, step 20; digits/run_001 here has attempt 1, step 30: continuing from here")
+        second = Training(tmp_path, 2, copy)
+        following = second.follow()
+        second.save(2, seed=1)
+        second.record.finish("STOPPED")
+        assert "is complete" in following.finish(60)[-1].text
+        with pytest.raises(UsageError, match="which is newer than digits/run_001 here .*cfg.resume=auto"):
+            Mirror(URI).check(training.folder)
+        run, lines = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert run == training.folder
+        states = "attempt 2, step 30; digits/run_001 here has attempt 1, step 30"
+        assert lines[0].endswith(f"{states}: continuing from the mirror")
+        assert local_files(training.folder) == local_files(second.folder)
+        (aside,) = training.folder.path.glob("replaced_*")
+        assert (aside / "checkpoints" / "epoch_0003").is_dir()
+
+    def test_nothing_changes_if_older_files_cannot_be_replaced(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The folder of checkpoints arrives in the middle; then moving files fails, or is interrupted."""
+        training = self.mirrored(tmp_path / "a", 1)
+        self.continued(tmp_path, 1)
+        before = {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")}
+        rename, moved = os.rename, list[Any]()
+
+        def interrupted(source: Any, target: Any, **folders: int) -> None:
+            moved.append(source)
+            if source == "metrics.jsonl" and moved.count(source) == 2:  # the old one has been moved aside
+                raise KeyboardInterrupt
+            rename(source, target, **folders)
+
+        monkeypatch.setattr(os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert {str(path): path.stat().st_ino for path in training.folder.path.rglob("*")} == before
+
+    def test_logs_of_this_machine_stay(self, server: Hub, tmp_path: Path) -> None:
+        """Somebody has uploaded a folder of that name to the repository."""
+        training = self.mirrored(tmp_path / "a", 1)
+        self.continued(tmp_path, 1)
+        server.repositories["models/alice/digits"].commits[-1].files["logs/rank_0.log"] = b"theirs"
+        (training.folder.path / "logs").mkdir()
+        (training.folder.path / "logs" / "rank_0.log").write_text("ours")
+        run, _ = restoring.latest(URI, str(tmp_path / "a"), "digits")
+        assert (run.attempts(), (run.path / "logs" / "rank_0.log").read_text()) == (2, "ours")
+
+    def test_a_download_that_fails_leaves_nothing(self, server: Hub, tmp_path: Path) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        server.faults = Faults(1, ("403",), lambda method, path: path.endswith("state.pt"))
+        with pytest.raises(MlxError, match="your token has no access to hf://alice/digits"):
+            restoring.latest(URI, str(tmp_path / "b"), "digits")
+        assert list((tmp_path / "b" / "digits").iterdir()) == []
+
+    def test_sigterm_during_a_download_leaves_nothing(
+        self, server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.mirrored(tmp_path / "a", 1)
+        download = MirroredRun.download
+
+        def terminated(*arguments: Any) -> None:
+            download(*arguments)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(MirroredRun, "download", terminated)
+        (tmp_path / "conf.yaml").write_text(
+            f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+        )
+        with pytest.raises(KeyboardInterrupt):
+            request._choose(tmp_path / "conf.yaml", [], {})
+        assert list((tmp_path / "b" / "digits").iterdir()) == []
+
+
+class TestReading:
+    def test_open_run_and_listing(self, server: Hub, tmp_path: Path) -> None:
+        training = Training(tmp_path)
+        following = training.follow()
+        training.save(0)
+        following.saved()
+        until(lambda: len(server.commits("alice/digits")) == 2)
+        first = server.repositories["models/alice/digits"].commits[-1].sha
+        training.save(1)
+        training.record.finish("SUCCEEDED")
+        following.finish(60)
+        found = open_run(URI)
+        assert (found.record["status"], found.config["cfg"]["monitor"]) == ("SUCCEEDED", "loss")
+        assert found.metrics()["step"].tolist() == [10, 20]
+        asked = len(server.requests)
+        assert found.state()["epoch"] == 1
+        assert [path for _, path in server.requests[asked:] if path.endswith(".pt")]  # only now
+        assert open_run(f"{URI}@{first}").state("best")["epoch"] == 0
+        assert lookup.resolve_checkpoint(URI)[1].endswith("/digits/run_001/checkpoints/epoch_0002")
+        assert lookup.resolve_checkpoint(URI, "epoch_0001")[1].endswith("/digits/run_001/checkpoints/epoch_0001")
+        assert read(URI)["epoch"] == 1
+        assert read(f"{URI}/checkpoints/epoch_0001")["epoch"] == 0
+        with pytest.raises(UsageError, match="hf://alice/digits has no checkpoint epoch_0009"):
+            read(f"{URI}/checkpoints/epoch_0009")
+        (tmp_path / "conf.yaml").write_text("cfg: {name: digits}\n")
+        origin = request._choose(tmp_path / "conf.yaml", [f"--from={URI}"], {}).origin
+        assert origin is not None
+        assert origin.conf.read_text() == CONF
+        last = server.repositories["models/alice/digits"].commits[-1].sha
+        config = SimpleNamespace(
+            cfg=SimpleNamespace(restore_checkpoint_path=URI), tree={"cfg": {}}, unresolved={"cfg": {}}
+        )
+        request._pin_checkpoint(config)  # type: ignore[arg-type]
+        assert config.cfg.restore_checkpoint_path == f"{URI}@{last}/checkpoints/epoch_0002"
+        assert config.tree == config.unresolved == {"cfg": vars(config.cfg)}
+        assert read(config.cfg.restore_checkpoint_path)["epoch"] == 1
+        with pytest.raises(UsageError, match="which has no logs and no driver; mlx xp ls, mlx train eval"):
+            lookup.resolve_run(URI)
+        (row,) = list_rows(URI)
+        assert (row.status, row.fields()["place"], row.best) == ("SUCCEEDED", URI, 0.5)
+
+
+class Digits(BaseModule):
+    cfg: TrainConfig
+
+
+def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) -> None:
+    training = Training(tmp_path / "a")
+    training.save(0)
+    training.record.finish("STOPPED")
+    pushing.push(training.folder, URI)
+    asked = len(server.requests)
+    (tmp_path / "conf.yaml").write_text(
+        f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+    )
+    with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
+        request.load_config(Digits, ["cfg.num_epoch=3"], tmp_path / "conf.yaml")
+    assert len(server.requests) == asked
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("uri", "exists", "token"),
+    [("hf://bob/digits", True, "token-alice"), ("hf://bob/digits", False, "token-alice"), (URI, True, "read-alice")],
+)
+def test_a_token_that_may_not_write_is_refused_before_anything_is_written(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, uri: str, exists: bool, token: str
+) -> None:
+    if exists:
+        server.create(uri.removeprefix("hf://"), private=False)
+    monkeypatch.setenv("HF_TOKEN", token)
+    before = {name: len(found.commits) for name, found in server.repositories.items()}
+    with pytest.raises(UsageError, match=f"your token has no access to {uri}, or may only read it; set HF_TOKEN"):
+        Mirror(uri)
+    assert {name: len(found.commits) for name, found in server.repositories.items()} == before
+
+
+@pytest.mark.parametrize("hidden", ["…", "postgres://…@host/db"])
+def test_what_a_mirror_does_not_hold_is_asked_for(tmp_path: Path, hidden: str) -> None:
+    origin, conf = Training(tmp_path / "runs").folder, tmp_path / "conf.yaml"
+    cfg = "cfg: {_target_: mlx_runtime.TrainConfig, name: digits, resume: null"
+    origin.conf.write_text(f"{cfg}, storage_path: runs, monitor: '{hidden}'}}\n", encoding="utf-8")
+    conf.write_text(f"{cfg}, storage_path: '{tmp_path / 'runs'}'}}\n")
+    asked = [f"--from={origin.path}"]
+    with pytest.raises(
+        ConfigError, match=r"does not hold the secret cfg.monitor; pass it again, like cfg.monitor=…, or"
+    ):
+        request.load_config(Digits, asked, conf)
+    assert request.load_config(Digits, [*asked, "cfg.monitor=loss"], conf).cfg.monitor == "loss"
+
+
+RECORD = {"experiment": "digits", "run": "run_001", "status": "SUCCEEDED"}
+
+
+class TestHostileRepositories:
+    """Whatever a repository holds, nothing is written outside of the cache and the storage."""
+
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        (tmp_path / "outside").mkdir()
+        (tmp_path / "outside" / "precious").write_text("precious")
+        return tmp_path / "outside"
+
+    def offered(self, server: Hub, files: dict[str, bytes] | None = None, **claim: Any) -> None:
+        """Put a run into the repository, with other fields of its claim, or other files."""
+        held = json.loads(claims.Claim.of("1", "digits", "run_001", 1).content()) | {"status": "SUCCEEDED"} | claim
+        found = {"mirror.json": json.dumps(held).encode(), "run.json": json.dumps(RECORD).encode()}
+        server.create("alice/digits", found | {"conf.yaml": CONF.encode(), "metrics.jsonl": b""} | (files or {}))
+
+    def refused(self, tmp_path: Path, experiment: str = "digits") -> None:
+        for opened in (
+            lambda: open_run(URI),
+            lambda: restoring.latest(URI, str(tmp_path / "runs"), experiment),
+            lambda: Mirror(URI).check(None),
+        ):
+            with pytest.raises(MlxError) as caught:
+                opened()
+            assert "\n" not in str(caught.value)
+        assert not (tmp_path / "cache" / "hub").exists()
+        assert not (tmp_path / "runs").exists()
+
+    @pytest.mark.parametrize("field", ["experiment", "run"])
+    def test_names_in_the_claim(self, server: Hub, tmp_path: Path, outside: Path, field: str) -> None:
+        before = hostile.tree(outside)
+        for name in hostile.names(outside):
+            self.offered(server, **{field: name})
+            self.refused(tmp_path, name if field == "experiment" and isinstance(name, str) else "digits")
+            assert hostile.tree(outside) == before, name
+        assert {path.name for path in tmp_path.iterdir()} == {"outside", "cache"} & {*os.listdir(tmp_path)}
+        self.offered(server)
+        assert open_run(URI).record["run"] == "run_001"
+
+    def test_other_fields_of_the_claim(self, server: Hub, tmp_path: Path, outside: Path) -> None:
+        process = {"pid": 1, "host": "h", "boot": None, "pid_started": None}
+        odd: list[dict[str, Any]] = [{"attempt": number} for number in (0, -1, 10**9, 2**70, True, 1.5, "../x")]
+        odd += [{"process": process | {"pid": pid}} for pid in ("../../outside", "\0", None, 2**70)]
+        odd += [{"time": "2026-01-01"}, {"status": 5}, {"id": None}, {"process": []}]
+        for fields in odd:
+            self.offered(server, **fields)
+            self.refused(tmp_path)
+
+    @pytest.mark.parametrize("above", ["", "checkpoints/", "checkpoints/epoch_0001/"])
+    def test_paths_of_files(self, server: Hub, tmp_path: Path, outside: Path, above: str) -> None:
+        before = hostile.tree(outside)
+        elsewhere = [name for name in hostile.TEXTS if not hostile.is_path(name)]
+        for path in (*elsewhere, *(f"{name}/checkpoint.json" for name in elsewhere if len(name) < 99), f"{outside}/x"):
+            self.offered(server, {above + path: b"theirs"})
+            with pytest.raises(MlxError, match="lists a file .* which mlx never uploads; nothing was downloaded"):
+                open_run(URI)
+            with pytest.raises(MlxError, match="lists a file"):
+                restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert not (tmp_path / "runs").exists()
+            assert hostile.tree(outside) == before
+
+    def test_hidden_files_and_files_in_the_way(self, server: Hub, tmp_path: Path) -> None:
+        """Names with which this machine keeps its own records are not downloaded."""
+        self.offered(server, {".attempt-900": b"", ".stop": b"", ".cache/huggingface/x": b"", "logs/rank_0.log": b""})
+        run, _ = restoring.latest(URI, str(tmp_path / "runs"), "digits")
+        assert run is not None
+        assert run.attempts() == 1
+        assert sorted(os.listdir(run.path)) == [".attempt-001", "checkpoints", "conf.yaml", "metrics.jsonl", "run.json"]
+        found = open_run(URI)._folder.path
+        assert sorted(os.listdir(found)) == ["conf.yaml", "logs", "metrics.jsonl", "run.json"]
+        for files in ({"checkpoints": b"a file"}, {"run.json/x": b""}, {"run.json": b"[]"}, {"run.json": b"\xff"}):
+            self.offered(server, files, id="2")
+            with pytest.raises(MlxError) as caught:
+                restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert "\n" not in str(caught.value)
+            assert os.listdir(tmp_path / "runs" / "digits") == ["run_001"]
+
+    @pytest.mark.parametrize("file", ["mirror.json", "run.json", "conf.yaml", "metrics.jsonl"])
+    def test_broken_documents(self, server: Hub, tmp_path: Path, outside: Path, file: str) -> None:
+        """Each is read, or refused in one line; a listing has one row in any case."""
+        before = hostile.tree(outside)
+        for number, content in enumerate(hostile.BROKEN_JSON[::4]):
+            self.offered(server, {file: content + b"\n"}, id=str(number))
+            readers: list[Callable[[], Any]] = [lambda: open_run(URI).record, lambda: open_run(URI).config]
+            readers += [lambda: open_run(URI).metrics()]
+            readers += [lambda: restoring.latest(URI, str(tmp_path / "runs"), "digits")]
+            for reader in readers:
+                try:
+                    reader()
+                    problem = ""
+                except MlxError as error:
+                    problem = str(error)
+                assert "\n" not in problem
+            if file != "mirror.json":
+                assert len(list_rows(URI)) == 1
+        assert hostile.tree(outside) == before
+
+    @pytest.mark.parametrize("link", ["hub/alice--digits", "hub/alice--digits/{commit}/digits/run_001"])
+    def test_links_in_the_cache(self, server: Hub, tmp_path: Path, outside: Path, link: str) -> None:
+        self.offered(server)
+        commit = server.repositories["models/alice/digits"].commits[-1].sha[:12]
+        self.linked(tmp_path / "cache" / link.format(commit=commit), outside)
+        with pytest.raises(MlxError, match="below which links are not followed: .*Not a directory"):
+            open_run(URI)
+        assert os.listdir(outside) == ["precious"]
+
+    @pytest.mark.parametrize("link", ["digits", "digits/run_001", "digits/run_001/.downloading"])
+    def test_links_in_the_storage(self, server: Hub, tmp_path: Path, outside: Path, link: str) -> None:
+        self.offered(server)
+        self.linked(tmp_path / "runs" / link, outside)
+        with contextlib.suppress(MlxError):  # another number is free
+            run, _ = restoring.latest(URI, str(tmp_path / "runs"), "digits")
+            assert run is not None
+            assert run.name == "run_002"
+        assert os.listdir(outside) == ["precious"]
+
+    def test_links_that_appear_during_a_download(
+        self, server: Hub, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.offered(server, {f"checkpoints/epoch_000{number}/checkpoint.json": b"{}" for number in (1, 2)})
+        download = Repository.download
+
+        def replacing(self: Repository, path: str, commit: str, folder: Path) -> Path:
+            for made in tmp_path.rglob("checkpoints"):
+                if not made.is_relative_to(folder) and not made.is_symlink():
+                    shutil.rmtree(made)
+                    made.symlink_to(outside)
+            return download(self, path, commit, folder)
+
+        monkeypatch.setattr(Repository, "download", replacing)
+        with pytest.raises(MlxError, match="links are not followed"):
+            open_run(URI)
+        with pytest.raises(MlxError, match="links are not followed"):
+            restoring.latest(URI, str(tmp_path / "runs"), "digits")
+        assert os.listdir(outside) == ["precious"]
+        assert os.listdir(tmp_path / "runs" / "digits") == []
+
+    def linked(self, link: Path, target: Path) -> None:
+        link.parent.mkdir(parents=True)
+        link.symlink_to(target)
+
+
+REFUSED = {
+    "no token": (
+        None,
+        URI,
+        "there is no token for hf://alice/digits: set HF_TOKEN to one that may write, or",
+    ),
+    "wrong token": ("wrong", URI, "does not accept the token for hf://alice/digits; set HF_TOKEN to a valid one"),
+    "read token": (
+        "read-alice",
+        URI,
+        "your token has no access to hf://alice/digits, or may only read it; set",
+    ),
+    "not yours": ("token-alice", "hf://bob/new", "your token has no access to hf://bob/new"),
+    "something else": (
+        "token-alice",
+        "hf://alice/bert",
+        "holds something other than a run: config.json. Name another",
+    ),
+    "no name": ("token-alice", "hf://alice", "'hf://alice' does not name a repository .* write hf://USER/NAME"),
+    "a revision": ("token-alice", f"{URI}@v1", "names a revision, which cannot change; write hf://alice/digits"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_mirrored(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    token, uri, message = REFUSED[case]
+    monkeypatch.setenv("HF_TOKEN", token or "")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
+    server.create("alice/bert", {"config.json": b"{}"})
+    with pytest.raises(UsageError, match=message) as caught:
+        Mirror(uri).claim(Training(tmp_path).folder, 1)
+    assert "\n" not in str(caught.value)
+
+
+UNREADABLE = {
+    "missing": (
+        URI,
+        "there is no repository hf://alice/digits, or your token may not read it; check the name, and set HF",
+    ),
+    "private": ("hf://bob/secret", "there is no repository hf://bob/secret, or your token may not read it"),
+    "missing, with a revision": (
+        f"{URI}@v1",
+        "there is no repository hf://alice/digits@v1, or your token may not read it",
+    ),
+    "a revision that is gone": (
+        "hf://alice/bert@0123456789",
+        "there is no revision 0123456789 in hf://alice/bert; hf://alice/bert is its latest state",
+    ),
+    "something else": ("hf://alice/bert", "hf://alice/bert holds something other than a run: config.json"),
+    "empty": ("hf://alice/empty", "hf://alice/empty is empty; cfg.mirror or mlx xp push uploads a run to it"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_read(server: Hub, case: str) -> None:
+    uri, message = UNREADABLE[case]
+    server.create("alice/bert", {"config.json": b"{}"})
+    server.create("alice/empty")
+    server.create("bob/secret", {"mirror.json": b"{}"})
+    with pytest.raises(UsageError) as caught:
+        open_run(uri)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opened", [Mirror, open_run])
+def test_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, opened: Callable[[str], Any]) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="hf://alice/digits needs the network, and HF_HUB_OFFLINE is set; unset it"):
+        opened(URI)
+
+
+def test_pauses_between_requests_grow(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is about twice as long as the one before, up to a maximum, within the time that an operation has."""
+    clock, pauses = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(repository, "WAIT_S", (0.5, 8.0))
+    monkeypatch.setattr(repository, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    server.faults = Faults(1, ("429", "503"))
+    with pytest.raises(UnreachableError, match="for hf://alice/digits: .*(429|503)"):
+        Repository(Address.parse(URI)).head()
+    planned = (0.5, 1, 2, 4, 8, 8, 8, 8)
+    assert [round(pause / expected) for pause, expected in zip(pauses, planned, strict=False)] == [1] * 8
+    assert len(server.requests) == len(pauses) + 1 <= 12
+
+
+def test_the_hub_is_down(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match=r"cannot reach http://127.0.0.1:9 for hf://alice/digits: .*refused"):
+        Mirror(URI)
+
+
+@pytest.mark.kills
+def test_the_hub_is_down_for_a_while(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning is printed when the Hub fails, and one line when the mirror is up to date again."""
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
+    monkeypatch.setattr(mirror, "RETRY_S", 0.0)
+    training = Training(tmp_path)
+    following = training.follow()
+    server.faults = Faults(1, ("503",), lambda method, path: "/commit/" in path)
+    training.save(0)
+    following.saved()
+    until(lambda: len(server.faults.injected) > 9)  # of three uploads
+    announced, notice = following.notices()
+    assert "first upload" in announced.text
+    assert isinstance(notice, WarningNotice)
+    begins = f"training continues without a mirror until the upload succeeds: cannot reach {server.url} for {URI}: "
+    assert notice.text.startswith(begins)
+    server.faults = Faults()
+    until(lambda: len(server.commits("alice/digits")) == 2)
+    training.record.finish("SUCCEEDED")
+    again, complete = following.finish(60)
+    assert again.text == f"mirror    {URI} is up to date again"
+    assert "is complete" in complete.text
+    assert not isinstance(again, WarningNotice)
+
+
+def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repository.__init__, "__defaults__", (0.2,))
+    opened = Mirror(URI)
+    server.faults = Faults(1, ("503",))
+    with pytest.raises(UnreachableError) as caught:
+        Following(opened, Training(tmp_path))
+    assert caught.value.hint.startswith("To train without it: cfg.mirror=null. To upload the run later: mlx xp push")
+
+
+def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    message = r"needs huggingface_hub, which is not installed: pip install 'mlx-runtime\[hub\]'"
+    with pytest.raises(UsageError, match=message):
+        Mirror(URI)
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize("patience_s", [1, 1000])
+def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], patience_s: int
+) -> None:
+    """The end waits for as long as it may, or until Ctrl-C; the run has succeeded, and `mlx xp push` completes it."""
+    folder = experiment("faults")
+    with Hub() as server:
+        silent = lambda method, path: "/commit/" in path and len(server.commits("alice/faults")) > 0  # noqa: E731
+        server.faults = Faults(1, ("silence",), silent)
+        limit = f"cfg.mirror_timeout_s={patience_s}"
+        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", limit)
+        process = start(folder, *command, **server.variables())
+        record = folder / "runs" / "faults" / "run_001" / "run.json"
+        until(lambda: record.is_file() and json.loads(record.read_text())["status"] == "SUCCEEDED", 240)
+        if patience_s > 1:
+            process.send_signal(signal.SIGINT)
+        shown, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        why = "the wait for it was interrupted" if patience_s > 1 else f"it was not done within {limit}"
+        assert f"unfinished: {why}; complete it with: mlx xp push faults run_001" in shown
+        assert server.commits("alice/faults") == ["Attempt 1 of faults/run_001"]
+        server.faults = Faults()
+        done = mlx(folder, "xp", "push", **server.variables())
+        assert "hf://alice/faults is complete" in done.stdout, done.stderr
+        assert server.commits("alice/faults")[-1] == "faults/run_001: SUCCEEDED, step 48"
+
+
+INTERRUPTED = """
+import os, signal, sys
+from mlx_runtime.cli import main
+from mlx_runtime.training.run_recorder import RunRecorder
+
+succeed = RunRecorder.succeed
+
+
+def interrupted(self):
+    RunRecorder.succeed = succeed
+    succeed(self)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+RunRecorder.succeed = interrupted
+main()
+"""
+
+
+@pytest.mark.kills
+def test_ctrl_c_while_the_end_is_recorded(
+    experiment: Callable[[str], Path], environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The run has succeeded, and does not wait for its mirror."""
+    folder = experiment("faults")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    with Hub() as server:
+        server.faults = Faults(
+            1, ("silence",), lambda method, path: "/commit/" in path and bool(server.commits("alice/faults"))
+        )
+        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", "cfg.mirror_timeout_s=1000")
+        done = subprocess.run(
+            [sys.executable, tmp_path / "script.py", *command],
+            cwd=folder,
+            env=environment | server.variables(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "unfinished: the wait for it was interrupted; complete it with: mlx xp push" in done.stdout
+    record = json.loads((folder / "runs" / "faults" / "run_001" / "run.json").read_text())
+    assert record["status"] == "SUCCEEDED"
+
+
+@pytest.mark.kills
+def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The first one saves a checkpoint and stops, with its next commit; the second continues."""
+    one = experiment("faults")
+    two = Path(shutil.copytree(one, tmp_path / "two" / "faults"))
+    with Hub() as server:
+        uri = "hf://alice/faults"
+        command = ("train", "run", "cfg.start_workers=0", f"cfg.mirror={uri}", "cfg.checkpoint_every_steps=2")
+        first = start(one, *command, "cfg.num_epochs=500", "cfg.pause_s=0.1", **server.variables())
+        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 2, 240)
+        refused = mlx(two, *command, **server.variables())
+        begins = f"error: {uri} holds faults/run_001 of "
+        assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
+        assert refused.stderr.endswith("continue that one with cfg.resume=auto, or name another repository\n")
+        refused = mlx(two, *command, "cfg.resume=auto", **server.variables())
+        begins = f"error: {uri} belongs to process {first.pid} on "
+        assert (refused.returncode, refused.stderr.startswith(begins)) == (2, True), refused.stderr
+        assert refused.stderr.endswith(f"or run: mlx xp release {uri}\n")
+        assert not (two / "runs").exists()
+        released = mlx(two, "xp", "release", uri, **server.variables())
+        assert released.stdout.startswith(f"released {uri}; if faults/run_001 still trains"), released.stderr
+        shown, errors = first.communicate(timeout=120)
+        assert first.returncode == 143
+        assert f"{uri} was taken over by attempt 1" in shown
+        assert "mlx xp push" not in shown
+        assert errors.startswith("error: stopped; faults run_001 is marked STOPPED and keeps its checkpoints")
+        assert server.commits("alice/faults")[-1].startswith("Release the claim of")
+        done = mlx(two, *command, "cfg.num_epochs=2", "cfg.resume=auto", **server.variables())
+        assert "hf://alice/faults is complete" in done.stdout, done.stderr
+
+
+@pytest.mark.kills
+def test_killed_and_continued_on_another_machine(
+    mlx: Mlx, start: Start, experiment: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The other machine has the experiment, another home and another storage; the results are bit-identical."""
+    one = experiment("faults")
+    command = ("train", "run", "cfg.start_workers=0", "cfg.trackers={}", "cfg.checkpoint_every_steps=5")
+    with Hub() as server:
+        two = Path(shutil.copytree(one, tmp_path / "two" / "faults"))
+        alone = Path(shutil.copytree(one, tmp_path / "alone" / "faults"))
+        done = mlx(alone, *command)
+        assert done.returncode == 0, done.stderr
+        mirrored = (*command, "cfg.mirror=hf://alice/faults", "cfg.resume=auto")
+        killed = start(one, *mirrored, "cfg.checkpoint_every_steps=1", "cfg.pause_s=0.25", **server.variables())
+        until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 240)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(60)
+        done = mlx(two, *mirrored, **server.variables(), MLX_CACHE=str(tmp_path / "cache"))
+        assert done.returncode == 0, done.stderr
+        assert "downloaded faults/run_001 from hf://alice/faults (attempt 1" in done.stdout
+        assert "hf://alice/faults is complete" in done.stdout
+        runs = [folder / "runs" / "faults" / "run_001" for folder in (alone, two)]
+        assert differences(*map(final_state, runs)) == []
+        assert reports(runs[0]) == reports(runs[1])
+        listed = mlx(two, "xp", "ls", "hf://alice/faults", **server.variables())
+        assert "SUCCEEDED" in listed.stdout, listed.stderr
+        done = mlx(one, *mirrored, **server.variables())  # the first machine is back
+        assert done.returncode == 0, done.stderr
+        assert "has succeeded" in done.stderr
+
+
+@pytest.mark.pure
+def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
+    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.mirror=hf://a/b"]}
+    text = card.text(record, tmp_path / "conf.yaml")
+    call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
+    assert f"from src.notebook import Experiment\n\n{call}" in text
+    assert "mlx train run" not in text.partition("## Reproduce")[2].partition("##")[0]
+    assert "mlx train run cfg.seed=3" in card.text(record | {"experiment_class": None}, tmp_path / "conf.yaml")

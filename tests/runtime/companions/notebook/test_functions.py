@@ -1,0 +1,539 @@
+"""`Trainer`: functions on several workers, with all examples of the design papers that it comes from."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import EXPERIMENTS
+from faults import cluster
+from test_engines import marked
+
+from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
+from mlx_runtime.companions.notebook import function_runs
+from mlx_runtime.companions.notebook.functions import takes_config
+from mlx_runtime.config.composition import override, parse_overrides
+from mlx_runtime.errors import ConfigError, UsageError
+
+SCRIPT = """
+import json, os, sys, traceback
+from mlx_runtime import MlxError, Trainer
+from src import training
+from src.training import Execution
+
+
+class Printing:
+    def handle_result(self, results):
+        seen.append(results)
+
+
+def refused(call, *arguments, **options):
+    try:
+        return call(*arguments, **options)
+    except MlxError as error:
+        return [type(error).__name__, str(error), traceback.format_exception(error)[-1].strip()]
+
+
+def configurations():
+    return [trainer.run(training.counting, config={"num_epochs": count}) for count in (2, 5)]
+
+
+def loading():
+    value = trainer.run(training.resumable, config={"num_epochs": 5}, checkpoint={"epoch": 2, "model": 3})
+    return value, trainer.latest_checkpoint, trainer.latest_checkpoint_path, trainer.latest_run.config["cfg"]
+
+
+def iterator():
+    running = trainer.run_iterator(training.with_epochs)
+    results = list(running)
+    return results, running.is_finished(), running.get_returns()
+
+
+def threads():
+    watched = Trainer(num_workers=2, engine=sys.argv[1], hang_timeout_s=1.0)
+    results = list(watched.run_iterator(training.from_threads, config={"reports": 20}))
+    metrics = watched.latest_run.metrics()
+    return results, metrics[["epoch", "thread", "number"]].values.tolist(), metrics["time/epoch_s"].isna().sum().item()
+
+
+def quick_start():
+    return [value.shape[0] for value in trainer.run(training.quick_start)]
+
+
+def ddp():
+    (one, losses), (other, others) = trainer.run(training.train_simple, config={"epochs": 3})
+    return all(one[name].equal(other[name]) for name in one), losses, others
+
+
+def callbacks():
+    global seen
+    seen = []
+    trainer.run(training.with_accuracy, callbacks=[Printing(), seen.append])
+    return seen, trainer.latest_run.metrics()["accuracy"].dropna().tolist()
+
+
+def saving():
+    trainer.run(training.counting, config={"num_epochs": 1})
+    assert trainer.latest_checkpoint is trainer.latest_checkpoint_path is None
+    assert trainer.run(training.resumable, config={"num_epochs": 5}) == [10, 10]
+    return trainer.latest_checkpoint, [trainer.latest_run.record["epoch"], trainer.latest_run.record["epochs"]]
+
+
+def dataset():
+    return trainer.run(training.sharded, config={"batch_size": 2})
+
+
+def folds():
+    running = trainer.run_iterator(training.cross_validated, config={"folds": 3})
+    return [results[0] for results in running], running.get_returns()
+
+
+def precision():
+    return trainer.run(training.accelerated)
+
+
+def tuning():
+    outputs = {}
+    for value in (1, 2, 3):
+        trainer.run(training.tuned, config={"num_epochs": 2, "input": value})
+        outputs[value] = trainer.latest_run.record["metrics"]["output"]
+    return max(outputs, key=outputs.get)
+
+
+def failing():
+    config = {"num_epochs": 4, "fails_after": 2}
+    failed = refused(trainer.run, training.resumable, config=config)
+    name = trainer.latest_checkpoint_path.split("/")[-3]
+    from_path = trainer.run(training.resumable, config={"num_epochs": 4}, checkpoint=trainer.latest_checkpoint_path)
+    resumed = trainer.run(training.resumable, config={"fails_after": None}, resume=name)
+    again = refused(trainer.run, training.resumable, resume=name)
+    return failed, resumed, from_path, trainer.latest_run.record["attempt"], again
+
+
+def restarted():
+    config = {"num_epochs": 4, "dies_after": 1}
+    return trainer.run(training.resumable, config=config), trainer.latest_run.record["failures"]
+
+
+def stopped():
+    for results in (running := trainer.run_iterator(training.endless)):
+        if results[0]["step"] == 3:
+            break
+    left = refused(running.get_returns)
+    for results in trainer.run_iterator(training.endless_with_checkpoints):
+        if results[0]["number"] == 2:
+            break
+    kept = trainer.latest_checkpoint["number"], trainer.latest_run.metrics()["number"].max()
+    def fail(results):
+        raise RuntimeError("in a callback")
+    try:
+        trainer.run(training.endless, callbacks=[fail])
+    except RuntimeError as error:
+        return left, running.status, str(error), trainer.latest_run.record["status"], kept
+
+
+def stateful():
+    trainer.start(Execution, 5, step=2)
+    found = [str(trainer), trainer.execute(lambda w: w.train()), trainer.execute(lambda w, n: w.value + n, 1)]
+    found += [trainer.execute_single(lambda w: w.value), refused(trainer.execute, lambda w: w.trian())]
+    found += [trainer.execute(lambda w: w.value), refused(trainer.execute, lambda w: w.fail_on_one())]
+    found += [refused(trainer.execute, lambda w: w.value)]
+    trainer.shutdown()
+    return found
+
+
+def experiment():
+    from mlx_runtime import run
+    from src.experiment import Experiment
+
+    return run(Experiment, ["cfg.num_epochs=1", f"cfg.out={os.getcwd()}/diary"]).result().run.record["engine"]
+
+
+def objects():
+    trainer.start(Execution, 5)
+    found = [str(trainer), trainer.execute(lambda w: w.train())]
+    trainer.shutdown()
+    return found
+
+
+def used():
+    return trainer.latest_run.record["engine"]
+
+
+def nested():
+    def train():
+        pass
+    names = ("unpicklable", "reports_text", "reports_nameless", "saves_an_object")
+    names += ("reports_on_rank_0", "saves_on_rank_0")
+    of_workers = [refused(trainer.run, getattr(training, name)) for name in names]
+    return [refused(trainer.run, function) for function in (train, lambda: 0, refused)] + of_workers
+
+
+if __name__ == "__main__":
+    engine, *names = sys.argv[1:]
+    trainer = Trainer(num_workers=2, engine=engine, max_failures=1)
+    print(json.dumps({name: globals()[name]() for name in names}))
+"""
+
+IN_MAKE_TEST = ("configurations", "iterator", "loading", "threads")
+
+OTHERS = (
+    *("quick_start", "ddp", "callbacks", "saving", "dataset", "folds", "precision", "tuning"),
+    *("failing", "restarted", "stopped", "nested"),
+)
+
+ON_A_CLUSTER = ("iterator", "ddp", "loading", "used", "experiment", "objects")
+
+Found = dict[str, Any]
+
+
+def named() -> None:
+    """Do nothing."""
+
+
+@pytest.fixture(scope="module")
+def of_script(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+    """`of_script("local", "iterator", ...)` returns what a script finds with a Trainer of that engine, by name."""
+
+    def found(engine: str, *names: str, folder: Path | None = None, **settings: str) -> Found:
+        folder = folder or made_in(tmp_path_factory.mktemp("functions"))
+        (folder / "script.py").write_text(SCRIPT)
+        command, variables = [sys.executable, "script.py", engine, *names], environment | settings
+        done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=540)
+        assert done.returncode == 0, done.stdout + done.stderr
+        *printed, returned = done.stdout.splitlines()
+        return json.loads(returned) | {"printed": printed, "stderr": done.stderr, "folder": folder}
+
+    return found
+
+
+def made_in(folder: Path) -> Path:
+    shutil.copytree(EXPERIMENTS / "functions", folder / "src")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local(of_script: Callable[..., Found]) -> Found:
+    return of_script("local", *IN_MAKE_TEST)
+
+
+@pytest.fixture(scope="module")
+def others(of_script: Callable[..., Found]) -> Found:
+    return of_script("local", *OTHERS)
+
+
+@pytest.fixture(scope="module")
+def on_a_cluster(
+    of_script: Callable[..., Found],
+    make_in: Callable[[str, Path], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    environment: dict[str, str],
+) -> Found:
+    """What a script finds in a job of a cluster of two nodes with one CPU each, in a folder with an experiment."""
+    folder = make_in("faults", tmp_path_factory.mktemp("functions"))
+    shutil.copy(EXPERIMENTS / "functions" / "training.py", folder / "src")
+    with cluster(2, environment) as raylets:
+        settings = {"MLX_IN_JOB": "1", "RAY_ADDRESS": raylets.address}
+        return of_script("auto", *ON_A_CLUSTER, folder=folder, **settings)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("local", marks=pytest.mark.local), pytest.param("ray", marks=pytest.mark.cluster)],
+)
+def both(request: pytest.FixtureRequest) -> Found:
+    """What was found with each of the two engines."""
+    return request.getfixturevalue({"local": "local", "ray": "on_a_cluster"}[request.param])
+
+
+class TestRuns:
+    @pytest.mark.local
+    def test_each_worker_returns_a_value_for_each_config(self, local: Found) -> None:
+        assert local["configurations"] == [[[0, 1]] * 2, [[0, 1, 2, 3, 4]] * 2]
+        assert sorted(local["printed"]) == ["counting on rank 0"] * 2 + ["counting on rank 1"] * 2
+        assert local["stderr"] == ""
+
+    def test_an_iterator_yields_what_all_workers_report(self, both: Found) -> None:
+        results, finished, returns = both["iterator"]
+        assert results == [[{"epoch": epoch, "rank": rank} for rank in (0, 1)] for epoch in range(3)]
+        assert finished
+        assert returns == [[0, 2, 0], [1, 2, 1]]
+
+    def test_a_function_continues_from_a_checkpoint_and_saves_its_own(self, both: Found) -> None:
+        returned, checkpoint, path, cfg = both["loading"]
+        assert returned == [10, 10]
+        assert checkpoint == {"epoch": 4, "model": 10}
+        assert path == str(both["folder"] / "runs" / "resumable" / "run_001" / "checkpoints" / "epoch_0002")
+        assert (cfg["function"], cfg["config"]) == ("src.training.resumable", {"num_epochs": 5})
+
+    @pytest.mark.local
+    def test_threads_may_report_at_the_same_time(self, local: Found) -> None:
+        results, recorded, without_duration = local["threads"]
+        expected = sorted([thread, number] for thread in range(5) for number in range(20))
+        for rank in (0, 1):
+            reported = [[values[rank]["thread"], values[rank]["number"]] for values in results]
+            assert reported.pop() == [5, 0]
+            assert sorted(reported) == expected
+        of_rank_0 = [[values[0]["thread"], values[0]["number"]] for values in results]
+        assert recorded == [[epoch, *numbers] for epoch, numbers in enumerate(of_rank_0)]  # one row per report
+        assert without_duration == 0
+
+    @pytest.mark.local
+    def test_its_runs_are_recorded_like_others(self, local: Found, mlx: Any) -> None:
+        """runs/resumable/run_001/{run.json, conf.yaml, metrics.jsonl, code.zip, checkpoints/epoch_0002, ...}"""
+        run = open_run(local["folder"] / "runs" / "resumable" / "run_001")
+        assert run.record["status"] == "SUCCEEDED"
+        assert run.record["overrides"][0] == "++cfg.name='resumable'"
+        assert run.metrics()[["epoch", "model"]].dropna().to_numpy().tolist() == [[0, 6], [1, 10]]
+        assert run.state()["own"]["saved"] == {"epoch": 4, "model": 10}
+        listed = mlx(local["folder"], "xp", "ls").stdout
+        assert [line.split()[:4] for line in listed.splitlines() if "resumable" in line] == [
+            ["resumable", "run_001", "SUCCEEDED", "2/2"]
+        ]
+
+
+@pytest.mark.kills
+class TestExamples:
+    def test_models_of_ddp_are_the_same_on_all_workers(self, others: Found) -> None:
+        same, losses, others_losses = others["ddp"]
+        assert same
+        assert len(losses) == 3
+        assert losses != others_losses  # of other rows
+        assert others["quick_start"] == [1, 1]
+
+    def test_callbacks_get_what_all_workers_report_and_the_record_what_rank_0_does(self, others: Found) -> None:
+        seen, recorded = others["callbacks"]
+        assert len(seen) == 2
+        assert seen[0] == seen[1]
+        assert len(seen[0]) == 2
+        assert recorded == [seen[0][0]["accuracy"]]
+
+    def test_checkpoints_are_those_of_rank_0(self, others: Found) -> None:
+        assert others["saving"] == [{"epoch": 4, "model": 10}, [4, 5]]
+
+    def test_rows_folds_precision_and_hyperparameters(self, others: Found) -> None:
+        assert sorted([*others["dataset"][0], *others["dataset"][1]]) == list(range(10))
+        assert others["folds"] == [
+            [{"cv": 0, "mean_loss": 1.5}, {"cv": 1, "mean_loss": 2.5}, {"cv": 2, "mean_loss": 3.5}],
+            ["done", "done"],
+        ]
+        assert others["precision"] == ["torch.bfloat16"] * 2
+        assert others["tuning"] == 3
+
+    def test_a_failed_run_names_the_line_and_resumes(self, others: Found) -> None:
+        (kind, message, printed_last), resumed, from_path, attempt, again = others["failing"]
+        assert kind == "WorkerLoopError"
+        assert message.startswith("ValueError: on purpose (raised on rank ")
+        assert "src/training.py:" in message
+        assert printed_last == 'Resume from the last checkpoint: trainer.run(resumable, resume="latest")'
+        assert (resumed, from_path, attempt) == ([6, 6], [6, 6], 2)
+        assert again[1].endswith(" has succeeded; for a new run, leave out resume=")
+
+    def test_lost_workers_are_replaced_and_continue_from_the_checkpoint(self, others: Found) -> None:
+        assert others["restarted"] == [[6, 6], 1]
+
+    def test_leaving_the_loop_or_a_failing_callback_stops_the_run(self, others: Found) -> None:
+        left, status, error, recorded, (saved, reported) = others["stopped"]
+        assert saved == reported >= 2  # the epoch that was being trained is saved first
+        assert left[0] == "RunStopped"
+        assert left[1].endswith('was stopped before the function returned; resume it: resume="run_001"')
+        assert (status, error, recorded) == ("STOPPED", "in a callback", "STOPPED")
+
+    def test_what_cannot_run_is_refused_in_one_line(self, others: Found) -> None:
+        nested, anonymous, main, pickled, reported, nameless, saved, *uneven = (
+            message for _, message, _ in others["nested"]
+        )
+        for message in (nested, anonymous, main):
+            assert message.endswith("from a script; move it to a file in src/")
+        assert pickled.startswith("src.training.unpicklable returned a function on rank ")
+        assert reported == "report(loss='low') is not a number; report numbers, or tensors of one element"
+        assert nameless == "report was called with a metric without a name"
+        assert saved.startswith("save_checkpoint(model=...) is of type object, which a checkpoint cannot hold")
+        on_every_worker = "; call report and save_checkpoint on every worker, not only on rank 0"
+        assert uneven == [
+            f"some workers call report, others return from the function{on_every_worker}",
+            f"some workers call report, others call save_checkpoint{on_every_worker}",
+        ]
+
+
+@pytest.mark.cluster
+class TestOnRay:
+    def test_models_of_ddp_are_the_same_on_all_workers(self, on_a_cluster: Found) -> None:
+        same, losses, others = on_a_cluster["ddp"]
+        assert same
+        assert losses != others
+
+    def test_experiments_functions_and_objects_find_the_cluster(self, on_a_cluster: Found) -> None:
+        assert on_a_cluster["experiment"] == on_a_cluster["used"] == {"asked": "auto", "used": "ray"}
+        table, trained = on_a_cluster["objects"]
+        assert trained == [[6, 13], [6, 13]]
+        assert table.splitlines()[2].split() == ["CPUs", "1", "2", "2"]
+
+    def test_objects_stay_on_their_workers(self, of_script: Callable[..., Found]) -> None:
+        found = of_script("ray", "stateful")["stateful"]
+        table, trained, with_argument, single, missing, kept, failed, closed = found
+        assert "this machine" in table  # whose Ray was started for the objects
+        assert trained == [[7, 15], [7, 15]]
+        assert with_argument == [8, 8]
+        assert single == 7
+        assert missing[1].startswith("AttributeError: 'Execution' object has no attribute 'trian' (raised on rank ")
+        assert kept == [7, 7]  # nobody waited for another
+        assert failed[1].startswith("ValueError: on purpose (raised on rank 1)")
+        assert closed[1] == "execute needs the objects of start(cls, ...), which was not called or is shut down"
+
+
+@pytest.mark.kills
+def test_ctrl_c_stops_the_run_and_leaves_no_processes(tmp_path: Path, environment: dict[str, str]) -> None:
+    folder = made_in(tmp_path)
+    (folder / "script.py").write_text(
+        "from mlx_runtime import Trainer\nfrom src import training\n\n"
+        "if __name__ == '__main__':\n    trainer = Trainer(num_workers=2)\n    try:\n"
+        "        trainer.run(training.endless, callbacks=[lambda results: print(results, flush=True)])\n"
+        "    except KeyboardInterrupt:\n        print(trainer.latest_run.record['status'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment | {"MLX_TEST_MARK": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[{'step': 0}, {'step': 0}]\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=120)[0].endswith("STOPPED\n")
+    assert [(folder / f"left_{rank}").exists() for rank in (0, 1)] == [True, True]  # they were not killed
+    until = time.monotonic() + 60
+    while marked(tmp_path) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert marked(tmp_path) == []
+
+
+@pytest.mark.pure
+class TestBeforeARun:
+    @pytest.mark.parametrize(
+        ("arguments", "error", "text"),
+        [
+            ({"num_workers": 0}, UsageError, "num_workers is 0; a Trainer needs a number of workers, 1 or more"),
+            ({"num_workers": -1}, UsageError, "num_workers is -1"),
+            ({"num_workers": (4, 8)}, UsageError, r"num_workers is \(4, 8\); .*; .* add max_workers=8"),
+            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. It is max_failures"),
+            ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
+            ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
+            ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),
+            ({"resume": "run_001"}, UsageError, "'resume' is not a setting of Trainer"),
+            ({"cpus_per_worker": "two"}, ConfigError, "cpus_per_worker is 'two'; Trainer takes int"),
+            ({"cpus_per_worker": 0}, ConfigError, "cfg.cpus_per_worker is 0; the minimum is 1"),
+        ],
+    )
+    def test_wrong_settings_are_refused(self, arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+        with pytest.raises(error, match=text):
+            Trainer(**arguments)
+
+    def test_wrong_calls_are_refused(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.syspath_prepend(made_in(tmp_path))
+        monkeypatch.delitem(sys.modules, "src", raising=False)
+        from src import training
+
+        trainer = Trainer(num_workers=2)
+        with pytest.raises(UsageError, match=r"config is \[1\]; it takes a dict"):
+            trainer.run(training.counting, [1])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"cfg.config.model is a Net; conf.yaml holds numbers, text"):
+            trainer.run(training.counting, {"model": training.Net()})
+        with pytest.raises(UsageError, match=r"src.training.quick_start takes nothing"):
+            trainer.run(training.quick_start, {"lr": 1})
+        with pytest.raises(UsageError, match=r"two_arguments\(config, model\) takes other arguments than config"):
+            trainer.run(training.two_arguments)
+        with pytest.raises(UsageError, match=r"is not a function"):
+            trainer.run(print)
+        with pytest.raises(
+            UsageError, match=r"config has 1,001 values, and 1,000 is the maximum: put data into a file"
+        ):
+            trainer.run(training.counting, {"rows": list(range(1001))})
+        with pytest.raises(UsageError, match=r"config has the key '_target_', which names an object"):
+            trainer.run(training.counting, {"layers": [{"_target_": "os.getcwd"}]})
+        with pytest.raises(UsageError, match=r"callbacks is <built-in function print>; it takes a list"):
+            trainer.run(training.counting, callbacks=print)
+        with pytest.raises(UsageError, match=r"callbacks takes functions, or objects with handle_result"):
+            trainer.run(training.counting, callbacks=[3])
+        with pytest.raises(UsageError, match=r"checkpoint is 3; it takes a dict"):
+            trainer.run(training.counting, checkpoint=3)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"checkpoint.model is a Net"):
+            trainer.run(training.counting, checkpoint={"model": training.Net()})
+        with pytest.raises(UsageError, match=r"execute needs the objects of start"):
+            trainer.execute(lambda worker: worker)
+        with pytest.raises(UsageError, match=r"workers of the engine local do not keep a Execution"):
+            Trainer(engine="local").start(training.Execution)
+        with pytest.raises(UsageError, match=r"has not run a function"):
+            _ = trainer.latest_run
+        assert not (tmp_path / "runs").exists()
+
+    def test_outside_of_a_run_there_is_nothing_to_report_to(self) -> None:
+        with pytest.raises(MlxError, match=r"report\(\) works inside a function that Trainer.run has called"):
+            report(loss=0.5)
+        with pytest.raises(MlxError, match=r"world_rank\(\) works on workers: in worker_loop"):
+            world_rank()
+
+    def test_it_prints_its_resources(self) -> None:
+        first, header, cpus, gpus = str(Trainer(num_workers=3, cpus_per_worker=2, use_gpu=False)).splitlines()
+        assert first == "Trainer with 3 workers, engine local, backend torch"
+        assert header.split() == ["per", "worker", "3", "workers", "this", "machine"]
+        assert cpus.split() == ["CPUs", "2", "6", f"{os.cpu_count()}"]
+        assert gpus.split()[:3] == ["GPUs", "0", "0"]
+
+    @pytest.mark.parametrize(
+        ("function", "config", "takes"),
+        [
+            (lambda: 0, None, False),
+            (lambda config: 0, None, True),
+            (lambda config: 0, {"lr": 1}, True),
+            (lambda epochs=3: 0, {}, False),
+            (lambda config=None: 0, {"lr": 1}, True),
+        ],
+    )
+    def test_a_function_gets_the_config_if_there_is_one_or_it_needs_one(
+        self, function: Callable[..., Any], config: dict[str, Any] | None, takes: bool
+    ) -> None:
+        assert takes_config(function, config) is takes
+
+    def test_a_run_is_stored_where_conf_yaml_says(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "src").mkdir()
+        (tmp_path / "src" / "conf.yaml").write_text("cfg: {storage_path: elsewhere}")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("MLX_STORAGE", raising=False)
+        jobs: list[Any] = []
+        monkeypatch.setattr(function_runs, "FunctionRun", lambda job, *_: jobs.append(job))
+        Trainer().run_iterator(named)
+        Trainer(storage_path="given").run_iterator(named)
+        monkeypatch.setenv("MLX_STORAGE", "everywhere")
+        Trainer().run_iterator(named)
+        stored = [[item for item in job.overrides if "storage_path" in item] for job in jobs]
+        assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"], []]
+
+
+VALUES = (
+    *({}, [], {"a": 1, "b": [1, 2.0, {"c": "it's \\ x"}]}, {"n": None, "lr-1": True}, 1e-5, float("inf")),
+    *("", "a\nb", "x=y,z", "true", "${x}"),
+)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("value", VALUES)
+def test_an_override_sets_exactly_the_value(value: Any) -> None:
+    (read,) = parse_overrides([override("cfg.config", value)])
+    assert repr(read.value()) == repr(value)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("value", [{"true": 1}, {"a:b": 1}, {"": 1}, object(), {"model": [b"1"]}])
+def test_a_value_that_an_override_cannot_set_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cfg.config|is not understood"):
+        override("cfg.config", value)

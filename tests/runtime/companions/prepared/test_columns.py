@@ -1,0 +1,204 @@
+"""Prepared datasets in a folder and on a real S3 server: complete or absent, and never removed while in use.
+
+Rows-1/
+    manifest.json
+    1a2b3c-0.npy
+    1a2b3c-1.npy
+"""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mlx_runtime.companions.prepared.columns import ColumnWriter, PreparedReader, load_columns
+from mlx_runtime.companions.prepared.store import Manifest, PreparedSet, Store
+from mlx_runtime.data.batches import as_numpy
+from mlx_runtime.data.sampling import ShardPlan, WorkerPass
+from mlx_runtime.errors import StorageError
+
+pytestmark = pytest.mark.pure
+
+BLOCK = {"x": torch.arange(12.0).reshape(6, 2), "label": torch.arange(6)}
+
+EVERY_TYPE = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "folder":
+        return Store(str(tmp_path / "prepared"))
+    return Store(request.getfixturevalue("s3").format(f"{tmp_path.name}/prepared"))
+
+
+def written(store: Store, name: str = "Rows-1", block: dict[str, torch.Tensor] = BLOCK, times: int = 2) -> Manifest:
+    rows = times * len(next(iter(block.values())))
+    with ColumnWriter(store, name, rows, block, dataset="src.Rows", arguments={"path": "a"}) as writer:
+        for _ in range(times):
+            writer.write({key: as_numpy(column).tobytes() for key, column in block.items()})
+        return writer.commit(f"today {name}")
+
+
+def read(store: Store, manifest: Manifest, cache: Path) -> dict[str, torch.Tensor]:
+    return load_columns(store, manifest, cache, max_bytes=1e9)
+
+
+def test_what_was_written_is_found_and_read(store: Store, tmp_path: Path) -> None:
+    manifest = written(store)
+    assert store.find("Rows-1") == manifest
+    assert (manifest.rows, manifest.size_bytes) == (12, 2 * 6 * (2 * 4 + 8) + 2 * 128)
+    columns = read(store, manifest, tmp_path / "cache")
+    assert {key: column.tolist() for key, column in columns.items()} == {
+        key: torch.cat([column, column]).tolist() for key, column in BLOCK.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE)
+def test_every_type_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    column = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    store = Store(str(tmp_path))
+    found = read(store, written(store, block={"x": column}, times=1), tmp_path)["x"]
+    assert found.dtype == dtype
+    assert found.tolist() == column.tolist()
+
+
+def test_a_set_that_was_not_finished_does_not_exist(store: Store) -> None:
+    def interrupted() -> None:
+        with ColumnWriter(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}) as writer:
+            writer.write({key: as_numpy(column).tobytes() for key, column in BLOCK.items()})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert store.find("Rows-1") is None
+    assert store.entries() == []
+
+
+def test_a_set_with_a_truncated_or_missing_file_is_not_used(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    manifest = written(store)
+    file = tmp_path / "Rows-1" / manifest.columns["x"][0]
+    os.truncate(file, file.stat().st_size - 8)
+    assert store.find("Rows-1") is None
+    file.unlink()
+    assert store.find("Rows-1") is None
+    (tmp_path / "Rows-1" / "manifest.json").write_text("{}")
+    assert store.find("Rows-1") is None
+
+
+def test_of_two_writers_the_first_wins_and_the_other_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    slow = ColumnWriter(store, "Rows-1", 6, BLOCK, dataset="src.Rows", arguments={})
+    with slow:
+        slow.write({key: as_numpy(column).tobytes() for key, column in BLOCK.items()})
+        fast = written(store)
+        assert slow.commit("later") == fast
+    files = {file for file, _, _ in fast.columns.values()}
+    assert {*store.storage.names("Rows-1")} == {*files, "manifest.json", "last_used"}
+    assert len(read(store, fast, tmp_path)["x"]) == 12
+
+
+def test_a_set_in_use_stays(store: Store) -> None:
+    written(store)
+    with store.used("Rows-1"):
+        assert [item.busy for item in store.entries()] == [True]
+        assert not store.remove("Rows-1")
+        assert store.clean(max_age_s=-1, max_bytes=0) == []
+        assert store.find("Rows-1")
+    assert [item.busy for item in store.entries()] == [False]
+    assert store.remove("Rows-1")
+    assert store.entries() == []
+
+
+def age(root: Path, name: str, days: float) -> None:
+    for file in (root / name).iterdir():
+        os.utime(file, (time.time() - days * 86_400,) * 2)
+
+
+def test_clean_up_by_age_and_size_spares_what_was_used_last(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    for name, days in (("old", 40), ("older", 50), ("new", 1)):
+        written(store, name)
+        age(tmp_path, name, days)
+    size = store.entries()[0].size_bytes
+    assert [item.name for item in store.entries()] == ["older", "old", "new"]
+    assert [item.name for item in store.unwanted(max_age_s=45 * 86_400, max_bytes=1e9)] == ["older"]
+    assert [item.name for item in store.unwanted(max_age_s=1e9, max_bytes=2.5 * size)] == ["older"]
+    assert [item.name for item in store.unwanted(max_age_s=1e9, max_bytes=1.5 * size)] == ["older", "old"]
+    assert [item.name for item in store.unwanted(max_age_s=0, max_bytes=0, keep=["old"])] == ["older", "new"]
+    with store.used("older"):
+        pass
+    assert store.entries()[-1].name == "older"
+
+
+def test_a_mark_that_nobody_refreshes_holds_nothing(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    written(store)
+    with store.used("Rows-1"):
+        age(tmp_path, "Rows-1", 0.1)
+        assert store.remove("Rows-1")
+
+
+def test_what_is_being_written_is_not_cleaned_up(tmp_path: Path) -> None:
+    store = Store(str(tmp_path))
+    with ColumnWriter(store, "Rows-1", 12, BLOCK, dataset="src.Rows", arguments={}):
+        assert store.clean(max_age_s=-1, max_bytes=0) == []
+        age(tmp_path, "Rows-1", 0.1)  # left by a process that was killed two hours ago
+        assert [item.name for item in store.clean(max_age_s=1e9, max_bytes=1e9)] == ["Rows-1"]
+
+
+@pytest.mark.s3
+def test_a_copy_on_this_machine_is_fetched_once_and_again_when_the_set_was_made_anew(s3: str, tmp_path: Path) -> None:
+    store, cache = Store(s3.format("copies")), tmp_path / "cache"
+    manifest = written(store)
+    read(store, manifest, cache)
+    copied = cache / "Rows-1" / manifest.columns["x"][0]
+    before = copied.stat().st_mtime_ns
+    read(store, manifest, cache)
+    assert copied.stat().st_mtime_ns == before
+    assert store.remove("Rows-1")
+    again = written(store, block={"x": BLOCK["x"] + 1, "label": BLOCK["label"]})
+    assert read(store, again, cache)["x"][0].tolist() == [1.0, 2.0]
+    assert sorted(path.name for path in cache.iterdir() if not path.name.startswith(".")) == ["Rows-1"]
+
+
+@pytest.mark.parametrize("row_bytes", [4, 200_000])
+def test_batches_are_the_rows_of_the_pass(tmp_path: Path, row_bytes: int) -> None:
+    column = torch.arange(40, dtype=torch.float32)[:, None].repeat(1, row_bytes // 4)
+    manifest = written(Store(str(tmp_path)), block={"x": column}, times=1)
+    reader = PreparedReader(PreparedSet(str(tmp_path), manifest, {}), torch.device("cpu"))
+    part = WorkerPass(ShardPlan(40, 1, 8, limit=31), rank=0, skip=1, epoch=0, seed=7, shuffle=True)
+    rows = part.rows().tolist()
+    batches = list(reader.batches(part))
+    assert [len(batch["x"]) for batch in batches] == [8, 8, 7]
+    assert torch.cat([batch["x"][:, 0] for batch in batches]).tolist() == rows
+    batches[0]["x"].zero_()  # changes neither the dataset nor other batches
+    assert torch.cat([batch["x"][:, 0] for batch in batches[1:]]).tolist() == rows[8:]
+    assert torch.cat([batch["x"][:, 0] for batch in reader.batches(part, prefetch=2)]).tolist() == rows
+
+
+@pytest.mark.parametrize("root", ["gopher://bucket/a", "s3://"])
+def test_an_address_without_a_file_system_is_told(root: str) -> None:
+    cure = "there is no storage for gopher; use a folder, or a URI of file, s3, gs, " if "gopher" in root else ""
+    with pytest.raises(StorageError, match=f"cannot reach {root}: {cure}"):
+        Store(root)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot write a prepared dataset to"):
+        written(Store(str(tmp_path / "file")))

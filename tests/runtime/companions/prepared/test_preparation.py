@@ -1,0 +1,304 @@
+"""Prepared datasets are found if code, arguments and data are the same, and never otherwise."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from mlx_runtime.companions.prepared import preparation
+from mlx_runtime.companions.prepared.columns import load_columns
+from mlx_runtime.companions.prepared.fingerprints import Candidate
+from mlx_runtime.companions.prepared.store import Store
+from mlx_runtime.errors import DatasetError
+
+pytestmark = pytest.mark.pure
+
+ORIGINAL = """
+    import torch
+    from torch.utils.data import Dataset
+    from rowsource import scale
+
+
+    class Rows(Dataset):
+        # a comment
+        def __init__(self, path: str, factor: int = 1, batch_size: int = 2):
+            self.values = [int(line) for line in open(path)]
+            self.factor, self.batch_size = factor, batch_size
+
+        def __len__(self):
+            return len(self.values)
+
+        def __getitem__(self, index):
+            return torch.tensor(scale(self.values[index]) * self.factor)
+
+        @staticmethod
+        def ray_map_batches(batch):
+            return {"x": torch.stack(batch["item"])}
+
+
+    def unrelated():
+        return 1
+    """
+
+HELPER = """
+    STEP = 3
+
+
+    def scale(value):
+        return value * STEP
+    """
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """An importable project, with methods to prepare and find its dataset and to edit its modules."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    data = tmp_path / "data.txt"
+    data.write_text("\n".join(map(str, range(20))))
+    told: list[str] = []
+
+    def edit(module: str, text: str) -> None:
+        (tmp_path / f"{module}.py").write_text(dedent(text))
+        for name in ("rows", "rowsource"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+
+    def candidates(**arguments: object) -> list[Candidate]:
+        node = {"_target_": "rows.Rows", "path": str(data), **arguments}
+        return [Candidate("train", node, node, 0, tmp_path)]
+
+    def prepare(**arguments: object) -> list[int]:
+        ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext}
+        return values(preparation.make(candidates(**arguments), str(tmp_path / "sets"), told.append, **ways))
+
+    def find(**arguments: object) -> list[int] | None:
+        found = preparation.find(candidates(**arguments), str(tmp_path / "sets"), told.append)
+        return values(found) if found else None
+
+    def values(sets: dict) -> list[int]:
+        prepared = sets["train"]
+        return load_columns(Store(prepared.root), prepared.manifest, tmp_path, max_bytes=0)["x"].tolist()
+
+    edit("rows", ORIGINAL)
+    edit("rowsource", HELPER)
+    yield SimpleNamespace(edit=edit, prepare=prepare, find=find, data=data, told=told, sets=tmp_path / "sets")
+    edit("rows", "")
+
+
+def test_a_set_is_prepared_once_and_found(project: SimpleNamespace) -> None:
+    assert project.find() is None
+    assert project.told == []
+    assert project.prepare() == [3 * value for value in range(20)]
+    assert project.prepare() == project.find() == [3 * value for value in range(20)]
+    assert [line.partition(":")[0] for line in project.told] == ["datasets.train is prepared"]  # once
+    assert len(list(project.sets.iterdir())) == 1
+
+
+def test_what_a_loader_is_told_does_not_make_another_set(project: SimpleNamespace) -> None:
+    project.prepare()
+    assert project.find(batch_size=7) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"),
+    [
+        ("rows", "* self.factor", "* self.factor + 1"),
+        ("rows", "torch.stack(batch", "-torch.stack(batch"),
+        ("rowsource", "STEP = 3", "STEP = 4"),
+        ("rowsource", "value * STEP", "value + STEP"),
+    ],
+)
+def test_other_code_is_another_set(project: SimpleNamespace, module: str, old: str, new: str) -> None:
+    project.prepare()
+    text = {"rows": ORIGINAL, "rowsource": HELPER}[module]
+    assert old in text
+    project.edit(module, text.replace(old, new))
+    assert project.find() is None
+    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale because its code changed")
+
+
+@pytest.mark.parametrize(("old", "new"), [("# a comment", "# another"), ("return 1", "return 2")])
+def test_comments_and_other_definitions_do_not_count(project: SimpleNamespace, old: str, new: str) -> None:
+    project.prepare()
+    project.edit("rows", ORIGINAL.replace(old, new))
+    assert project.find() is not None
+
+
+def test_other_arguments_are_another_set(project: SimpleNamespace) -> None:
+    project.prepare()
+    assert project.find(factor=2) is None
+    assert project.prepare(factor=2) == [6 * value for value in range(20)]
+    assert project.find() == [3 * value for value in range(20)]
+
+
+@pytest.mark.parametrize("lines", [range(21), range(1, 21), [*range(10), 99, *range(11, 20)]])
+def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequence[int]) -> None:
+    project.prepare()
+    project.data.write_text("\n".join(map(str, lines)))
+    assert project.find() is None
+    assert project.told[-1].startswith("datasets.train: its prepared dataset is stale because its data changed")
+    assert project.prepare() == project.find() == [3 * value for value in lines]
+
+
+def test_a_dataset_that_cannot_be_made_here_is_left_to_the_workers(project: SimpleNamespace) -> None:
+    project.prepare()
+    project.data.unlink()
+    assert project.find() is None
+    assert project.told[-1].startswith("datasets.train: its prepared dataset is not used: ")
+
+
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [("from package import inner", "inner.scale"), ("import package.inner", "package.inner.scale")],
+)
+def test_code_in_a_module_that_is_imported_whole_counts(project: SimpleNamespace, statement: str, name: str) -> None:
+    package = project.data.parent / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text(dedent(HELPER))
+    project.edit(
+        "rows", ORIGINAL.replace("from rowsource import scale", statement).replace("scale(self", f"{name}(self")
+    )
+    project.prepare()
+    assert project.find() is not None
+    (package / "inner.py").write_text(dedent(HELPER.replace("STEP = 3", "STEP = 4")))
+    assert project.find() is None
+    for module in ("package", "package.inner"):
+        sys.modules.pop(module, None)
+
+
+def test_code_that_a_function_imports_when_it_is_called_counts(project: SimpleNamespace) -> None:
+    text = ORIGINAL.replace("    from rowsource import scale\n", "")
+    line = "            return torch.tensor(scale"
+    project.edit("rows", text.replace(line, f"            from rowsource import scale\n{line}"))
+    project.prepare()
+    project.edit("rowsource", HELPER.replace("STEP = 3", "STEP = 4"))
+    assert project.find() is None
+
+
+class Fixed(Dataset):
+    def __init__(self, rows: int = 10):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.stack(batch["item"])}
+
+
+class Flipped(Fixed):
+    prepare = False
+
+
+class Noisy(Fixed):
+    def __getitem__(self, index):
+        return torch.rand(1)
+
+
+class Centred(Fixed):
+    @staticmethod
+    def ray_map_batches(batch):
+        values = torch.stack(batch["item"])
+        return {"x": values - values.mean()}
+
+
+class Padded(Fixed):
+    def __getitem__(self, index):
+        return torch.ones(index + 1)
+
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.nn.utils.rnn.pad_sequence(batch["item"], batch_first=True)}
+
+
+class LongInTheMiddle(Fixed):
+    def __init__(self, rows: int = 1000):
+        super().__init__(rows)
+
+    def __getitem__(self, index):
+        return torch.ones(3 if index == 500 else 2)
+
+
+class Broken(Fixed):
+    def __getitem__(self, index):
+        if index == 5:
+            raise OSError("bad sector")
+        return torch.tensor([float(index)])
+
+
+class Titled(Fixed):
+    @staticmethod
+    def ray_map_batches(batch):
+        return {"x": torch.stack(batch["item"]), "title": ["one"] * len(batch["item"])}
+
+
+class Empty(Fixed):
+    def __len__(self):
+        return 0
+
+
+Make = Callable[[type], dict]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    def make(cls: type) -> dict:
+        node = {"_target_": f"{__name__}.{cls.__name__}"}
+        ways = {"progress": lambda *_: None, "cluster": contextlib.nullcontext, "tell": print}
+        return preparation.make([Candidate("train", node, node, 0, Path(__file__).parent)], str(tmp_path), **ways)
+
+    return make
+
+
+def test_a_dataset_that_declines_is_not_prepared(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make(Flipped) == {}
+    assert capsys.readouterr().out == "datasets.train is not prepared: Flipped.prepare is False\n"
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Noisy, r"datasets.train cannot be prepared: a row changes each time it is read. Set prepare = False in Noisy"),
+        (Centred, r"datasets.train cannot be prepared: a row changes when it is batched with others"),
+        (
+            Padded,
+            r"datasets.train cannot be prepared: row 0 is x float32 \(1,\), row 1 is x float32 \(2,\)",
+        ),
+        (
+            LongInTheMiddle,
+            r"datasets.train cannot be prepared: RuntimeError: stack expects .* \(in ray_map_batches, while",
+        ),
+        (
+            Titled,
+            r"datasets.train cannot be prepared: 'title' is a list, and only tensors are stored. "
+            r"Leave it out of ray_map_batches, or set prepare = False in Titled",
+        ),
+        (Empty, r"datasets.train has no rows"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_leaves_nothing(
+    make: Make, tmp_path: Path, cls: type, message: str
+) -> None:
+    with pytest.raises(DatasetError, match=message):
+        make(cls)
+    assert Store(str(tmp_path)).entries() == []
+
+
+def test_a_sample_that_raises_is_named(make: Make, tmp_path: Path) -> None:
+    message = r"datasets.train cannot be prepared: OSError: bad sector \(while reading sample 5 of datasets.train\)"
+    with pytest.raises(DatasetError, match=message):
+        make(Broken)
+    assert Store(str(tmp_path)).entries() == []

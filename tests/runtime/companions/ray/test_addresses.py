@@ -1,0 +1,264 @@
+"""Addresses of clusters, in every form that users type, and the check that Ray responds there."""
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.ray import dashboard as dashboard_module
+from mlx_runtime.companions.ray.addresses import Address, remember
+from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
+from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.ray.launch import SubmittedJob
+from mlx_runtime.errors import ClusterError, UsageError
+from mlx_runtime.runs import listing, records
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage import leases
+from mlx_runtime.storage.uploads import Upload
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.mark.parametrize(
+    ("given", "url", "notice"),
+    [
+        ("http://head:8265", "http://head:8265", ""),
+        ("https://ray.example.com/cluster/", "https://ray.example.com/cluster", ""),
+        ("head:8265", "http://head:8265", ""),
+        ("head", "http://head:8265", "has no port"),
+        ("head:6379", "http://head:8265", "Ray's own port"),
+        ("ray://head:10001", "http://head:8265", "Ray Client"),
+        ("ray://head", "http://head:8265", "Ray Client"),
+        ("[::1]:8265", "http://[::1]:8265", ""),
+    ],
+)
+def test_forms(given: str, url: str, notice: str) -> None:
+    found = Address.parse(given)
+    assert found.url == url
+    assert notice in found.notice
+    assert bool(notice) == bool(found.notice)
+
+
+@pytest.mark.parametrize("given", ["auto", "local", "ftp://head", "head:port", "http://", "--check"])
+def test_what_is_none(given: str) -> None:
+    with pytest.raises(UsageError, match="is not the address of a cluster"):
+        Address.parse(given)
+
+
+def test_the_flag_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://one:8265")
+    assert Address.parse(None) == Address("http://one:8265", "RAY_ADDRESS")
+    assert Address.parse("http://two:8265") == Address("http://two:8265", "--ray-address")
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(UsageError, match="which cluster"):
+        Address.parse(None)
+
+
+def test_a_password_is_refused() -> None:
+    with pytest.raises(UsageError, match="RAY_AUTH_TOKEN"):
+        Address.parse("http://me:secret@head:8265")
+
+
+def test_nobody_waits_for_a_cluster_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match="did not answer within 5 s"):
+            Dashboard.connect(Address(f"http://127.0.0.1:{silent.getsockname()[1]}", "here"))
+        assert time.monotonic() - started < 20
+
+
+@pytest.mark.s3
+def test_another_server_is_told_apart(s3: str) -> None:
+    port = re.search(r"127\.0\.0\.1:(\d+)", s3)
+    assert port is not None
+    with pytest.raises(ClusterError, match=r"is not a Ray dashboard"):
+        Dashboard.connect(Address(f"http://127.0.0.1:{port[1]}", "here"))
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Answers every third request about a job."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += "job" in self.path
+        if "job" in self.path and self.asked % 3:
+            return
+        content = json.dumps({"ray_version": "2.60", "status": "SUCCEEDED"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def test_a_busy_cluster_is_asked_again() -> None:
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{server.server_port}", "here"))
+        with pytest.raises(ClusterError):
+            dashboard.state("digits-run_001")
+        Busy.asked = 0
+        assert SubmittedJob(dashboard, "digits-run_001", {}, lambda: False).wait() == "SUCCEEDED"
+        server.shutdown()
+
+
+class Checked(HTTPServer):
+    """A cluster that takes a job and then does what the test wants: it answers no more, or the job fails.
+
+    Attributes:
+        jobs: those that it knows.
+    """
+
+    def __init__(self, *, dies: bool) -> None:
+        self.jobs: set[str] = set()
+        jobs = self.jobs
+
+        class Handler(Busy):
+            def do_GET(self) -> None:
+                if dies and "/jobs/" in self.path:
+                    return
+                self.answer({"ray_version": "2.60", "status": "FAILED", "message": "it broke", "logs": "no torch\n"})
+
+            def do_PUT(self) -> None:
+                self.answer({})
+
+            def do_POST(self) -> None:
+                jobs.add(json.loads(self.body())["submission_id"])
+                self.answer({})
+
+            def do_DELETE(self) -> None:
+                jobs.remove(self.path.rpartition("/")[2])
+                self.answer({})
+
+            def body(self) -> bytes:
+                return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+            def answer(self, facts: dict[str, str]) -> None:
+                content = json.dumps(facts).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def __enter__(self) -> "Checked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.mark.parametrize(("dies", "message"), [(True, "does not answer"), (False, "failed: no torch")])
+def test_a_check_that_fails_is_told_soon_and_leaves_no_job(
+    dies: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(dashboard_module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(dashboard_module, "REMOVE_S", 0.0)
+    with Checked(dies=dies) as cluster:
+        dashboard = Dashboard.connect(Address(f"http://127.0.0.1:{cluster.server_port}", "here"))
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match=message):
+            dashboard.ask("mlx-check", JobSpec(["true"], Upload.of(tmp_path)), marker="mlx ", timeout_s=60)
+        assert time.monotonic() - started < 15
+        for thread in threading.enumerate():
+            if thread.name == "remove":
+                thread.join()
+        assert bool(cluster.jobs) == dies
+
+
+class Asked(HTTPServer):
+    """A server that requires a token, and records what it receives.
+
+    Attributes:
+        sent: the `Authorization` header of each request, or None.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Refusing)
+        self.sent: list[str | None] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        assert isinstance(self.server, Asked)
+        self.server.sent.append(self.headers["Authorization"])
+        self.send_response(401)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_POST = do_DELETE = do_PUT = do_GET  # noqa: N815 - as http.server looks for them
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """The record of a run in a shared storage names a server; this user has a token, also for Ray's own client."""
+    with Asked() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        home = tmp_path / "home"
+        home.mkdir()
+        (home / ".netrc").write_text("default login me password hunter2\n")
+        (home / ".netrc").chmod(0o600)
+        for name, value in (("HOME", str(home)), ("MLX_STORAGE", str(tmp_path / "storage"))):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "the-token")
+        monkeypatch.setenv("RAY_AUTH_MODE", "token")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        folder = RunFolder(tmp_path / "storage" / "digits" / "run_001")
+        (folder.path / "logs").mkdir(parents=True)
+        (folder.path / "logs" / "driver.log").write_text("what it printed\n")
+        records.Record(folder, status="RUNNING", job={"id": "job-1", "address": server.url}, **leases.this_process())
+        yield server
+        server.shutdown()
+
+
+def test_an_address_in_a_record_gets_no_token(
+    server: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(xp, "STOP_S", 0.1)
+    printed: list[str] = []
+    assert [row.status for row in listing.list_rows(ask=job_statuses)] == ["RUNNING"]
+    xp.logs("digits", "latest", printed.append, follow=False)
+    xp.logs("digits", "latest", printed.append, follow=False, tail=1)
+    with pytest.raises(Exception, match="still RUNNING"):
+        xp.stop("digits", "latest")
+    assert server.sent
+    assert {*server.sent} == {None}
+    assert printed == ["what it printed\n"] * 2
+    assert f"which only run.json names; if it is your cluster: RAY_ADDRESS={server.url}\n" in capsys.readouterr().err
+
+
+def test_one_that_the_user_has_named_gets_it(server: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", server.url)
+    listing.list_rows(ask=job_statuses)
+    assert server.sent == [None, "Bearer the-token"]
+
+
+def test_one_that_was_launched_on_from_here_gets_it(server: Asked) -> None:
+    for _ in range(2):
+        remember(Address("http://another:8265", "RAY_ADDRESS"))
+        remember(Address(server.url, "RAY_ADDRESS"))
+    assert (Path.home() / ".config/mlx/clusters").read_text() == f"http://another:8265\n{server.url}\n"
+    listing.list_rows(ask=job_statuses)
+    assert server.sent == [None, "Bearer the-token"]

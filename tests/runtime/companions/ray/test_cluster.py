@@ -1,0 +1,652 @@
+"""`mlx` with a real cluster: a head and two raylets on loopback, with a token.
+
+All tests share the cluster, with different runs or jobs; the last one kills the head.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import RayCluster, cluster, free_ports
+from conftest import KEYS, Mlx, edit
+from hub_server import Hub
+
+from mlx_runtime.cli.verbs import data
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.jobs import JobSpec
+from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
+from mlx_runtime.runs.filling import being_filled
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.logs import read_log
+from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.uploads import Upload
+
+TOKEN = "token-of-the-test-cluster-0123456789abcdef"
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+Types = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    """A Hugging Face Hub, of which this machine and all nodes have a token."""
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(environment: dict[str, str], hub: Hub) -> Iterator[RayCluster]:
+    with cluster(environment | hub.variables(), TOKEN) as made:
+        yield made
+
+
+@dataclass
+class User:
+    """A user at a terminal in an experiment, who has the cluster's token.
+
+    Args:
+        folder: folder of the experiment.
+        environment: environment of the terminal.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+
+    def types(self, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=self.folder,
+            env=self.environment | settings,
+            capture_output=True,
+            text=True,
+            timeout=560,
+        )
+        print(" ".join(arguments), "->", done.returncode, done.stdout[-3000:], done.stderr[-3000:])
+        return done
+
+    def starts(self, *arguments: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlx_runtime", *arguments],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def record(self, run: str = "run_001", name: str = "digits") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "runs" / name / run / "run.json").read_text())
+        return found
+
+    def has(self, run: str, name: str) -> bool:
+        """Return True if a run has a record."""
+        return (self.folder / "runs" / name / run / "run.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def user(bound: Path, environment: dict[str, str], hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> User:
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("user") / "digits"))
+    return User(folder, environment | hub.variables() | {"RAY_AUTH_TOKEN": TOKEN})
+
+
+def until(what: Callable[[], Any], seconds: float = 400) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.2)
+    return found
+
+
+def tags(port: int) -> dict[str, Any]:
+    """Return the tags that a TensorBoard displays, by run."""
+    with contextlib.suppress(OSError):
+        url = f"http://127.0.0.1:{port}/data/plugin/scalars/tags"
+        found: dict[str, Any] = json.load(urllib.request.urlopen(url, timeout=5))
+        return found
+    return {}
+
+
+LONG = ("cfg.num_epochs=100000", "tools.early_stopping.patience=1000000", "cfg.keep_checkpoints=1")
+
+
+@pytest.fixture(scope="module")
+def launched(user: User, ray_cluster: RayCluster) -> "subprocess.CompletedProcess[str]":
+    """A run of three epochs, launched without a conf.yaml, and followed to its end."""
+    (user.folder / "src" / "conf.yaml").unlink()
+    return subprocess.run(
+        ["make", "-s", "launch", f"RAY_ADDRESS={ray_cluster.url}", "ARGS=-f cfg.num_epochs=3"],
+        cwd=user.folder,
+        env=user.environment,
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+
+
+class TestOneRun:
+    """launch → ls → logs → board of a run that succeeded."""
+
+    def test_it_tells_what_to_type_next(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        assert launched.returncode == 0, launched.stdout + launched.stderr
+        folder = user.folder / "runs" / "digits" / "run_001"
+        for line in (
+            f"checking  {ray_cluster.url} (from RAY_ADDRESS)",
+            "run       digits run_001",
+            f"folder    {folder}",
+            "job       digits-run_001",
+            f"dashboard {ray_cluster.url}/#/jobs/digits-run_001",
+            "follow    mlx xp logs digits run_001",
+            "workers   2 DDP workers in Ray cluster with 4 CPUs",
+        ):
+            assert line in launched.stdout.splitlines()
+        assert re.search(r"^ *3/3 ", launched.stdout, re.MULTILINE)
+        assert launched.stderr == ""
+
+    def test_its_record_names_the_job_and_where_the_code_came_from(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        record = user.record()
+        assert (record["status"], record["epoch"], record["epochs"]) == ("SUCCEEDED", 2, 3)
+        assert record["job"] == {"id": "digits-run_001", "address": ray_cluster.url}
+        assert "train launch" in record["command"]
+        assert record["overrides"] == ["cfg.num_epochs=3"]
+
+    def test_no_secret_shows(
+        self, launched: "subprocess.CompletedProcess[str]", ray_cluster: RayCluster, user: User
+    ) -> None:
+        entry = json.dumps(ray_cluster.get("/api/jobs/digits-run_001"))
+        log = ray_cluster.get("/api/jobs/digits-run_001/logs")["logs"]
+        files = [file for file in (user.folder / "runs").rglob("*") if file.suffix in (".json", ".yaml", ".log")]
+        assert len(files) >= 5  # the record, the config, the driver's log and the workers'
+        for text in (entry, log, *(file.read_text() for file in files)):
+            assert TOKEN not in text
+
+    def test_the_log_is_kept(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
+        kept = (user.folder / "runs/digits/run_001/logs/driver.log").read_text()
+        assert re.search(r"^ *3/3 ", kept, re.MULTILINE)
+        assert user.types("xp", "logs", "digits", "--tail", "2").stdout.splitlines()[-1].startswith("TensorBoard")
+        done = user.types("xp", "logs", "digits", "run_001", "--rank", "7")
+        assert (done.returncode, done.stderr) == (2, "error: digits/run_001 has no rank 7. Available: 0, 1.\n")
+
+    def test_the_board_answers(self, launched: "subprocess.CompletedProcess[str]", user: User) -> None:
+        port = free_ports(1)[0]
+        server = user.starts("xp", "board", "digits", "run_001", "--port", str(port))
+        try:
+            until(lambda: "val/accuracy" in tags(port).get(".", {}), 180)
+        finally:
+            server.terminate()
+            server.wait()
+
+    def test_the_job_runs_the_runtime_that_was_uploaded(
+        self, launched: "subprocess.CompletedProcess[str]", user: User, ray_cluster: RayCluster, monkeypatch: Any
+    ) -> None:
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        dashboard = Dashboard.connect(Address(ray_cluster.url, "here"))
+        command = ["python", "-c", "import mlx_runtime; print(mlx_runtime.__file__)"]
+        dashboard.submit("where", JobSpec(command, Upload.of(user.folder)))
+        until(lambda: dashboard.state("where").ended)
+        assert "/runtime_resources/" in dashboard.log("where")
+
+
+class Proxy:
+    """Forwards connections until they are cut.
+
+    Args:
+        port: port on this machine.
+        key: key that must sign the requests, as S3 requires.
+    """
+
+    def __init__(self, port: int, key: str | None = None) -> None:
+        self._to, self._key = port, key
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self.cuts = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self) -> None:
+        self.cuts += bool(self._open)
+        for item in self._open:
+            with contextlib.suppress(OSError):
+                item.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._server.close()
+        self.cut()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._server.accept()
+                if self._key is not None and f"Credential={self._key}/".encode() not in here.recv(
+                    1 << 16, socket.MSG_PEEK
+                ):
+                    here.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+                    here.close()
+                    continue
+                there = socket.create_connection(("127.0.0.1", self._to))
+                self._open += [here, there]
+                for source, target in ((here, there), (there, here)):
+                    threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pass(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for item in (source, target):
+            item.close()
+
+
+def test_the_token_is_asked_for_and_checked(user: User, ray_cluster: RayCluster, bound: Path, tmp_path: Path) -> None:
+    nobody = {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, **nobody)
+    assert done.returncode == 1
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("y" * 32)  # as left by a Ray started for `mlx train run`
+    own = user.types("train", "launch", "--ray-address", ray_cluster.url, **nobody)
+    assert "refuses the token from" in own.stdout
+    assert (
+        "which Ray writes for its clusters on this machine. Set RAY_AUTH_TOKEN to the token of this cluster"
+        in own.stdout
+    )
+    assert f"the cluster at {ray_cluster.url} (from --ray-address) requires a token. Set RAY_AUTH_TOKEN" in done.stdout
+    done = user.types("train", "launch", RAY_AUTH_TOKEN="x" * 32, RAY_ADDRESS=ray_cluster.url)
+    assert done.returncode == 1
+    assert f"{ray_cluster.url} (from RAY_ADDRESS) refuses the token from RAY_AUTH_TOKEN" in done.stdout
+    assert not (bound / "runs").exists()
+
+
+def test_the_check_finds_everything_that_is_wrong_at_once(
+    user: User, ray_cluster: RayCluster, s3: str, tmp_path: Path
+) -> None:
+    """A node without torch and keys for the storage, no room, an unset variable, and no such network interface."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('No module named torch')")
+    there = re.search(r":(\d+)&", s3)
+    assert there is not None
+    proxy = Proxy(int(there[1]), KEYS["AWS_ACCESS_KEY_ID"])
+    storage = s3.format("checked").replace(there[1], str(proxy.port))
+    ray_cluster.add(cpus=1, environment={"PYTHONPATH": str(tmp_path), "AWS_ACCESS_KEY_ID": "another"})
+    ray_cluster.wait(3)
+    try:
+        options = [f"cfg.storage_path='{storage}'", "cfg.start_workers=50", "cfg.secrets=[WANDB_API_KEY]"]
+        options.append("cfg.runtime_env={env_vars: {GLOO_SOCKET_IFNAME: eth9}}")
+        done = user.types("train", "launch", "--address", ray_cluster.url, "--check", *options)
+    finally:
+        ray_cluster.remove()
+        proxy.close()
+    assert done.returncode == 1
+    found = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))}
+    assert {name for name, line in found.items() if line.startswith("FAIL")} == {
+        "torch",
+        "storage",
+        "secrets",
+        "gloo",
+        "capacity",
+    }
+    assert "No module named torch" in found["torch"]
+    assert "cfg.start_workers=50 needs 50 CPUs; the cluster has 5 CPUs" in found["capacity"]
+    assert "WANDB_API_KEY is not set on every node" in found["secrets"]
+    failed = r"the nodes form no process group: [\d.]+: .*Unable to find address for: eth9\. Set GLOO_SOCKET_IFNAME in "
+    assert re.search(failed + r"cfg\.runtime_env\.env_vars .* open all TCP ports", found["gloo"])
+    deadline = time.monotonic() + 60
+    while checks := [job for job in ray_cluster.get("/api/jobs/") if str(job["submission_id"]).startswith("mlx-check")]:
+        assert [job for job in checks if job["status"] == "FAILED"] == []
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> None:
+    option = "+cfg.runtime_env={env_vars: {WANDB_API_KEY: hunter2}}"
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, option.removeprefix("+"))
+    assert done.returncode == 1
+    assert "cfg.runtime_env.env_vars.WANDB_API_KEY would show in the dashboard" in done.stdout
+    assert "hunter2" not in done.stdout + done.stderr
+
+
+def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayCluster, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(user.folder, tmp_path / "digits", ignore=shutil.ignore_patterns("runs")))
+    edit(folder / "main.py", "import sys", "import os\nimport sys\n\nassert 'MLX_JOB' not in os.environ, 'not here'")
+    other = User(folder, user.environment)
+    done = other.types("train", "launch", "--ray-address", ray_cluster.url)
+    assert done.returncode == 1
+    assert "failed during startup" in done.stderr
+    assert "AssertionError: not here" in done.stderr
+    assert "FAILED" in other.types("xp", "ls", "digits").stdout
+
+
+def test_two_gigabytes_are_refused_at_once_with_their_names(user: User, ray_cluster: RayCluster) -> None:
+    large = user.folder / "weights.bin"
+    with large.open("wb") as file:
+        file.truncate(2 << 30)
+    try:
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url)
+    finally:
+        large.unlink()
+    assert done.returncode == 1
+    assert re.search(r"FAIL +upload .* 2,147\.\d MB; a cluster accepts 105 MB", done.stdout)
+    assert re.search(r"2,147\.5 MB  weights\.bin", done.stdout)
+
+
+def test_a_run_on_an_object_store(user: User, ray_cluster: RayCluster, s3: str) -> None:
+    """Launch, list and read a run that has nothing in a folder that both sides see."""
+    there = {"MLX_STORAGE": s3.format("launched")}
+    done = user.types("train", "launch", "--ray-address", ray_cluster.url, "-f", "cfg.num_epochs=2", **there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(user.types("xp", "ls", "--json", **there).stdout)
+    assert [(row["run"], row["status"], row["epoch"]) for row in rows] == [("run_001", "SUCCEEDED", 2)]
+    kept = read_log(RunFolder(user.folder, s3.format("launched/digits/run_001")))
+    assert kept is not None
+    assert re.search(r"^ *2/2 ", kept.decode(), re.MULTILINE)
+    port = free_ports(1)[0]
+    server = User(user.folder, user.environment | there).starts("xp", "board", "digits", "--port", str(port))
+    try:
+        until(lambda: "val/accuracy" in tags(port).get("run_001", {}), 180)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+class TestDataJobs:
+    """Data jobs, and a storage that only the cluster can reach."""
+
+    @pytest.fixture
+    def shards(self, baked_job: Path, tmp_path: Path, mlx: Mlx) -> Path:
+        folder = Path(shutil.copytree(baked_job, tmp_path / "shards"))
+        assert mlx(folder, "data", "bind").returncode == 0
+        return folder
+
+    @pytest.fixture
+    def types(self, shards: Path, mlx: Mlx, ray_cluster: RayCluster) -> Types:
+        """`types("data", "launch", ...)` runs a command in the data job, with the cluster and its token."""
+        settings = {"RAY_AUTH_TOKEN": TOKEN, "RAY_ADDRESS": ray_cluster.url}
+
+        def run(*arguments: str, **more: str) -> "subprocess.CompletedProcess[str]":
+            return mlx(shards, *arguments, **settings | more)
+
+        return run
+
+    def test_a_job_fills_the_shared_storage(self, shards: Path, types: Types) -> None:
+        """Launch and follow to the end; launching again is refused before anything is uploaded."""
+        done = types("data", "launch", "--follow", "images.per_shard=300", "cfg.start_workers=3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        made = shards / "storage" / "data" / "shards"
+        lines = done.stdout.splitlines()
+        assert lines[0].startswith("checking  http://127.0.0.1:")
+        assert lines[1:3] == ["job       data-shards", f"folder    {made}"]
+        assert "workers   3 tasks at a time in Ray cluster with 4 CPUs" in lines
+        assert lines[-1] == f"folder    {made}"
+        assert len(list(made.glob("*_images.npy"))) == 6
+        done = types("data", "launch", "--check")
+        assert done.returncode == 1
+        assert f"FAIL  config     {made} already exists, made 20" in done.stdout
+
+    def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
+        done = types("data", "launch", "-f", "images.size=-1")
+        assert done.returncode == 1, done.stdout + done.stderr
+        error = done.stdout.partition("\nerror: ")[2]
+        assert re.match(r"RuntimeError: .* \(in item \d+\)\n  src/job.py:\d+ in write_shard\n", error)
+        assert "mlx_runtime" not in error
+        assert Storage(str(shards / "storage" / "data")).names() == []
+
+    def test_a_job_that_is_stopped_leaves_nothing(
+        self, shards: Path, types: Types, ray_cluster: RayCluster, environment: dict[str, str]
+    ) -> None:
+        job = shards / "src" / "job.py"
+        job.write_text(job.read_text().replace("digits = load_digits()\n", "__import__('time').sleep(600)\n", 1))
+        done = types("data", "launch")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] in ("status    RUNNING", "status    PENDING")  # on a busy machine
+        made = shards / "storage" / "data"
+        until(lambda: being_filled(str(made / "shards")))
+        command = next(line for line in done.stdout.splitlines() if line.startswith("stop ")).split()
+        assert command[1] == f"RAY_ADDRESS={ray_cluster.url}"
+        settings = environment | {"RAY_ADDRESS": ray_cluster.url, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+        ray = str(Path(sys.executable).with_name("ray"))
+        subprocess.run([ray, *command[3:]], env=settings, check=True, timeout=120, capture_output=True)
+        until(lambda: Storage(str(made)).names() == [], 180)
+
+    def test_a_storage_that_only_the_cluster_has_is_shown_by_it(
+        self, shards: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """The folder is hidden from the command while it checks for its existence."""
+        (tmp_path / "shared" / "data").mkdir(parents=True)
+        (tmp_path / "shared" / "data" / "a.bin").write_bytes(b"x" * 1500)
+        monkeypatch.setenv("MLX_STORAGE", str(tmp_path / "shared"))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        here = Path.is_dir
+        monkeypatch.setattr(data.Path, "is_dir", lambda path: str(path) != str(tmp_path / "shared") and here(path))
+        found = data.show("data", 1, 20, ray_cluster.url)
+        assert found.lines() == ["data       1.5 kB  1 file", "└── a.bin  1.5 kB"]
+        with pytest.raises(
+            data.UsageError, match=r"on the cluster: there is no .*/shared/dato\. Did you mean 'data'\?"
+        ):
+            data.show("dato", 1, 20, ray_cluster.url)
+
+
+@pytest.fixture(scope="class")
+def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[Proxy]:
+    """`run_002`, launched through a proxy; it never ends by itself."""
+    proxy = Proxy(ray_cluster.dashboard)
+    done = user.types("train", "launch", *LONG, RAY_ADDRESS=f"127.0.0.1:{proxy.port}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield proxy
+    proxy.close()
+
+
+class TestSweep:
+    """A sweep whose driver is a job: Ray Tune places its runs."""
+
+    SHORT = ("cfg.name=tuning", "cfg.start_workers=1", "tools.early_stopping.patience=1000")
+
+    def test_its_runs_share_the_cluster_and_a_lost_driver_is_replaced(
+        self, user: User, ray_cluster: RayCluster
+    ) -> None:
+        grid = ("optimizers.adam.lr=1e-3,1e-2,2e-2", "cfg.num_epochs=15")
+        words = (*self.SHORT, *grid, "--name", "shared", "--parallel", "2")
+        done = user.types("train", "launch", "--sweep", "--ray-address", ray_cluster.url, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "job       tuning-sweep_shared" in done.stdout.splitlines()
+        first = until(lambda: self.runs(user, "shared") and self.runs(user, "shared")[0])
+        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"))
+        os.kill(user.record(first, "tuning")["pid"], signal.SIGKILL)
+        until(lambda: user.record("sweep_shared", "tuning")["status"] not in ("PENDING", "RUNNING"), 400)
+        runs = [user.record(run, "tuning") for run in self.runs(user, "shared")]
+        assert user.record("sweep_shared", "tuning")["status"] == "SUCCEEDED"
+        assert [(run["status"], run["attempt"], run["epoch"]) for run in runs] == [
+            ("SUCCEEDED", 2, 14),
+            *[("SUCCEEDED", 1, 14)] * 2,
+        ]
+        assert [run["sweep"]["values"] for run in runs] == [
+            {"optimizers.adam.lr": lr} for lr in ("0.001", "0.01", "0.02")
+        ]
+        assert runs[1]["start"] < runs[0]["end"]
+        assert runs[2]["start"] >= min(run["end"] for run in runs[:2])
+        assert {run["engine"]["used"] for run in runs} == {"ray"}
+
+    def test_one_that_is_stopped_continues_as_another_job(self, user: User, ray_cluster: RayCluster) -> None:
+        launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
+        done = user.types(*launch, *self.SHORT, "cfg.seed=0,1", "cfg.num_epochs=60", "--name=stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: len(self.runs(user, "stopped")) == 2)  # the cluster has CPUs for both
+        first = self.runs(user, "stopped")[0]
+        until(lambda: user.has(first, "tuning") and user.record(first, "tuning").get("latest"), 300)
+        done = user.types("xp", "stop", "tuning", "sweep_stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert user.record("sweep_stopped", "tuning")["status"] == "STOPPED"
+        runs = self.runs(user, "stopped")
+        assert "STOPPED" in {user.record(run, "tuning")["status"] for run in runs}
+        done = user.types(*launch, "-f", "--resume=tuning/sweep_stopped")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert self.runs(user, "stopped") == runs
+        found = [user.record(run, "tuning") for run in runs]
+        assert {(run["status"], run["epoch"]) for run in found} == {("SUCCEEDED", 59)}
+
+    def test_folds_are_runs_on_the_cluster(self, user: User, ray_cluster: RayCluster) -> None:
+        """The job splits the rows; all runs of a fold hold out the same ones."""
+        settings = ("cfg.name=crossed", "cfg.start_workers=1", "cfg.num_epochs=2", "optimizers.adam.lr=1e-3,1e-2")
+        words = ("--sweep", "-f", "--ray-address", ray_cluster.url, *settings, "--folds", "2")
+        done = user.types("train", "launch", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        row = r"^(\d) +(0\.\d+) +0\.\d+ ± 0\.\d+ +[12] +SUCCEEDED +(run_\d+ … run_\d+)$"
+        table = sorted(re.findall(row, done.stdout, re.MULTILINE))
+        assert table == [("1", "0.001", "run_001 … run_002"), ("2", "0.01", "run_003 … run_004")]
+        assert re.search(r"^best +trial \d, val/accuracy 0\.\d+ ± 0\.\d+ \(epoch \d\)$", done.stdout, re.MULTILINE)
+        with np.load(user.folder / "runs/crossed/sweep_001/folds.npz") as stored:
+            first, second = stored.values()
+        assert sorted([*first, *second]) == [*range(1257)]
+        held_out = [rows_digest([Fold(second, first)]), rows_digest([Fold(first, second)])]
+        rows = json.loads(user.types("xp", "ls", "crossed", "--sweep", "sweep_001", "--json").stdout)
+        assert [(row["sweep"]["trial"], row["sweep"]["fold"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+        for row in rows:
+            record = user.record(row["run"], "crossed")
+            assert (record["status"], record["epoch"]) == ("SUCCEEDED", 1)
+            assert record["fold"] == {"fold": row["sweep"]["fold"], "folds": 2, "rows": held_out[row["sweep"]["fold"]]}
+            assert record["engine"]["used"] == "ray"
+
+    def test_the_second_ctrl_c_kills_its_runs(self, user: User, ray_cluster: RayCluster) -> None:
+        """It is then STOPPED, like the sweep above, which resumes."""
+        launch = ("train", "launch", "--sweep", "--ray-address", ray_cluster.url)
+        words = ("cfg.name=killed", "optimizers.adam.lr=1e-3,1e-2", "cfg.start_workers=1", "cfg.num_epochs=15")
+        done = user.types(*launch, *words, "tools.early_stopping.patience=1000", "--parallel=1")
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: user.has("run_001", "killed") and user.record("run_001", "killed").get("latest"))
+        pids = [user.record(name, "killed")["pid"] for name in ("sweep_001", "run_001")]
+        os.kill(pids[0], signal.SIGINT)
+        time.sleep(0.2)
+        os.kill(pids[0], signal.SIGINT)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
+        records = [user.record(name, "killed") for name in ("sweep_001", "run_001")]
+        assert [record["status"] for record in records] == ["STOPPED"] * 2
+
+    @staticmethod
+    def runs(user: User, name: str) -> list[str]:
+        """Return the names of the runs that a sweep has begun."""
+        return [run for trial in user.record(f"sweep_{name}", "tuning")["trials"] for run in trial["runs"] if run]
+
+
+class TestMirror:
+    """The driver of a mirrored run is a job, which has the token from the environment of its node."""
+
+    def test_it_continues_in_another_storage(
+        self, user: User, ray_cluster: RayCluster, hub: Hub, tmp_path: Path
+    ) -> None:
+        settings = ("cfg.mirror=hf://alice/digits", "cfg.resume=auto", "cfg.secrets=[HF_TOKEN]", "cfg.start_workers=2")
+        for epochs in (1, 2):
+            storage = str(tmp_path / f"storage_{epochs}")
+            words = ("--ray-address", ray_cluster.url, "-f", *settings, f"cfg.num_epochs={epochs}")
+            done = user.types("train", "launch", *words, MLX_STORAGE=storage)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "hf://alice/digits is complete" in done.stdout
+        assert "downloaded digits/run_001 from hf://alice/digits (attempt 1" in done.stdout
+        record = json.loads((tmp_path / "storage_2" / "digits" / "run_001" / "run.json").read_text())
+        assert (record["status"], record["attempt"], record["epoch"], record["engine"]["used"]) == (
+            "SUCCEEDED",
+            2,
+            1,
+            "ray",
+        )
+        assert hub.commits("alice/digits")[-1].startswith("digits/run_001: SUCCEEDED")
+
+
+class TestALongRun:
+    """A launch that is followed, disconnected, stopped and resumed; in the end the cluster dies."""
+
+    def test_a_log_outlives_dropped_connections(self, long_run: Proxy, user: User) -> None:
+        until(lambda: user.record("run_002").get("epoch") or 0)
+        follower = user.starts("xp", "logs", "-f", "digits", "run_002")
+        assert follower.stdout is not None
+        lines: list[str] = []
+        reader = threading.Thread(target=lambda: lines.extend(follower.stdout))
+        reader.start()
+
+        def epochs() -> list[int]:
+            return [int(found[1]) for line in lines if (found := re.match(r" *(\d+)/", line))]
+
+        try:
+            for _ in range(3):
+                seen = len(until(epochs))
+                long_run.cut()
+                until(lambda seen=seen: len(epochs()) > seen + 3)
+        finally:
+            follower.send_signal(signal.SIGINT)
+        assert follower.wait(120) == 130
+        reader.join()
+        assert follower.stderr is not None
+        assert follower.stderr.read().strip() == "the run continues; only its log was closed"
+        assert long_run.cuts == 3
+        assert epochs() == list(range(1, len(epochs()) + 1))  # no duplicates, none missing
+        assert user.record("run_002")["status"] == "RUNNING"
+
+    def test_ls_shows_it_among_the_others(self, long_run: Proxy, user: User) -> None:
+        rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
+        assert (rows["run_001"]["status"], rows["run_002"]["status"]) == ("SUCCEEDED", "RUNNING")
+
+    def test_one_without_room_says_what_it_waits_for(
+        self, long_run: Proxy, user: User, ray_cluster: RayCluster
+    ) -> None:
+        words = ("--ray-address", ray_cluster.url, "cfg.name=late", "cfg.start_workers=3")
+        done = user.types("train", "launch", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        until(lambda: user.has("run_001", "late") and user.record(name="late")["status"] == "WAITING")
+        assert "WAITING for 3 CPUs, 2 free" in user.types("xp", "ls", "late").stdout
+        done = user.types("xp", "stop", "late", "latest")
+        assert done.stdout == "late run_001 is STOPPED\n"
+        log = user.types("xp", "logs", "-f", "late", "latest")
+        assert (log.returncode, "waiting   for 3 CPUs, 2 free\n" in log.stdout) == (143, True)
+        assert ray_cluster.get("/api/jobs/late-run_001")["status"] == "STOPPED"
+
+    def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        assert done.returncode == 1
+        assert "digits run_002 is being trained" in done.stdout
+
+    def test_stop_then_go_on(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
+        done = user.types("xp", "stop", "digits", "2")
+        assert (done.returncode, done.stdout) == (0, "digits run_002 is STOPPED\n")
+        epoch = user.record("run_002")["latest"]["epoch"]
+        last = user.types("xp", "logs", "-f", "digits", "run_002", "--tail", "1")
+        assert last.returncode == 143
+        assert ray_cluster.get("/api/jobs/digits-run_002")["status"] == "STOPPED"
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "job       digits-run_002.2" in done.stdout
+        until(lambda: user.record("run_002").get("epoch", 0) > epoch)
+        record = user.record("run_002")
+        assert (record["status"], len(record["attempts"])) == ("RUNNING", 1)
+        assert record["attempts"][0]["job"]["id"] == "digits-run_002"
+
+    def test_the_head_dies_and_all_can_still_be_read(
+        self, long_run: Proxy, user: User, ray_cluster: RayCluster
+    ) -> None:
+        ray_cluster.kill_head()
+        rows = {row["run"]: row for row in json.loads(user.types("xp", "ls", "digits", "--json").stdout)}
+        assert rows["run_001"]["status"] == "SUCCEEDED"
+        until(lambda: "STALE" in user.types("xp", "ls", "digits", "--status", "STALE").stdout)
+        log = user.types("xp", "logs", "digits", "run_002")
+        assert log.returncode == 1  # the run did not end as it should
+        assert re.search(r"^--- .*: attempt 2$", log.stdout, re.MULTILINE)
+        done = user.types("train", "launch", "--ray-address", ray_cluster.url)
+        assert done.returncode == 1
+        assert f"{ray_cluster.url} (from --ray-address) does not answer" in done.stdout

@@ -1,0 +1,181 @@
+"""Streams of Ray Data, assigned in this process to the readers of two workers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+import ray.data
+import torch
+
+from mlx_runtime.companions.ray import start as ray_start
+from mlx_runtime.companions.ray.stream_reader import BlockAssigner, StreamReader
+from mlx_runtime.data.loaders import DatasetShard, Loader
+from mlx_runtime.data.sampling import ShardPlan
+from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.errors import DatasetError
+from mlx_runtime.training.options import TrainConfig
+
+pytestmark = pytest.mark.cluster
+
+ROWS = 3000
+
+
+class Numbers:
+    """3,000 rows in 10 blocks, shuffled by Ray Data if there is a seed."""
+
+    def __init__(self, batch_size: int = 50, said: int = ROWS, text: bool = False, broken: bool = False):
+        self.batch_size, self.said, self.text, self.broken = batch_size, said, text, broken
+
+    def __len__(self):
+        return self.said
+
+    def to_ray(self, seed: int | None = None):
+        text, broken = self.text, self.broken
+
+        def made(batch):
+            if broken and 1500 in batch["id"]:
+                raise ValueError("no such column")
+            return {"x": np.array(["a"] * len(batch["id"])) if text else batch["id"]}
+
+        stream = ray.data.range(ROWS, override_num_blocks=10).map_batches(made)
+        return stream.randomize_block_order(seed=seed) if seed is not None else stream
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_ray() -> Iterator[None]:
+    with ray_start.start_ray(TrainConfig(start_workers=1)):
+        yield
+        for assigner in ASSIGNERS:
+            assigner.close()
+
+
+ASSIGNERS: list[BlockAssigner] = []
+
+
+def assign(name: str = "train", **arguments: object) -> BlockAssigner:
+    assigner = BlockAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent)
+    ASSIGNERS.append(assigner)
+    return assigner
+
+
+def loaders(
+    workers: int = 2, name: str = "train", batch_size: int = 50, ahead: int | None = None, **arguments: object
+) -> list[Loader]:
+    assigner = assign(name, batch_size=batch_size, **arguments)
+    group = SimpleNamespace(**{name: Numbers(batch_size)})
+    return [
+        DatasetShard(
+            name, group, Topology(rank, workers, torch.device("cpu")), stream=StreamReader(assigner, name)
+        ).iter_torch_batches(prefetch_batches=ahead)
+        for rank in range(workers)
+    ]
+
+
+def read(loader: Loader) -> list[list[int]]:
+    return [batch["x"].tolist() for batch in loader]
+
+
+def together(ranks: list[Loader]) -> list[list[list[int]]]:
+    """Return the batches of each rank, read in lockstep."""
+    steps = list(zip(*ranks, strict=True))
+    return [[batch[rank]["x"].tolist() for batch in steps] for rank in range(len(ranks))]
+
+
+def test_every_row_once_in_equal_steps_and_in_another_order_each_epoch() -> None:
+    ranks = loaders()
+    first, second = together(ranks), together(ranks)
+    for seen in (first, second):
+        assert [len(batches) for batches in seen] == [len(ranks[0])] * 2 == [30, 30]
+        assert sorted(row for batches in seen for batch in batches for row in batch) == list(range(ROWS))
+    assert first != second
+    assert together(loaders()) == first
+
+
+def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:
+    assert [row for batch in read(loaders(1, "val")[0]) for row in batch] == list(range(ROWS))
+
+
+@pytest.mark.parametrize("stop", [1, 7, 29])
+def test_the_same_workers_go_on_with_the_very_batches(stop: int) -> None:
+    whole = together(loaders(ahead=0))
+    interrupted = loaders()
+    passes = [iter(loader) for loader in interrupted]
+    begun = [[next(of_rank)["x"].tolist() for _ in range(stop)] for of_rank in passes]
+    others = loaders(ahead=5)
+    for loader, other in zip(interrupted, others, strict=True):
+        other.load_state_dict(loader.state_dict())
+        assert other.state_dict() == loader.state_dict()  # even before its first batch
+    assert [a + b for a, b in zip(begun, together(others), strict=True)] == whole
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(3, 1), (25, 3)])
+def test_another_number_of_workers_goes_on_with_the_rows_that_are_left(stop: int, workers: int) -> None:
+    interrupted = loaders()
+    passes = [iter(loader) for loader in interrupted]
+    seen = [row for _ in range(stop) for of_rank in passes for row in next(of_rank)["x"].tolist()]
+    others = loaders(workers)
+    for other in others:
+        other.load_state_dict(interrupted[0].state_dict())
+    seen += [row for batches in together(others) for batch in batches for row in batch]
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_two_loaders_of_one_shard_each_read_a_whole_pass() -> None:
+    shard = loaders(1)[0].shard
+    for _ in range(2):
+        assert sorted(row for batch in read(shard.iter_torch_batches()) for row in batch) == list(range(ROWS))
+
+
+def test_a_pass_that_is_broken_off_leaves_the_next_one_whole() -> None:
+    ranks = loaders()
+    for _ in range(3):
+        for loader in ranks:
+            next(iter(loader))
+    seen = together(ranks)
+    assert sorted(row for batches in seen for batch in batches for row in batch) == list(range(ROWS))
+
+
+def test_who_asks_ahead_in_a_pass_that_all_have_left_gets_nothing() -> None:
+    assigner, plan = assign(), ShardPlan(ROWS, 2, 50)
+    assert all(assigner.take(number, plan, rank, None) for number in (1, 2) for rank in range(2))
+    assert assigner.take(1, plan, 0, None) is None
+    assert assigner.take(2, plan, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"broken": True}, "datasets.train cannot be read: ValueError: no such column"),
+        ({"text": True}, "datasets.train: column 'x' is .*, not numbers of one shape"),
+        ({"said": ROWS + 1}, r"datasets.train: to_ray\(\) returned 3000 rows, but __len__\(\) is 3001"),
+        ({"said": ROWS - 1}, r"datasets.train: to_ray\(\) returned more rows than its __len__, 2999"),
+    ],
+)
+def test_what_goes_wrong_is_told_to_every_worker(arguments: dict, message: str) -> None:
+    assigner = assign(**arguments)
+    for rank in range(2):
+        worker = Topology(rank, 2, torch.device("cpu"))
+        group = SimpleNamespace(train=Numbers(**arguments))  # type: ignore[arg-type]
+        shard = DatasetShard("train", group, worker, stream=StreamReader(assigner, "train"))
+        with pytest.raises(DatasetError, match=message):
+            list(shard.iter_torch_batches())
+
+
+def test_a_stream_that_was_made_before_keeps_its_order_too() -> None:
+    stream = ray.data.range(10)
+    from mlx_runtime.companions.ray.streams import stream_of
+
+    made = stream_of(SimpleNamespace(to_ray=lambda: stream), "val")
+    assert made.context.execution_options.preserve_order
+
+
+def test_something_else_than_a_dataset_of_ray_is_told() -> None:
+    from mlx_runtime.companions.ray.streams import stream_of
+
+    with pytest.raises(
+        DatasetError, match=r"datasets.val: SimpleNamespace.to_ray\(\) returned list; it must return a ray.data"
+    ):
+        stream_of(SimpleNamespace(to_ray=lambda: [1]), "val")

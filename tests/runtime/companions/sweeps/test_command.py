@@ -1,0 +1,276 @@
+"""`mlx train sweep` as a user types it: real runs, stopped, killed and resumed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Mlx, Start
+from faults import diary, wait_for
+
+from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
+from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.storage.files import Storage, joined
+
+pytestmark = pytest.mark.process
+
+Make = Callable[[str], Path]
+
+COMMON = ("--metric=val/mse", "--mode=min", "cfg.start_workers=0", "cfg.num_epochs=2")
+LR = "optimizers.adam.lr=0.1,0.01"
+OWN_PROCESS = {"PYTHONUNBUFFERED": "1"}  # with pipes, and the exit of an interpreter
+
+
+def record(folder: Path, name: str = "sweep_001") -> dict[str, Any]:
+    return json.loads((folder / "runs" / "faults" / name / "run.json").read_text())
+
+
+def statuses(folder: Path) -> list[str]:
+    return [record(folder, name)["status"] for trial in record(folder)["trials"] for name in trial["runs"]]
+
+
+def table(folder: Path) -> dict[str, Any]:
+    frame = SweepResult(RunFolder(folder / "runs" / "faults" / "sweep_001")).table(runs=True)
+    return frame.drop(columns="duration_s").to_dict("index")
+
+
+@pytest.fixture(scope="module")
+def swept(mlx: Mlx, make_in: Callable[[str, Path], Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """An experiment after a sweep of four trials, and what it printed."""
+    folder = make_in("faults", tmp_path_factory.mktemp("swept"))
+    done = mlx(folder, "train", "sweep", LR, "models.net.width=4,16", *COMMON)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return folder, done.stdout
+
+
+def test_a_sweep_trains_every_trial(swept: tuple[Path, str]) -> None:
+    folder, _ = swept
+    assert record(folder)["status"] == "SUCCEEDED"
+    assert statuses(folder) == ["SUCCEEDED"] * 4
+    for number, trial in enumerate(record(folder)["trials"], 1):
+        run = record(folder, f"run_{number:03d}")
+        assert run["sweep"] == {"name": "sweep_001", "trial": number, "fold": None, "values": trial["values"]}
+        assert run["epoch"] == 1
+    assert record(folder)["trials"][1]["values"] == {"optimizers.adam.lr": "0.1", "models.net.width": "16"}
+
+
+def test_the_output_names_the_best_trial_and_the_command_that_trains_it(swept: tuple[Path, str]) -> None:
+    folder, printed = swept
+    best = SweepResult(RunFolder(folder / "runs" / "faults" / "sweep_001")).best
+    lines = printed.splitlines()
+    assert f"best      trial {best.number}, val/mse {best.score:.4f} (epoch {best.epoch})" in lines
+    values = " ".join(best.overrides)
+    assert f"full run  mlx train run {values} cfg.start_workers=0 cfg.num_epochs=2" in lines
+    assert lines.count("trial 1 run_001  optimizers.adam.lr=0.1 models.net.width=4") == 1
+    assert sum("SUCCEEDED" in line for line in lines) == 8  # as each trial ends, and in the table
+
+
+def test_a_finished_sweep_has_nothing_to_resume(swept: tuple[Path, str], start: Start) -> None:
+    """It keeps its command, times and attempts; Ctrl-C when its results are printed already changes nothing."""
+    folder, _ = swept
+    before = (table(folder), record(folder))
+    process = start(folder, "train", "sweep", "--resume", "-q", **OWN_PROCESS)
+    printed, err = interrupted_at_the_end(process)
+    assert (err, process.returncode) == ("", 0)
+    assert printed[0].startswith("folder    ")
+    assert any(line.startswith("full run") for line in printed)
+    assert (table(folder), record(folder)) == before
+
+
+def interrupted_at_the_end(process: Any) -> tuple[list[str], str]:
+    """Press Ctrl-C again and again once a sweep has printed its results. Return its output."""
+    printed: list[str] = []
+    while not printed or not printed[-1].startswith("took"):
+        printed.append(process.stdout.readline())
+        assert printed[-1], process.stderr.read()
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    return printed, process.stderr.read()
+
+
+def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
+    folder, _ = swept
+    logs = mlx(folder, "xp", "logs", "faults", "sweep_001")
+    assert "trial 4 run_004" in logs.stdout
+    stop = mlx(folder, "xp", "stop", "faults", "sweep_001")
+    assert (stop.returncode, stop.stderr) == (2, "error: faults sweep_001 is SUCCEEDED; there is nothing to stop\n")
+    missing = mlx(folder, "xp", "logs", "faults", "sweep_002")
+    assert "Did you mean 'sweep_001'?" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["optimizers.adam.lr=0.1,fast", *COMMON], "optimizers.adam.lr"),
+        ([LR, *COMMON, "--parallel=999"], "cannot run 999 trials at a time"),
+        ([LR, *COMMON, "--force"], "--force goes with --resume"),
+        ([LR, *COMMON, "--max-time=soon"], "'soon' is no duration"),
+        ([LR, *COMMON, "--fast-dev-run"], "there is no option --fast-dev-run"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_is_written(
+    swept: tuple[Path, str], mlx: Mlx, arguments: list[str], message: str
+) -> None:
+    folder, _ = swept
+    before = sorted(path.name for path in (folder / "runs" / "faults").iterdir())
+    done = mlx(folder, "train", "sweep", *arguments)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in (folder / "runs" / "faults").iterdir()) == before
+
+
+@pytest.mark.kills
+@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("mlx xp stop", 143)])
+def test_a_stopped_sweep_resumes_where_it_was(experiment: Make, mlx: Mlx, start: Start, how: str, code: int) -> None:
+    folder = experiment("faults")
+    process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.1", "--parallel=1")
+    wait_for(lambda: list((folder / "diary").glob("*.jsonl")))
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        assert mlx(folder, "xp", "stop", "faults", "sweep_001").stdout == "faults sweep_001 is STOPPED\n"
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
+    assert f"stopping  running trials save a checkpoint first ({how})" in out
+    assert statuses(folder) == ["STOPPED"]
+    assert record(folder, "run_001")["latest"]["epoch"] == 0
+    file = folder / "src" / "experiment.py"
+    code_before = file.read_text()
+    file.write_text(code_before + "# changed\n")
+    refused = mlx(folder, "train", "sweep", "--resume", "optimizers.adam.lr=0.1,0.2")
+    assert refused.returncode == 2
+    assert "overrides: optimizers.adam.lr=0.1,0.01 " in refused.stderr
+    assert "src/experiment.py differs" in refused.stderr
+    file.write_text(code_before)
+    done = mlx(folder, "train", "sweep", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(folder) == ["SUCCEEDED"] * 2
+    assert record(folder, "run_001")["attempt"] == 2
+
+
+def test_a_sweep_ends_after_its_time(experiment: Make, start: Start) -> None:
+    folder = experiment("faults")
+    process = start(
+        folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.3", "cfg.num_epochs=50", "--max-time=3s", **OWN_PROCESS
+    )
+    printed, err = interrupted_at_the_end(process)
+    assert process.returncode == 0, f"{printed} {err}"
+    stopped = "stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001"
+    assert err == f"{stopped}\n"
+    assert record(folder)["status"] == "STOPPED"
+
+
+@pytest.mark.kills
+def test_failed_trials_are_recorded_and_the_rest_goes_on(experiment: Make, mlx: Mlx) -> None:
+    folder = experiment("faults")
+    done = mlx(folder, "train", "sweep", "datasets.train.rows=0,61", *COMMON)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(folder) == ["FAILED", "SUCCEEDED"]
+    assert "trial 1 FAILED: " in done.stdout
+    assert "failed    1 of 2 trials" in done.stdout
+    failed = mlx(folder, "train", "sweep", "datasets.train.rows=0", "models.net.width=2,3", *COMMON)
+    assert failed.returncode == 1
+    assert "all trials failed. See the log of the first: mlx xp logs faults run_003" in failed.stderr
+
+
+@pytest.mark.kills
+def test_trials_do_not_survive_their_killed_driver(experiment: Make, start: Start) -> None:
+    folder = experiment("faults")
+    process = start(folder, "train", "sweep", LR, *COMMON, "cfg.pause_s=0.2", "cfg.num_epochs=50")
+    wait_for(lambda: list((folder / "diary").glob("*.jsonl")))
+    process.kill()
+    pids = [record(folder, path.name)["pid"] for path in (folder / "runs" / "faults").glob("run_*")]
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)  # they would train for 160 s
+
+
+@pytest.mark.kills
+def test_the_second_ctrl_c_kills_the_trials(experiment: Make, mlx: Mlx, start: Start) -> None:
+    folder = experiment("faults")
+    arguments = [LR, *COMMON, "datasets.train.rows=4", "cfg.pause_s=4", "--parallel=2"]  # one step of 4 s per epoch
+    process = start(folder, "train", "sweep", *arguments)
+    wait_for(lambda: sum("rows" in note for note in diary(folder)) == 2)  # both are within a step
+    pids = [record(folder, f"run_{number:03d}")["pid"] for number in (1, 2)]
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, out + err
+    assert err == "error: stopped; 2 trials of faults/sweep_001 remain. Resume: mlx train sweep --resume=sweep_001\n"
+    assert statuses(folder) == ["STOPPED"] * 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    done = mlx(folder, "train", "sweep", "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert statuses(folder) == ["SUCCEEDED"] * 2
+
+
+@pytest.mark.s3
+def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3: str, tmp_path: Path) -> None:
+    """Killed, resumed, and read by its URI."""
+    folder, storage = experiment("faults"), s3.format(f"swept-{tmp_path.name}")
+    first, sweep = (joined(storage, "faults", name) for name in ("run_001", "sweep_001"))
+    settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=0.1", "cfg.checkpoint_every_steps=2", "--parallel=1")
+    process = start(folder, "train", "sweep", LR, *COMMON, *settings)
+    wait_for(lambda: Checkpoints(joined(first, "checkpoints")).any())
+    process.kill()
+    process.wait()
+    done = mlx(folder, "train", "sweep", f"--resume={sweep}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (folder / "runs").exists()
+    there = {"MLX_STORAGE": storage}
+    rows = json.loads(mlx(folder, "xp", "ls", "faults", "--sweep", "sweep_001", "--json", **there).stdout)
+    assert [(row["run"], row["status"], row["epoch"]) for row in rows] == [
+        ("run_001", "SUCCEEDED", 2),
+        ("run_002", "SUCCEEDED", 2),
+    ]
+    assert json.loads(Storage(first).read("run.json"))["attempt"] == 2
+    best = json.loads(mlx(folder, "xp", "best", "faults", "sweep_001", "--json", **there).stdout)
+    result = open_sweep(sweep)
+    assert (best["trial"], best["value"]) == (result.best.number, result.best.score)
+    assert best["checkpoint"] == joined(storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}")
+    page = mlx(folder, "xp", "report", sweep).stdout.strip()
+    assert page == joined(sweep, "report.html")
+    assert "optimizers.adam.lr" in Storage(sweep).read("report.html").decode()
+
+
+@pytest.mark.kills
+@pytest.mark.timeout(1200)
+def test_a_driver_killed_at_random_moments_finds_what_an_undisturbed_one_does(
+    experiment: Make, mlx: Mlx, start: Start, tmp_path: Path
+) -> None:
+    """Up to three times; KILLS=12 in `make chaos`."""
+    folder = experiment("faults")
+    arguments = [LR, "--folds=3", "cfg.checkpoint_every_steps=2", *COMMON, "cfg.num_epochs=3"]
+    undisturbed = Path(shutil.copytree(folder, tmp_path / "undisturbed"))
+    done = mlx(undisturbed, "train", "sweep", *arguments, "cfg.pause_s=0.05")
+    assert done.returncode == 0, done.stdout + done.stderr
+    moments = random.Random(os.environ.get("SEED", "0"))
+    process = start(folder, "train", "sweep", *arguments, "cfg.pause_s=0.05")
+    kills = 0
+    for _ in range(int(os.environ.get("KILLS", "3"))):
+        time.sleep(moments.uniform(1, 8))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        begun = (folder / "runs" / "faults" / "sweep_001" / "run.json").exists()
+        resumed = ["--resume"] if begun else [*arguments, "cfg.pause_s=0.05"]
+        process = start(folder, "train", "sweep", *resumed)
+    out, err = process.communicate(timeout=500)
+    assert process.returncode == 0, out + err
+    assert kills >= 1
+    assert table(folder) == table(undisturbed)
+    numbers = sorted(int(path.name[4:]) for path in (folder / "runs" / "faults").glob("run_*"))
+    assert numbers == list(range(1, 7))

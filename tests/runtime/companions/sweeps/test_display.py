@@ -1,0 +1,79 @@
+"""What a sweep shows: the table of a terminal, lines in a pipe."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import plan_of
+from rich.console import Console
+
+from mlx_runtime.companions.sweeps.display import SweepDisplay
+from mlx_runtime.companions.sweeps.events import TrialEnded, TrialProgress, TrialStarted
+from mlx_runtime.companions.sweeps.scores import short_names
+
+pytestmark = pytest.mark.pure
+
+
+def shown(display: SweepDisplay, width: int) -> list[str]:
+    """Lines of the live table on a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(display.table())
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def display_of(root: Path, *overrides: str, **fields: Any) -> tuple[SweepDisplay, io.StringIO]:
+    stream = io.StringIO()
+    return SweepDisplay(plan_of(root, *overrides, **fields), stream), stream
+
+
+def test_the_table_marks_the_best_trial(tmp_path: Path) -> None:
+    display, stream = display_of(tmp_path, "a.lr=1,2", "b.width=8")
+    for trial, value in ((1, 0.5), (2, 0.25)):
+        display.handle(TrialStarted(trial, None, {"a.lr": str(trial)}, f"run_{trial:03d}"))
+        display.handle(TrialProgress(trial, None, 0, 3, value))
+    display.handle(TrialEnded(1, None, "SUCCEEDED", (0, 0.5)))
+    assert [line.split() for line in shown(display, 80)] == [
+        ["trial", "lr", "epoch", "val/loss", "status"],
+        ["1", "1", "1", "0.5000", "SUCCEEDED"],
+        ["2", "2", "1/3", "0.2500", "RUNNING", "best"],
+    ]
+    assert stream.getvalue().splitlines() == [
+        "trial 1 run_001  a.lr=1",
+        "trial 2 run_002  a.lr=2",
+        "trial 1 SUCCEEDED  val/loss 0.5000 (epoch 1)",
+    ]
+
+
+def test_the_table_is_no_wider_than_the_terminal(tmp_path: Path) -> None:
+    keys = [f"group.part_{number}.a_long_name_{number}" for number in range(8)]
+    display, _ = display_of(tmp_path, *(f"{key}=1,2" for key in keys))
+    display.handle(TrialStarted(1, None, dict.fromkeys(keys, "0.123456789"), "run_001"))
+    assert max(map(len, shown(display, 60))) <= 60
+
+
+def test_the_folds_of_a_trial_become_one_line(tmp_path: Path) -> None:
+    display, _ = display_of(tmp_path, "lr=1,2", folds=2)
+    for fold in (0, 1):
+        display.handle(TrialStarted(1, fold, {"lr": "1"}, f"run_00{fold + 1}"))
+        display.handle(TrialEnded(1, fold, "SUCCEEDED", (0, 1.0 + fold)))
+    assert [line.split()[:2] for line in shown(display, 80)] == [["trial", "fold"], ["1", "1/2"], ["1", "2/2"]]
+    display.handle(TrialEnded(1, None, "SUCCEEDED", (0, 1.5)))
+    assert [line.split() for line in shown(display, 80)][1:] == [["1", "mean", "1", "1", "1.5000", "SUCCEEDED", "best"]]
+
+
+def test_a_failed_trial_is_not_the_best_and_shows_why(tmp_path: Path) -> None:
+    display, stream = display_of(tmp_path, "lr=1,2")
+    display.handle(TrialStarted(1, None, {"lr": "1"}, "run_001"))
+    display.handle(TrialEnded(1, None, "FAILED", (0, 0.1), "ValueError: no\nframes"))
+    assert "best" not in shown(display, 80)[1]
+    assert stream.getvalue().splitlines()[-1] == "trial 1 FAILED  val/loss 0.1000 (epoch 1): ValueError: no"
+
+
+def test_titles_are_as_short_as_they_can_be() -> None:
+    assert short_names(["optimizers.adam.lr", "models.net.width"]) == {
+        "optimizers.adam.lr": "lr",
+        "models.net.width": "width",
+    }
+    keys = ["optimizers.adam.lr", "optimizers.sgd.lr", "lr"]
+    assert short_names(keys)["optimizers.adam.lr"] == "adam.lr"

@@ -1,0 +1,223 @@
+"""The results of sweeps, from the records and metrics of their runs."""
+
+import json
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from stored_sweeps import LR, WIDTH, store_run, store_sweep
+
+from mlx_runtime.cli import mlx
+from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.scores import typed
+from mlx_runtime.companions.sweeps.states import read_trial
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import comparison
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.folder import RunFolder, run_folder
+from mlx_runtime.storage.files import Storage, joined
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty storage of either kind."""
+    monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+    found = str(tmp_path / "runs")
+    return found if request.param == "folder" else request.getfixturevalue("s3").format(f"sweep-{tmp_path.name}")
+
+
+@pytest.fixture
+def searched(root: str) -> RunFolder:
+    """A sweep whose four trials ended in different ways."""
+    losses = [[0.9, 0.5, 0.7], [0.8, 0.6], [0.1], [math.nan, 0.55, None]]
+    statuses = ["SUCCEEDED", "PRUNED", "FAILED", "SUCCEEDED"]
+    names = [
+        store_run(root, {"val/loss": values, "val/f1": [0.1, 0.2, 0.3]}, status)
+        for values, status in zip(losses, statuses, strict=True)
+    ]
+    values = [{LR: lr, WIDTH: width} for lr, width in (("0.1", "8"), ("1e-3", "8"), ("0.01", "16"), ("0.001", "16"))]
+    trials = [{"values": own, "runs": [name]} for own, name in zip(values, names, strict=True)]
+    return store_sweep(root, [*trials, {"values": values[0], "runs": [None]}])
+
+
+def test_a_row_per_trial(searched: RunFolder) -> None:
+    table = SweepResult(searched).table()
+    assert [*table.columns] == [LR, WIDTH, "status", "epoch", "val/loss", "train/loss", "val/f1", "duration_s"]
+    assert [*table.index] == [1, 2, 3, 4, 5]
+    assert [*table["status"]] == ["SUCCEEDED", "PRUNED", "FAILED", "SUCCEEDED", "PENDING"]
+    assert [*table["val/loss"].iloc[:4]] == [0.5, 0.6, 0.1, 0.55]
+    assert [*table["epoch"].iloc[:4]] == [2, 2, 1, 2]
+    assert [*table["val/f1"].iloc[:4]] == [0.2, 0.2, 0.1, 0.2]
+    assert [*table[LR].iloc[:3]] == [0.1, 0.001, 0.01]
+    assert table[WIDTH].dtype == int
+    assert [*table["duration_s"].iloc[:4]] == [30.0] * 4
+    assert table.loc[5, ["epoch", "val/loss", "duration_s"]].isna().all()
+
+
+def test_the_best_is_one_that_did_not_fail(searched: RunFolder) -> None:
+    result = SweepResult(searched)
+    assert (result.best.number, result.best.score, result.best.epoch) == (1, 0.5, 2)
+    assert result.best.values == {LR: 0.1, WIDTH: 8}
+    assert [trial.number for trial in result.ranked()] == [1, 4, 2, 3, 5]
+    assert result.command == f"mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8"
+    assert result.best_config()["cfg"]["seed"] == 0
+    assert [run.record["run"] for run in result.runs] == ["run_001", "run_002", "run_003", "run_004"]
+    assert repr(result) == f"<SweepResult digits/sweep_001, 5 trials, best val/loss 0.5000 with {LR}=0.1 {WIDTH}=8>"
+    assert "<td>PRUNED</td>" in result._repr_html_()
+
+
+def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
+    """The best epochs of the single folds would favor trial 2."""
+    curves = [([0.5, 0.4, 0.5], [0.6, 0.2, 0.7]), ([0.1, 0.9, 0.4], [0.9, 0.1, 0.4]), ([0.0], [0.0])]
+    last = [None, None, 7.0]
+    runs = [[store_run(root, {"val/loss": fold, "test/loss": last}) for fold in folds] for folds in curves]
+    trials = [{"values": {"a": str(number)}, "runs": own} for number, own in enumerate(runs)]
+    trials[2]["runs"] = [runs[2][0], None]
+    overrides = [
+        "cfg.num_epochs=3",
+        "cfg.splitter={_target_: sklearn.model_selection.KFold}",
+        "+cfg.splitter.shuffle=true",
+    ]
+    result = SweepResult(store_sweep(root, trials, folds=2, overrides=overrides))
+    first, second, third = result.trials
+    assert (first.epoch, first.score, second.epoch, second.score) == (2, pytest.approx(0.3), 3, pytest.approx(0.4))
+    assert result.best is first
+    assert (third.status, third.score, third.curve) == ("PENDING", None, {})
+    table = result.table()
+    assert table.loc[1, "val/loss_std"] == pytest.approx(math.sqrt(0.02))
+    assert table.loc[1, ["test/loss", "test/loss_std"]].tolist() == [7.0, 0.0]
+    assert table.loc[1, "duration_s"] == 60
+    runs_table = result.table(runs=True)
+    assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
+    assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
+    assert [*runs_table.index[:2]] == ["run_001", "run_002"]
+    assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None, "splitter": None}
+    saved = Checkpoints(run_folder(root, "digits", runs[0][0]).checkpoints)
+    kept = saved.save({}, Checkpoint(1, True, 19, {"val/loss": 0.4}))
+    saved.save({}, Checkpoint(2, True, 29, {"val/loss": 0.5}))
+    assert result.summary()["checkpoints"] == [saved.path(kept), None]
+    assert comparison.best_lines(result.summary()) == [
+        "val/loss  0.3000 ± 0.1414 (min, epoch 2)",
+        "trial     1 of digits/sweep_001",
+        "values    a=0",
+        "run       digits/run_001, run_002",
+        f"fold 1    {saved.path(kept)}",
+        "fold 2    none of epoch 2 is kept; a higher cfg.keep_checkpoints keeps more",
+        "full run  mlx train run cfg.num_epochs=3 a=0",  # on all rows, so without the splitter
+    ]
+
+
+def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str) -> None:
+    best = {"epoch": 1, "step": 15, "value": 0.1, "path": "…"}
+    names = []
+    for number, value in ((1, 0.3), (2, 0.2)):
+        facts = {"sweep": {"name": "sweep_001", "trial": number, "fold": None}, "best": best if number == 1 else None}
+        names.append(store_run(root, {"val/loss": [0.5, value, 0.4]}, **facts))
+    entries = [{"values": {"a": "1"}, "runs": [name]} for name in names]
+    result = SweepResult(store_sweep(root, entries))
+    assert [(trial.epoch, trial.score, trial.metrics["val/loss"]) for trial in result.ranked()] == [
+        (2, 0.1, 0.1),
+        (2, 0.2, 0.2),
+    ]
+    saved = Checkpoints(run_folder(root, "digits", names[0]).checkpoints)
+    for step, value in ((15, 0.1), (19, 0.3)):
+        saved.save({}, Checkpoint(1, step == 19, step, {"val/loss": value}))
+    assert result.summary()["checkpoint"] == joined(saved._storage.root, "epoch_0002_step_00000015")
+    for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
+        stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
+        assert read_trial(result.folder, stored, "val/loss", "min", folds=False).best("min") == found
+
+
+def test_a_fold_that_has_got_further_than_the_others(root: str) -> None:
+    runs = [store_run(root, {"val/loss": values}) for values in ([0.5, 0.3, 0.1], [0.3, 0.5])]
+    (trial,) = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": runs}], folds=2)).trials
+    assert (trial.curve, trial.epoch) == ({1: pytest.approx(0.4), 2: pytest.approx(0.4)}, 2)  # the last of equals
+
+
+def test_the_best_of_a_maximum(root: str) -> None:
+    statuses = {"SUCCEEDED": 0.5, "FAILED": 0.9, "PRUNED": 0.7}
+    trials = [
+        {"values": {"a": "1", "name": f"'{status} one'"}, "runs": [store_run(root, {"val/f1": [value, 0.1]}, status)]}
+        for status, value in statuses.items()
+    ]
+    overrides = ["b='2 3'", "a=1,2"]
+    result = SweepResult(store_sweep(root, trials, metric="val/f1", mode="max", overrides=overrides))
+    assert [trial.number for trial in result.ranked()] == [3, 1, 2]
+    assert (result.best.score, result.best.epoch) == (0.7, 1)
+    assert shlex.split(result.command) == ["mlx", "train", "run", "b='2 3'", "a=1", "name='PRUNED one'"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("1e-4", 1e-4), ("true", True), ("null", None), ("relu", "relu"), ("[1,2]", "[1,2]"), ("-0.5", -0.5)],
+)
+def test_values_are_typed(text: str, value: object) -> None:
+    assert typed(text) == value
+    assert type(typed(text)) is type(value)
+
+
+def test_without_any_value_there_is_no_best(root: str) -> None:
+    empty = store_sweep(root, [])
+    assert len(SweepResult(empty).table()) == 0
+    with pytest.raises(UsageError, match="no trial of digits/sweep_001 has recorded val/loss. There are none"):
+        _ = SweepResult(empty).best
+    shutil.rmtree(empty.path)
+    name = store_run(root, {"val/los": [0.5]})
+    with pytest.raises(UsageError, match=r"has recorded val/loss. Did you mean 'val/los'\?"):
+        _ = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": [name]}])).best
+    failed = store_run(root, {}, "FAILED", error="ValueError: no\n  src/experiment.py")
+    shutil.rmtree(empty.path)
+    result = SweepResult(store_sweep(root, [{"values": {"a": "1"}, "runs": [failed]}]))
+    with pytest.raises(UsageError, match="recorded val/loss; trial 1: ValueError: no$"):
+        _ = result.best
+    assert repr(result) == "<SweepResult digits/sweep_001, 1 trial>"
+    with pytest.raises(UsageError, match="run_001 is a run, not a sweep"):
+        SweepResult(run_folder(root, "digits", "run_001"))
+
+
+def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
+    damaged, gone = (Storage(run_folder(searched.root, "digits", name).location) for name in ("run_001", "run_002"))
+    for name in ("run.json", "metrics.jsonl"):
+        damaged.write(b"{", name)
+    gone.remove_folder()
+    result = SweepResult(searched)
+    assert [trial.status for trial in result.trials][:2] == ["UNREADABLE", "UNREADABLE"]
+    assert result.best.number == 4
+
+
+def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", searched.root)
+    best = run_folder(searched.root, "digits", "run_001")
+    for checkpoint in (Checkpoint(0, True, 9, {}), Checkpoint(1, False, 15, {}), Checkpoint(1, True, 19, {})):
+        Checkpoints(best.checkpoints).save({}, checkpoint)
+    done = CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001"])
+    assert done.stdout.splitlines() == [
+        "val/loss    0.5000 (min)",
+        "trial       1 of digits/sweep_001",
+        f"values      {LR}=0.1 {WIDTH}=8",
+        "run         digits/run_001",
+        f"checkpoint  {joined(best.checkpoints, 'epoch_0002')} (epoch 2)",
+        f"full run    mlx train run cfg.num_epochs=3 {LR}=0.1 {WIDTH}=8",
+    ]
+    found = json.loads(CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--json"]).stdout)
+    assert (found["trial"], found["runs"], found["value"], found["std"]) == (1, ["run_001"], 0.5, None)
+    assert CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001", "--mode", "max"]).exit_code != 0
+
+
+def test_results_are_read_without_torch_or_ray(searched: RunFolder, environment: dict[str, str]) -> None:
+    script = (
+        "import sys\nfrom mlx_runtime.cli import mlx\n"
+        "for verb in ('best', 'report'):\n    mlx(['xp', verb, 'digits', 'sweep_001'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    settings = environment | {"MLX_STORAGE": searched.root}
+    done = subprocess.run([sys.executable, "-c", script], env=settings, capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr

@@ -1,0 +1,244 @@
+"""Overrides in Hydra's sweep grammar become a space; what cannot be searched is refused in one line."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.companions.sweeps.definition import Definition, plan
+from mlx_runtime.companions.sweeps.space import Dimension, Space, check, parse, trial_count
+from mlx_runtime.config.binding import bind
+from mlx_runtime.errors import ConfigError, MlxError, UsageError
+from mlx_runtime.training.request import load_config
+
+pytestmark = pytest.mark.pure
+
+
+class Net(nn.Module):
+    def __init__(
+        self, width: int = 4, kind: Literal["a", "b"] = "a", sizes: tuple[int, ...] = (1,), name: str | None = ""
+    ):
+        super().__init__()
+
+
+@dataclass
+class Models:
+    net: Net = Net()
+
+
+@dataclass
+class Optimizers:
+    adam: torch.optim.Adam = torch.optim.Adam(DUMMY_PARAMS)
+
+
+class Experiment(BaseModule):
+    cfg: TrainConfig
+    models: Models
+    optimizers: Optimizers
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    bind(Experiment, tmp_path / "conf.yaml").write()
+    return tmp_path / "conf.yaml"
+
+
+LOG = "tag(log, interval(1e-5, 1e-1))"
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("1,2,3", {"choices": ("1", "2", "3")}),
+        ("1e-3,1e-4", {"choices": ("0.001", "0.0001")}),
+        ("a,'b c',null", {"choices": ("a", "'b c'", "null")}),
+        ("choice(a,'b c')", {"choices": ("a", "b\\ c")}),
+        ("[1,2],[3]", {"choices": ("[1,2]", "[3]")}),
+        ("{a:1},{a:2}", {"choices": ("{a:1}", "{a:2}")}),
+        ("range(1,4)", {"choices": ("1", "2", "3")}),
+        ("range(0,1,0.25)", {"choices": ("0.0", "0.25", "0.5", "0.75")}),
+        ("sort(3,1,2)", {"choices": ("1", "2", "3")}),
+        ("2,1,2", {"choices": ("2", "1")}),
+        ("interval(-1,2)", {"low": -1.0, "high": 2.0}),
+        (LOG, {"low": 1e-5, "high": 1e-1, "log": True}),
+        ("int(interval(1,8))", {"low": 1, "high": 8, "integer": True}),
+        ("int(tag(log,interval(1,8)))", {"low": 1, "high": 8, "integer": True, "log": True}),
+        ("tag(log,int(interval(1,8)))", {"low": 1, "high": 8, "integer": True, "log": True}),
+    ],
+)
+def test_what_hydra_sweeps_over(value: str, expected: dict[str, object]) -> None:
+    space = parse([f"a.b={value}"])
+    assert space.dimensions == (Dimension("a.b", f"a.b={value}", **expected),)
+    assert space.size == (len(expected["choices"]) if "choices" in expected else None)
+
+
+def test_other_overrides_and_options_apply_to_every_trial() -> None:
+    typed = ["--from=run_003", "cfg.num_epochs=3", "+a.b=1,2", "cfg.secrets=[A,B]", "cfg.name='a,b'", "~c"]
+    space = parse(typed)
+    assert space.fixed == ("--from=run_003", "cfg.num_epochs=3", "cfg.secrets=[A,B]", "cfg.name='a,b'", "~c")
+    assert space.applied({"+a.b": "2"}) == (*typed[:2], "+a.b=2", *typed[3:])
+
+
+def test_overrides_of_a_trial_keep_the_order_typed() -> None:
+    space = parse(["a=1,2", "a.width=8", "b=3,4"])
+    assert space.applied({"a": "2", "b": "3"}) == ("a=2", "a.width=8", "b=3")
+
+
+def test_a_trial_of_another_space_keeps_its_values() -> None:
+    assert parse(["a=1,2", "b=3"]).applied({"c": "7"}) == ("b=3", "c=7")
+
+
+def test_the_last_key_of_a_grid_changes_fastest() -> None:
+    points = [tuple(values.values()) for values in parse(["a=1,2", "c=0", "b=x,y"]).grid()]
+    assert points == [("1", "x"), ("1", "y"), ("2", "x"), ("2", "y")]
+    assert [*parse(["c=0"]).grid()] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["a=interval(3,1)"], "a=interval(3,1): an interval begins below its end, and both are finite"),
+        (["a=interval(0,inf)"], "a=interval(0,inf): an interval begins below its end, and both are finite"),
+        (["a=tag(log,interval(0,1))"], "a=tag(log,interval(0,1)): a logarithmic interval begins above 0"),
+        (["a=tag(big,interval(0,1))"], "a=tag(big,interval(0,1)): the only tag is log, of an interval: "),
+        (["a=tag(log,choice(1,2))"], "a=tag(log,choice(1,2)): the only tag is log, of an interval: "),
+        (["a=range(3,1)"], "a=range(3,1): an override lists 1 to 100,000 values"),
+        (["a=range(0,1000000000000)"], "a=range(0,1000000000000): an override lists 1 to 100,000 values"),
+        (["a=range(0,1,0)"], "a=range(0,1,0): the step of a range is not 0"),
+        (["a=glob(*)"], "a=glob(*): glob() is not supported; list the values"),
+        (["a=shuffle(1,2)"], "a=shuffle(1,2): shuffle() is not supported; --search random runs a grid in random order"),
+        (["~a=1,2"], "~a=1,2: a key is deleted in all trials or in none"),
+        (["cfg.name=x,y"], "cfg.name=x,y: cfg.name is the same for all runs of a sweep"),
+        (["a=1,2", "b=1", "a=3"], "a is given 2 times; give all its values in one override"),
+        (["a=1,2", "+a=3,4"], "a is given 2 times; give all its values in one override"),
+        (["a"], "the override 'a' is not understood; write key=value"),
+        (["a=interval(1)"], "the override 'a=interval(1)' is not understood: missing a required argument: 'end'"),
+        (["a=rang(1,2)"], "the override 'a=rang(1,2)' is not understood: Unknown function 'rang'"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_in_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(MlxError) as error:
+        parse(overrides)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_a_search_ends_and_a_large_grid_is_confirmed() -> None:
+    grid, large, interval = parse(["a=1,2", "b=1,2"]), parse(["a=range(0,1001)"]), parse(["a=interval(0,1)"])
+    assert [trial_count(grid, "grid", None), trial_count(grid, "random", 3), trial_count(grid, "grid", 9)] == [4, 3, 4]
+    assert trial_count(interval, "optuna", 2000) == 2000
+    assert [trial_count(large, "grid", 1000), trial_count(large, "grid", None, large=True)] == [1000, 1001]
+    with pytest.raises(UsageError, match=r"^these are 1,001 trials; run fewer with --trials 100, or .* --yes$"):
+        trial_count(large, "grid", None)
+    with pytest.raises(UsageError, match=r"^a=interval\(0,1\) is an interval; pass the number .*--trials 20$"):
+        trial_count(interval, "random", None)
+    with pytest.raises(UsageError, match=r"^--search grid needs lists of values; a=interval\(0,1\) is an interval$"):
+        trial_count(interval, "grid", 3)
+
+
+def test_every_value_that_does_not_fit_is_reported(conf: Path) -> None:
+    overrides = [
+        "models.net.width=1,2.5,x",
+        "models.net.kind=a,c",
+        "optimizers.adam.lr=fast",
+        "cfg.seed=interval(-1,0)",
+    ]
+    with pytest.raises(ConfigError) as error:
+        check(parse([*overrides, "models.net.widht=1,2"]), Experiment, conf)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"the overrides have {len(lines) - 1} problems:"
+    for start in (
+        "override models.net.width=1,2.5,x: models.net.width is 2.5; ",
+        "override models.net.width=1,2.5,x: models.net.width is 'x'; ",
+        "override models.net.kind=a,c: models.net.kind is 'c'; ",
+        "override optimizers.adam.lr=fast: optimizers.adam.lr is 'fast'; ",
+        "override cfg.seed=interval(-1,0): cfg.seed is -1.0; ",
+        f"override models.net.widht=1,2: there is no key 'models.net.widht' in {conf}. Did you mean 'models.net.",
+    ):
+        assert sum(line.startswith(f"  {start}") for line in lines) == 1, start
+
+
+def test_a_value_out_of_range_is_reported(conf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cfg\.num_epochs is -1; the minimum is 0$"):
+        check(parse(["cfg.num_epochs=1,0,-1"]), Experiment, conf)
+
+
+@pytest.fixture
+def project(conf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a project with a conf.yaml. Returns the file."""
+    file = conf.parent / "project" / "src" / "conf.yaml"
+    file.parent.mkdir(parents=True)
+    conf.rename(file)
+    monkeypatch.chdir(file.parents[1])
+    return file
+
+
+def test_a_value_may_be_missing_in_conf_yaml_if_it_varies(project: Path) -> None:
+    project.write_text(project.read_text().replace("width: 4", "width: ???"))
+    found = plan(Experiment, Definition(("models.net.width=1,2", "cfg.seed=3"), metric="val/loss", mode="min"))
+    assert (found.definition.trials, found.config.overrides) == (2, ("cfg.seed=3",))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Definition(("cfg.num_epochs=2",)), "no parameter has several values"),
+        (Definition(("models.net.width=1,2",)), "by which metric? Pass --metric val/loss --mode min"),
+        (Definition(("cfg.seed=1,2",), metric="val/mse"), "is the best val/mse the max or the min? Pass --mode"),
+        (Definition(("models.net.width=int(interval(1,2))",), metric="val/mse"), "pass the number of trials"),
+    ],
+)
+def test_what_a_definition_lacks(project: Path, asked: Definition, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        plan(Experiment, asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Definition(("cfg.start_workers=1,2",)), "cfg.start_workers is the same for all runs of a sweep"),
+        (Definition(("cfg.seed=1,2",), folds=2), "cfg.seed is the same for all runs of a sweep with folds"),
+        (Definition(("cfg.num_epochs=1,2",), scheduler="asha"), "leave out cfg.num_epochs"),
+        (Definition(("models.net.width=1,2", "cfg.max_steps=9"), scheduler="asha"), "leave out cfg.max_steps"),
+    ],
+)
+def test_what_must_not_differ_between_trials(project: Path, asked: Definition, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(Experiment, replace(asked, metric="val/loss", mode="min"))
+
+
+def test_values_of_all_kinds_arrive_as_typed(conf: Path) -> None:
+    space = parse(["models.net.sizes=[1,2],[3]", "models.net.name='a=b, c',null,x", "optimizers.adam.lr=1e-3,0.5"])
+    check(space, Experiment, conf)
+    found = []
+    for values in space.grid():
+        tree = load_config(Experiment, space.applied(values), conf).tree
+        found.append((tree["models"]["net"]["sizes"], tree["models"]["net"]["name"], tree["optimizers"]["adam"]["lr"]))
+    assert found[0] == ([1, 2], "a=b, c", 0.001)
+    assert found[-1] == ([3], "x", 0.5)
+    assert len(found) == 12
+
+
+def test_written_values_stay_in_the_interval() -> None:
+    dimension = Dimension("a", "", low=1.23443e-5, high=0.123456, log=True)
+    written = [dimension.written(value) for value in (1.23443e-5, 0.0123456, 0.123456)]
+    assert written == ["1.23443e-05", "0.01235", "0.123456"]
+    narrow = Dimension("a", "", low=100.00012, high=100.0011)
+    assert [narrow.written(value) for value in (100.00012, 100.00054321, 100.0011)] == [
+        "100.00012",
+        "100.0005432",
+        "100.0011",
+    ]
+
+
+def test_a_space_knows_its_values() -> None:
+    space = Space((), (Dimension("a", "", ("1", "2")), Dimension("b", "", low=1, high=8, integer=True)))
+    inside = [{"a": "1", "b": "8"}, {"a": "2", "b": "1"}]
+    outside = [{"a": "3", "b": "1"}, {"a": "1", "b": "0"}, {"a": "1", "b": "1.5"}, {"a": "1", "b": "x"}, {"a": "1"}, {}]
+    assert [values in space for values in [*inside, *outside]] == [True] * 2 + [False] * 6

@@ -1,0 +1,496 @@
+"""Sweeps with an engine that trains nothing: what runs next, what is recorded, and what a resumed sweep runs."""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine, metrics, plan_of
+from faults import wait_for
+
+from mlx_runtime.companions.sweeps import starting, terminal
+from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
+from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
+from mlx_runtime.companions.sweeps.states import TrialState
+from mlx_runtime.companions.sweeps.sweep import Sweep
+from mlx_runtime.errors import MlxError, UsageError
+from mlx_runtime.events import EpochEnded, StopRequested
+from mlx_runtime.runs.folder import ask_to_stop, asked_to_stop, find_run
+from mlx_runtime.storage.leases import lease
+
+pytestmark = pytest.mark.pure
+
+LR, WIDTH = "lr=1,2,3", "width=8,16"
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a project without files."""
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    return tmp_path / "project"
+
+
+def loss(job: Any, epoch: int) -> float:
+    """The best value of each run is in its second epoch."""
+    return float(job.values.get("lr", 1)) + float(job.values.get("width", 0)) / 100 + (job.fold or 0) + abs(epoch - 1)
+
+
+def carry_out(plan: Any, engine: FakeEngine, heard: list | None = None, **options: Any) -> Sweep:
+    sweep = starting.claim(plan, listeners=[(heard if heard is not None else []).append], **options)
+    with sweep.running():
+        engine.run(sweep)
+    return sweep
+
+
+def resumed(plan: Any, root: Path, name: str = "sweep_001") -> Any:
+    return dataclasses.replace(plan, folder=find_run(str(root), "digits", name))
+
+
+def record_of(root: Path, name: str = "sweep_001") -> dict[str, Any]:
+    return json.loads((root / "digits" / name / "run.json").read_text())
+
+
+def table(root: Path) -> list[tuple]:
+    """What a sweep found: of each run its trial, fold, values, status and metrics."""
+    rows = []
+    for trial in record_of(root)["trials"]:
+        for name in trial["runs"]:
+            run = json.loads((root / "digits" / name / "run.json").read_text())
+            lines = (root / "digits" / name / "metrics.jsonl").read_text()
+            rows.append((name, run["sweep"], trial["values"], run["status"], lines))
+    return rows
+
+
+def test_a_grid_runs_all_trials_in_order_and_finds_the_best(tmp_path: Path) -> None:
+    heard: list = []
+    carry_out(plan_of(tmp_path, LR, WIDTH), FakeEngine(loss), heard)
+    found = record_of(tmp_path)
+    assert found["status"] == "SUCCEEDED"
+    assert [trial["trial"] for trial in found["trials"]] == [1, 2, 3, 4, 5, 6]
+    assert [trial["values"] for trial in found["trials"][:2]] == [{"lr": "1", "width": "8"}, {"lr": "1", "width": "16"}]
+    assert [trial["runs"] for trial in found["trials"]] == [[f"run_{number:03d}"] for number in range(1, 7)]
+    ended = [event for event in heard if isinstance(event, TrialEnded)]
+    assert [(event.trial, event.best) for event in ended][:2] == [(1, (1, 1.08)), (2, (1, 1.16))]
+    assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
+
+
+def test_the_overrides_of_a_run_are_all_that_was_typed(tmp_path: Path) -> None:
+    engine = FakeEngine(loss)
+    carry_out(plan_of(tmp_path, "a=1", "lr=1,2", "b=2", folds=2), engine)
+    job = engine.seen[3]
+    assert (job.sweep, job.trial, job.fold, dict(job.values)) == ("sweep_001", 2, 1, {"lr": "2"})
+    run = tmp_path / "digits" / "run_004"
+    assert job.overrides == ("a=1", "lr=2", "b=2", "++cfg.folds=2", "++cfg.fold=1", f"--run={run}")
+
+
+def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:
+    heard: list = []
+    carry_out(plan_of(tmp_path, "lr=1,2", folds=3), FakeEngine(loss, parallel=2), heard)
+    assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [
+        ["run_001", "run_002", "run_003"],
+        ["run_004", "run_005", "run_006"],
+    ]
+    whole = [event for event in heard if isinstance(event, TrialEnded) and event.fold is None]
+    assert [(event.trial, event.status, event.best) for event in whole] == [
+        (1, "SUCCEEDED", (1, 2.0)),
+        (2, "SUCCEEDED", (1, 3.0)),
+    ]
+    assert record_of(tmp_path)["best"] == {"trial": 1, "epoch": 1, "value": 2.0, "std": 1.0}
+
+
+def test_a_failed_trial_does_not_end_the_sweep(tmp_path: Path) -> None:
+    def score(job: Any, epoch: int) -> float:
+        if job.values["lr"] == "2":
+            raise ValueError("on purpose")
+        return loss(job, epoch)
+
+    heard: list = []
+    plan = plan_of(tmp_path, LR)
+    carry_out(plan, FakeEngine(score), heard)
+    assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=1)
+    assert [event.error for event in heard if isinstance(event, TrialEnded)] == ["", "on purpose", ""]
+    again = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), again)
+    assert again.seen == []
+    carry_out(resumed(plan, tmp_path), again, retry_failed=True)
+    assert [(job.trial, job.run[-7:]) for job in again.seen] == [(2, "run_002")]
+
+
+def test_the_best_trial_has_not_failed_and_goes_by_the_mode(tmp_path: Path) -> None:
+    def score(job: Any, epoch: int) -> float:
+        if job.values["lr"] == "3" and epoch == 1:
+            raise ValueError("on purpose")
+        return float(job.values["lr"])
+
+    heard: list = []
+    carry_out(plan_of(tmp_path, LR, mode="max"), FakeEngine(score), heard)
+    assert heard[-1] == SweepEnded("SUCCEEDED", best=2, unfinished=0, failed=1)
+
+
+def test_a_failed_fold_ends_its_trial(tmp_path: Path) -> None:
+    def score(job: Any, epoch: int) -> float:
+        if job.trial == 1 and job.fold == 1:
+            raise ValueError("on purpose")
+        return loss(job, epoch)
+
+    engine = FakeEngine(score)
+    carry_out(plan_of(tmp_path, "lr=1,2", folds=3), engine)
+    assert [(job.trial, job.fold) for job in engine.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
+def test_if_all_trials_fail_the_sweep_fails(tmp_path: Path) -> None:
+    def score(job: Any, epoch: int) -> float:
+        raise ValueError("on purpose")
+
+    carry_out(plan_of(tmp_path, LR), FakeEngine(score))
+    assert record_of(tmp_path)["status"] == "FAILED"
+
+
+def test_a_scheduler_prunes_by_the_mean_over_all_folds(tmp_path: Path) -> None:
+    """Fold 1 of the second trial is better than that of the first one, but its mean is worse."""
+
+    def score(job: Any, epoch: int) -> float:
+        return [1.0, 1.0][job.fold] if job.trial == 1 else [0.5, 9.0][job.fold]
+
+    heard: list = []
+    plan = plan_of(tmp_path, LR, folds=2, scheduler="asha", epochs=9)
+    carry_out(plan, FakeEngine(score, parallel=2, epochs=9), heard)
+    statuses = {event.trial: event.status for event in heard if isinstance(event, TrialEnded) and event.fold is None}
+    assert statuses[1] == "SUCCEEDED"
+    assert statuses[2] == "PRUNED"
+    again = FakeEngine(score)
+    carry_out(resumed(plan, tmp_path), again)
+    assert again.seen == []
+
+
+def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
+    plan, heard = plan_of(tmp_path, LR), []
+    sweep = starting.claim(plan, listeners=[heard.append])
+
+    def score(job: Any, epoch: int) -> float:
+        if (job.trial, epoch) == (2, 0):
+            sweep.control.request("Ctrl-C")
+        return loss(job, epoch)
+
+    with sweep.running():
+        FakeEngine(score).run(sweep)
+    assert record_of(tmp_path)["status"] == "STOPPED"
+    assert heard[-1] == SweepEnded("STOPPED", best=1, unfinished=2, failed=0)
+    assert [event.why for event in heard if isinstance(event, StopRequested)] == ["Ctrl-C"]
+    again = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), again)
+    begun, new = again.seen
+    assert (begun.trial, begun.overrides) == (2, ("++cfg.resume=null", f"--run={job_path(tmp_path, 2)}"))
+    assert (new.trial, new.overrides[0]) == (3, "lr=3")
+    assert [len(metrics(job)) for job in again.seen] == [3, 3]
+    assert record_of(tmp_path)["status"] == "SUCCEEDED"
+
+
+def test_what_was_begun_first_continues_first(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR, folds=2)
+    sweep = starting.claim(plan)
+
+    def score(job: Any, epoch: int) -> float:
+        if (job.trial, job.fold) == (2, 0):
+            sweep.control.request("Ctrl-C")
+        return loss(job, epoch)
+
+    with sweep.running():
+        FakeEngine(score, parallel=3).run(sweep)
+    again = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), again)
+    assert [(job.trial, job.fold) for job in again.seen] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def job_path(root: Path, number: int) -> Path:
+    return root / "digits" / f"run_{number:03d}"
+
+
+def test_a_broken_engine_leaves_a_sweep_that_can_be_resumed(tmp_path: Path) -> None:
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    with pytest.raises(MlxError, match="on purpose"), sweep.running():
+        raise MlxError("on purpose")
+    assert record_of(tmp_path)["status"] == "STOPPED"
+
+
+def test_the_second_request_kills(tmp_path: Path) -> None:
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with terminal._signals(sweep):
+        seen = []
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            seen.append((sweep.stopping, sweep.killing))
+    assert seen == [(True, False), (True, False), (True, True)]
+    assert sweep.control.reason == "SIGTERM"
+    for number, handler in before.items():  # the process is about to exit as the sweep has ended
+        assert signal.signal(number, handler) == signal.SIG_IGN
+
+
+def test_a_run_stopped_by_the_user_is_left_to_a_resumed_sweep(tmp_path: Path) -> None:
+    plan, engine = plan_of(tmp_path, "lr=1,2"), FakeEngine(loss)
+    sweep = starting.claim(plan)
+    with sweep.running():
+        job = sweep.next()
+        assert job is not None
+        engine._begin(job)
+        engine._record(job, status="STOPPED")
+        sweep.ended(job, "STOPPED")
+        engine.run(sweep)
+    assert [job.trial for job in engine.seen] == [2]
+    again = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), again)
+    assert [job.trial for job in again.seen] == [1]
+
+
+def test_a_search_that_was_interrupted_continues_like_one_that_was_not(tmp_path: Path) -> None:
+    def found(root: Path, stop_at: tuple[int, int] | None = None) -> list[tuple]:
+        sweep: Any = None
+
+        def score(job: Any, epoch: int) -> float:
+            if (job.trial, epoch) == stop_at:
+                sweep.control.request("Ctrl-C")
+            return abs(float(job.values["x"]) - 0.3) + 1 / (1 + epoch)
+
+        plan = plan_of(root, "x=interval(0,1)", search="optuna", scheduler="asha", trials=16, epochs=9)
+        while sweep is None or sweep.control.reason is not None:
+            sweep = starting.claim(plan if sweep is None else resumed(plan, root))
+            with sweep.running():
+                FakeEngine(score, epochs=9).run(sweep)
+            stop_at = None
+        return [row[2:] for row in table(root)]
+
+    undisturbed = found(tmp_path / "undisturbed")
+    assert len(undisturbed) == 16
+    assert {status for _, status, _ in undisturbed} == {"SUCCEEDED", "PRUNED"}
+    for trial in (13, 16):  # the first ten are random
+        assert found(tmp_path / str(trial), stop_at=(trial, 0)) == undisturbed
+
+
+def test_a_resumed_sweep_may_have_another_number_of_trials(tmp_path: Path) -> None:
+    heard: list = []
+    for trials, lrs in ((2, "12"), (1, ""), (3, "3")):
+        plan, engine = plan_of(tmp_path, LR, trials=trials), FakeEngine(loss)
+        carry_out(resumed(plan, tmp_path) if heard else plan, engine, heard)
+        assert "".join(job.values["lr"] for job in engine.seen) == lrs
+        assert heard[-1] == SweepEnded("SUCCEEDED", best=1, unfinished=0, failed=0)
+
+
+def test_a_resumed_sweep_with_another_space_adds_what_is_new_in_it(tmp_path: Path) -> None:
+    carry_out(plan_of(tmp_path, "lr=1,2"), FakeEngine(loss))
+    engine = FakeEngine(loss)
+    carry_out(resumed(plan_of(tmp_path, "lr=1,3"), tmp_path), engine)
+    assert [(job.trial, job.values) for job in engine.seen] == [(3, {"lr": "3"})]
+    interval = plan_of(tmp_path, "x=interval(0,1)", search="random", trials=4)  # in total
+    carry_out(resumed(interval, tmp_path), engine)
+    assert [job.trial for job in engine.seen] == [3, 4]
+
+
+def test_a_metric_that_nobody_records_ends_the_sweep_after_the_first_epoch(tmp_path: Path) -> None:
+    engine = FakeEngine(loss, metric="val/lss")
+    with pytest.raises(UsageError, match="do not record val/loss: the first recorded val/lss"):
+        carry_out(plan_of(tmp_path, LR), engine)
+    assert [len(metrics(job)) for job in engine.seen] == [2]
+    assert record_of(tmp_path)["status"] == "STOPPED"
+
+
+def test_all_that_the_first_epoch_records_is_listed(tmp_path: Path) -> None:
+    """Some of it comes after the checkpoint, and is reported as the same epoch again."""
+    sweep = starting.claim(plan_of(tmp_path, LR))
+    job = sweep.next()
+    assert job is not None
+    for epoch, name in ((0, "train/loss"), (0, "val/f1")):
+        sweep.handle(job, EpochEnded(epoch, 3, {name: 0.1}, 0.1))
+        assert not sweep.stopping
+    sweep.handle(job, EpochEnded(1, 3, {"train/loss": 0.1}, 0.1))
+    assert sweep.stopping
+    assert "val/loss: the first recorded train/loss, val/f1. Start another" in str(sweep.problem)
+
+
+def test_a_metric_that_one_epoch_of_training_does_not_record(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="do not record val/loss"):
+        carry_out(plan_of(tmp_path, LR, epochs=1), FakeEngine(loss, metric="val/lss", epochs=1))
+
+
+def test_a_resumed_sweep_knows_that_the_metric_was_recorded(tmp_path: Path) -> None:
+    """As when the loop evaluates in every fifth epoch only."""
+
+    def score(job: Any, epoch: int) -> float:
+        if job.values["lr"] == "2":
+            raise ValueError("on purpose")
+        return loss(job, epoch)
+
+    plan = plan_of(tmp_path, "lr=1,2")
+    carry_out(plan, FakeEngine(score))
+    heard: list = []
+    carry_out(resumed(plan, tmp_path), FakeEngine(loss, metric="train/loss"), heard, retry_failed=True)
+    assert heard[-1].status == "SUCCEEDED"
+
+
+def test_a_second_driver_is_refused(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    sweep = starting.claim(plan)
+    with pytest.raises(UsageError, match=r"digits sweep_001 is being .* by process \d+"):
+        starting.claim(resumed(plan, tmp_path))
+    sweep.record.finish("STOPPED")
+    starting.claim(resumed(plan, tmp_path))
+
+
+def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    sweep = starting.claim(plan)
+    assert sweep.record.folder.attempts() == 1
+    sweep.record.finish("FAILED", error="on purpose", job={"id": "a", "address": "http://b"})
+    ask_to_stop(sweep.record.folder)
+    before = record_of(tmp_path)
+    again = starting.claim(resumed(plan, tmp_path))
+    record = record_of(tmp_path)
+    assert not {"end", "error"} & {*record}
+    assert (record["status"], record["attempt"], record["job"]) == ("RUNNING", 2, None)
+    assert record["start"] == before["start"]
+    assert [attempt["status"] for attempt in record["attempts"]] == ["FAILED"]
+    assert not asked_to_stop(again.record.folder)
+
+
+def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:
+    rows = np.arange(4)
+    folds = tuple(Fold(np.delete(rows, held_out), np.array(held_out)) for held_out in ([0, 3], [1], [2]))
+    starting.claim(dataclasses.replace(plan_of(tmp_path, LR, folds=3), rows=folds))
+    with np.load(tmp_path / "digits" / "sweep_001" / starting.FOLDS) as stored:
+        assert [part.tolist() for part in stored.values()] == [[0, 3], [1], [2]]
+    assert record_of(tmp_path)["fold_rows"] == rows_digest(folds)
+
+
+def test_a_run_that_is_being_trained_is_not_taken_from_its_driver(tmp_path: Path) -> None:
+    plan, engine = plan_of(tmp_path, LR), FakeEngine(loss)
+    sweep = starting.claim(plan)
+    job = sweep.next()
+    assert job is not None
+    engine._begin(job)
+    sweep.record.finish("STOPPED")
+    before = record_of(tmp_path)
+    with pytest.raises(UsageError, match="digits run_001 is being trained by process"):
+        starting.claim(resumed(plan, tmp_path))
+    assert record_of(tmp_path) == before
+
+
+def test_a_driver_that_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    sweep = starting.claim(plan)
+
+    def engine() -> None:
+        sweep.record.folder.claim_attempt(2, lease())
+        wait_for(lambda: sweep.killing, 10)
+        assert sweep.next() is None
+
+    with pytest.raises(MlxError, match="taken over"), sweep.running():
+        engine()
+    assert record_of(tmp_path)["status"] == "RUNNING"
+
+
+@pytest.mark.parametrize("sweep", [None, {"name": "sweep_001", "trial": 1, "fold": 1}])
+def test_a_folder_that_became_another_run_is_left_alone(tmp_path: Path, sweep: dict | None) -> None:
+    plan = plan_of(tmp_path, LR)
+    claimed = starting.claim(plan)
+    assert claimed.next() is not None
+    other = {"status": "SUCCEEDED", "epoch": 5, "sweep": sweep}
+    (tmp_path / "digits" / "run_001" / "run.json").write_text(json.dumps(other))
+    claimed.record.finish("STOPPED")
+    engine = FakeEngine(loss)
+    carry_out(resumed(plan, tmp_path), engine)
+    assert [job.run[-7:] for job in engine.seen] == ["run_002", "run_003", "run_004"]
+    assert [trial["runs"] for trial in record_of(tmp_path)["trials"]] == [["run_002"], ["run_003"], ["run_004"]]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "waiting", "status"),
+    [
+        (["", "", ""], 0, "STOPPED"),
+        (["RUNNING", "", ""], 1, "RUNNING"),
+        (["SUCCEEDED", "STOPPED", ""], 2, "STOPPED"),
+        (["SUCCEEDED", "FAILED", ""], None, "FAILED"),
+        (["RUNNING", "FAILED", ""], None, "RUNNING"),
+        (["SUCCEEDED", "PRUNED", ""], None, "PRUNED"),
+        (["SUCCEEDED", "PRUNED", "FAILED"], None, "FAILED"),
+        (["SUCCEEDED"] * 3, None, "SUCCEEDED"),
+    ],
+)
+def test_the_folds_of_a_trial(statuses: list[str], waiting: int | None, status: str) -> None:
+    trial = TrialState(1, {}, [None] * 3, statuses)
+    assert (trial.waiting, trial.status, trial.done) == (waiting, status, status not in ("RUNNING", "STOPPED"))
+
+
+def test_names_of_sweeps(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LR)
+    names = [starting.claim(plan, name).record.folder.name for name in ("", "lr", "", "sweep_wide")]
+    assert names == ["sweep_001", "sweep_lr", "sweep_002", "sweep_wide"]
+    with pytest.raises(UsageError, match="digits/sweep_lr exists already"):
+        starting.claim(plan, "lr")
+    with pytest.raises(UsageError, match="valid folder name"):
+        starting.claim(plan, "a/b")
+
+
+class TestKilled:
+    """A driver killed before any of its writes; a resumed sweep finds what an uninterrupted one does."""
+
+    def plan(self, root: Path) -> Any:
+        return plan_of(root, "lr=1,2", folds=2, epochs=2)
+
+    def drive(self, root: Path, kill_at: int | None) -> int:
+        """Carry out the sweep in a fork of this process that dies at that write. Returns its exit code."""
+        child = os.fork()
+        if child == 0:
+            try:
+                writes = 0
+
+                def hook(name: str, arguments: tuple) -> None:
+                    nonlocal writes
+                    writing = name == "open" and isinstance(arguments[1], str) and not arguments[1].startswith("r")
+                    writing = writing or name in ("os.mkdir", "os.rename", "os.remove")
+                    here = threading.current_thread() is threading.main_thread()
+                    if writing and here and str(root) in str(arguments[0]):
+                        writes += 1
+                        if writes == kill_at:
+                            os._exit(9)
+
+                sys.addaudithook(hook)
+                existing = (root / "digits" / "sweep_001" / "run.json").exists()
+                plan = self.plan(root)
+                carry_out(resumed(plan, root) if existing else plan, FakeEngine(loss, parallel=2, epochs=2))
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.kills)])
+    def test_before_any_write(self, tmp_path: Path, every: int) -> None:
+        assert self.drive(tmp_path / "whole", None) == 0
+        expected = [row[1:] for row in table(tmp_path / "whole")]
+        kill_at, codes = every, []
+        while not codes or codes[-1] == 9:
+            root = tmp_path / str(kill_at)
+            root.mkdir()
+            codes.append(self.drive(root, kill_at))
+            for again in range(3, 60, 17):  # the driver that resumes is killed as well
+                if self.drive(root, again) == 0:
+                    break
+            assert self.drive(root, None) == 0
+            name = "sweep_001" if (root / "digits" / "sweep_001" / "run.json").exists() else "sweep_002"
+            assert name == "sweep_001" or kill_at < 12
+            if name == "sweep_001":
+                rows = table(root)
+                assert [row[1:] for row in rows] == expected, kill_at
+                assert sorted(row[0] for row in rows) == [f"run_{number:03d}" for number in range(1, 5)], kill_at
+                assert {path.name for path in (root / "digits").glob("run_*")} == {row[0] for row in rows}
+            kill_at += every
+        assert codes[-1] == 0
+        assert len(codes) > 40 // every

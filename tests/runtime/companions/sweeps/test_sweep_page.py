@@ -1,0 +1,197 @@
+"""The web page of a sweep, in a real browser without a network."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, Page
+from stored_sweeps import LR, store_run, store_search, store_sweep
+
+from mlx_runtime.companions.sweeps import charts
+from mlx_runtime.companions.sweeps.charts import Axis
+from mlx_runtime.companions.sweeps.report import render_sweep
+from mlx_runtime.companions.sweeps.results import SweepResult
+from mlx_runtime.companions.sweeps.scores import short_names
+from mlx_runtime.companions.views import report
+from mlx_runtime.runs.folder import RunFolder
+
+pytestmark = pytest.mark.browser
+
+TEXT = "document.body.innerText"
+DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
+TITLES = "[...document.querySelectorAll('h2')].map(item => item.innerText)"
+LEGENDS = (
+    "[...document.querySelectorAll('.plot')].map(plot =>"
+    " [...plot.querySelectorAll('.legendtext')].map(item => item.textContent))"
+)
+
+EVIL = "</script><img src=x onerror='window.pwned=1'><script>window.pwned=1</script>%{x}<b>"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A sweep of 24 trials, of which some were pruned and one failed."""
+    return store_search(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def folded(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A sweep of eight trials with three folds each."""
+    return store_search(tmp_path_factory.mktemp("runs"), trials=8, folds=3)
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Any:
+    """`open_page(folder, width=…)` opens the page of a sweep; it has no errors and requests nothing."""
+
+    def open_page(folder: RunFolder, **look: Any) -> Page:
+        report.write(render_sweep(SweepResult(folder)), tmp_path / "page.html")
+        page = browser.page(**look)
+        page.open(tmp_path / "page.html")
+        page.evaluate(DRAWN)
+        assert page.errors() == []
+        assert page.requests() == []
+        return page
+
+    return open_page
+
+
+def test_all_charts_are_drawn(open_page: Any, searched: RunFolder) -> None:
+    page = open_page(searched)
+    assert page.evaluate(TITLES) == [
+        *("Parallel coordinates", "Parameters", "Importance of parameters", "Learning curves", "Trials")
+    ]
+    titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
+    keys = [LR, "models.net.width", "models.net.activation"]
+    finished = sum(trial.status == "SUCCEEDED" for trial in SweepResult(searched).trials)
+    assert titles == ["23 trials", *keys, f"share of the variance over {finished} trials", "val/loss"]
+    legends = page.evaluate(LEGENDS)
+    groups = ["not finished", "others", "best quarter", "best"]
+    assert legends == [groups] * 4 + [[], groups]
+    lengths = page.evaluate(
+        "[...document.querySelectorAll('.scatterlayer path.js-line')].map(line => line.getTotalLength())"
+    )
+    assert min(lengths) > 50
+    assert page.evaluate("document.querySelectorAll('.plot')[1].querySelectorAll('.point').length") == 23
+    ticks = page.evaluate(
+        "[...document.querySelectorAll('.plot')].slice(1, 4).map(plot =>"
+        " [...plot.querySelectorAll('.xtick text')].map(item => item.textContent))"
+    )
+    assert ticks[2] == ["gelu", "relu", "tanh"]
+    assert "1e\u22123" in ticks[0]  # on a logarithmic axis
+
+
+def test_the_most_important_parameter_is_found(searched: RunFolder) -> None:
+    result = SweepResult(searched)
+    trials = [trial for trial in result.ranked() if trial.score is not None and trial.status != "FAILED"]
+    axes = [Axis(key, key, [trial.values[key] for trial in trials]) for key in trials[0].values]
+    [chart] = charts.importance(trials, axes)
+    shares = dict(zip(chart["layout"]["yaxis"]["ticktext"], chart["traces"][0]["x"], strict=True))
+    assert shares[LR] > 0.5
+    assert sum(shares.values()) == pytest.approx(1)
+    assert charts.importance(trials[: charts.MIN_TRIALS - 1], axes) == []
+
+
+def test_the_table_has_the_best_first(open_page: Any, searched: RunFolder) -> None:
+    page = open_page(searched)
+    rows = page.evaluate(
+        "[...document.querySelectorAll('tr')].map(row =>"
+        " [...row.querySelectorAll('th, td')].map(cell => cell.innerText))"
+    )
+    result = SweepResult(searched)
+    assert rows[0][:6] == ["trial", "status", "lr", "width", "activation", "epoch"]
+    assert rows[0][6:] == ["val/loss", "took", "runs", "train/loss", "val/accuracy"]
+    assert rows[1][:2] == [str(result.best.number), "SUCCEEDED"]
+    assert [row[0] for row in rows[1:]] == [str(trial.number) for trial in result.ranked()]
+    assert page.evaluate("getComputedStyle(document.querySelector('tr.best td'), '::after').content") == '" best"'
+    text = page.evaluate(TEXT)
+    for item in (
+        *("1 FAILED", "optuna, scheduler asha", "val/loss (min)", result.command, searched.location),
+        *(f"in trial {result.best.number}, epoch {result.best.epoch}", "Trial 7: ValueError: the loss is not finite"),
+    ):
+        assert item in text, item
+    assert "worker_loop" not in text  # until it is opened
+
+
+def test_folds_have_their_spread(open_page: Any, folded: RunFolder) -> None:
+    page = open_page(folded)
+    assert "Folds" in page.evaluate(TITLES)
+    legends = page.evaluate(LEGENDS)
+    assert legends[0] == ["fold", "mean ± standard deviation"]
+    plot = "document.querySelector('.plot')"
+    assert page.evaluate(f"{plot}.querySelectorAll('.point').length") == 7 * 4
+    assert page.evaluate(f"{plot}.querySelectorAll('.yerror').length") == 7
+    best = SweepResult(folded).best
+    assert f"{best.score:.4f} ± {best.spread['val/loss']:.4f}" in page.evaluate(TEXT)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_on_a_phone_nothing_sticks_out(open_page: Any, searched: RunFolder, dark: bool) -> None:
+    page = open_page(searched, width=400, height=844, dark=dark)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    widest = "Math.max(...[...document.querySelectorAll('.main-svg')].map(item => item.clientWidth))"
+    assert page.evaluate(widest) <= 368
+
+
+def test_what_a_sweep_says_stays_text(open_page: Any, tmp_path: Path) -> None:
+    root = str(tmp_path / "runs")
+    runs = [store_run(root, {"val/loss": [loss], EVIL: [1.0]}, error=EVIL) for loss in (0.5, 0.4)]
+    trials = [{"values": {EVIL: f"{EVIL}{number}", "a": str(number)}, "runs": [run]} for number, run in enumerate(runs)]
+    folder = store_sweep(root, trials, search=EVIL, overrides=[EVIL, "a=0,1"])
+    page = open_page(folder)
+    page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
+    assert page.evaluate("window.pwned === undefined && !document.querySelector('img, main script, main b, iframe')")
+    assert page.evaluate(TEXT).count(EVIL) >= 8
+    ticks = page.evaluate("document.querySelectorAll('.plot')[1].querySelector('.xtick text').textContent")
+    assert ticks == f"{EVIL[: charts.TEXT_LENGTH]}…"
+
+
+@pytest.mark.parametrize("trials", [0, 1])
+def test_of_which_little_is_known(open_page: Any, tmp_path: Path, trials: int) -> None:
+    run = store_run(str(tmp_path), {"val/loss": [0.5]})
+    page = open_page(store_sweep(str(tmp_path), [{"values": {"a": "1"}, "runs": [run]}] * trials))
+    assert page.evaluate(TITLES) == (["Learning curves", "Trials"] if trials else ["Trials"])
+    assert ("No trial has begun yet." in page.evaluate(TEXT)) == (not trials)
+
+
+def test_a_single_cross_validation_shows_its_folds_and_curves(open_page: Any, tmp_path: Path) -> None:
+    """Without empty sections, and with an axis on which a constant is not 0."""
+    runs = [store_run(str(tmp_path), {"val/loss": [0.002, 0.002]}) for _ in range(2)]
+    page = open_page(store_sweep(str(tmp_path), [{"values": {}, "runs": runs}], folds=2))
+    assert page.evaluate(TITLES) == ["Folds", "Learning curves", "Trials"]
+    [low, high] = page.evaluate("document.querySelectorAll('.plot')[1].layout.yaxis.range")
+    assert (low, high) == pytest.approx((0.001, 0.003))
+
+
+@pytest.mark.pure
+def test_names_are_as_short_as_they_can_be() -> None:
+    keys = ["optimizers.adam.lr", "optimizers.sgd.lr", "cfg.batch_size", "lr"]
+    assert [*short_names(keys).values()] == ["adam.lr", "sgd.lr", "batch_size", "lr"]
+
+
+@pytest.mark.pure
+def test_axes() -> None:
+    assert Axis("a", "a", [1e-4, 1e-3, 1e-2]).log
+    assert not Axis("a", "a", [1e-4, 1e-3, 1e-2], False).log
+    assert Axis("a", "a", [2, 3], True).log
+    assert not Axis("a", "a", [0, 3], True).log
+    assert Axis("a", "a", [1e-4, 1e-3, 1e-2]).heights() == pytest.approx([0, 0.5, 1])
+    mixed = Axis("a", "a", ["b", None, 3, "b"])
+    assert (mixed.choices, mixed.positions) == (["3", "None", "b"], [2, 1, 0, 2])
+    assert mixed.ticks(mixed.positions) == {0: "3", 1: "None", 2: "b"}
+    assert Axis("a", "a", [1, 5, 3]).ticks([1, 5, 3]) == {1: "1", 5: "5"}
+    assert Axis("a", "a", [7, 7]).heights() == [0.5, 0.5]
+    assert Axis("a", "a", [-2.0, -2.0]).layout()["range"] == [-3.0, -1.0]
+    assert "range" not in Axis("a", "a", [0, 0]).layout()
+    widths = Axis("a", "a", [64, 32, 64], chosen=True)
+    assert (widths.layout()["tickvals"], widths.layout()["ticktext"]) == ([32, 64], ["32", "64"])
+    many = Axis("a", "a", [*range(1, 40)], chosen=True).layout()
+    assert many["type"] == "linear"
+    assert "tickvals" not in many

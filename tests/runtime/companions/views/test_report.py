@@ -1,0 +1,342 @@
+"""Web pages about runs, in a real browser without a network."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, Page
+from conftest import Mlx
+
+from mlx_runtime.companions.views import report
+from mlx_runtime.runs import listing, records
+from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.folder import RunFolder, claim_run
+from mlx_runtime.storage import documents
+from mlx_runtime.storage.files import joined, size_text
+
+pytestmark = pytest.mark.browser
+
+CURVES = "document.querySelectorAll('.plot .scatterlayer .trace path.js-line').length"
+TEXT = "document.body.innerText"
+DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
+
+TIMES = ("step_s", "data_wait_pct", "epoch_s")
+
+EVIL = "</script><img src=x onerror='window.pwned=1'><script>window.pwned=1</script>%{x}<b>\u2028"
+"""Texts that would change a page without escaping."""
+
+EVIL_NAME = "<b>%{x}<img src=x onerror='window.pwned=1'>"
+"""The same for names of folders, and of curves, which Plotly would interpret as markup."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("browser")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trained(mlx: Mlx, bound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the template's experiment, two epochs."""
+    folder = Path(shutil.copytree(bound, tmp_path_factory.mktemp("trained") / "digits"))
+    overrides = ("cfg.start_workers=0", "cfg.num_epochs=2", "cfg.monitor=val/accuracy", "cfg.mode=max")
+    overrides += ("cfg.log_every_steps=5",)
+    done = mlx(folder, "train", "run", *overrides)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/digits/run_001"
+
+
+@pytest.fixture(scope="module")
+def page_of_run(trained: Path, mlx: Mlx) -> Path:
+    """The report that `mlx xp report` writes of it."""
+    done = mlx(trained.parents[2], "xp", "report", "digits")
+    assert (done.returncode, done.stdout) == (0, f"{trained}/report.html\n"), done.stderr
+    return trained / "report.html"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run with texts that try to change the page, in every field that the page displays."""
+    folder = claim_run(str(tmp_path / EVIL_NAME), f"digits{EVIL_NAME}")
+    numbers = {f"train/{EVIL}": 0.5, f"{EVIL_NAME}/loss": 0.25}
+    facts: dict[str, Any] = dict.fromkeys(("command", "device", "host", "python", "error", "monitor"), EVIL)
+    facts |= {"status": "FAILED", "overrides": [EVIL], "git": {"commit": EVIL, "diff": EVIL}}
+    facts |= {
+        "packages": {EVIL: EVIL},
+        "job": {"id": EVIL, "address": EVIL},
+        "metrics": numbers,
+        "start": documents.now(),
+    }
+    records.Record(folder, **facts, epoch=1, epochs=2, best={"epoch": 0, "value": 0.5, "path": EVIL})
+    lines = [{"step": step, "epoch": 0, "timestamp": 0.0} | numbers for step in (1, 2, 3)]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder.conf.write_text(EVIL)
+    (folder.path / "logs").mkdir()
+    (folder.path / "logs/driver.log").write_text(EVIL)
+    Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, numbers))
+    return folder
+
+
+def opened(browser: Browser, file: Path, **look: Any) -> Page:
+    """Open a file in a page, and assert that there are no errors and no requests."""
+    page = browser.page(**look)
+    page.open(file)
+    page.evaluate(DRAWN)
+    assert page.errors() == []
+    assert page.requests() == []
+    return page
+
+
+class TestOfARun:
+    def test_its_curves_are_drawn(self, browser: Browser, page_of_run: Path) -> None:
+        page = opened(browser, page_of_run)
+        titles = page.evaluate("[...document.querySelectorAll('h3')].map(item => item.innerText)")
+        assert titles == ["accuracy", "cross_entropy", "f1", "confidence", "lr", "samples_per_s", *TIMES]
+        charts = page.evaluate(
+            "[...document.querySelectorAll('.plot')].map(plot => ["
+            " [...plot.querySelectorAll('.legendtext')].map(item => item.textContent),"
+            " [...plot.querySelectorAll('path.js-line')].map(line => line.getTotalLength()),"
+            " plot.querySelectorAll('.point').length])"
+        )
+        legend, lengths, points = charts[0]
+        assert legend == ["train", "train interval", "val", "test"]
+        assert min(lengths[:3]) > 50  # pixels; there is one point of the test set
+        assert points >= 11
+        assert charts[4][0] == ["adam"]
+
+    def test_all_that_is_known_is_there_to_read(self, browser: Browser, page_of_run: Path, trained: Path) -> None:
+        page = opened(browser, page_of_run)
+        text = page.evaluate(TEXT)
+        record = json.loads((trained / "run.json").read_text())
+        stored = trained / "checkpoints" / "epoch_0001" / "state.pt"
+        best = f"val/accuracy {record['best']['value']:.4f} (epoch {record['best']['epoch'] + 1})"
+        for item in (
+            *("digits/run_001", "SUCCEEDED", "2/2", best, record["command"], record["host"], "21,482", str(trained)),
+            *("epoch_0001", "epoch_0002", "latest", "best", size_text(stored.stat().st_size)),
+            *("_target_: src.models.DigitsNet", "monitor: val/accuracy"),
+            *("1/2", "TensorBoard"),
+        ):
+            assert item in text, item
+        page.evaluate("document.querySelector('details').open = true")
+        assert record["packages"]["torch"] in page.evaluate(TEXT)
+
+    @pytest.mark.process
+    def test_one_file_holds_all_of_it(self, page_of_run: Path) -> None:
+        text = page_of_run.read_text()
+        assert not re.findall(
+            r"<(?:script|img|iframe)[^>]* src=|<link|@import|url\(http", text.replace("<script>", "", 1)
+        )
+        assert page_of_run.stat().st_size < 6e6
+
+    def test_in_the_dark_and_when_that_changes(self, browser: Browser, page_of_run: Path) -> None:
+        colours = (
+            "[getComputedStyle(document.body).backgroundColor,"
+            " getComputedStyle(document.querySelector('.xtick text')).fill]"
+        )
+        page = opened(browser, page_of_run)
+        light = page.evaluate(colours)
+        page.prefer(dark=True)
+        page.evaluate(DRAWN)
+        dark = page.evaluate(colours)
+        assert [_brightness(item) > 128 for item in light] == [True, False]
+        assert [_brightness(item) > 128 for item in dark] == [False, True]
+        assert opened(browser, page_of_run, dark=True).evaluate(colours) == dark
+
+    def test_on_a_phone_nothing_sticks_out(self, browser: Browser, page_of_run: Path) -> None:
+        page = opened(browser, page_of_run, width=390, height=844)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert (
+            page.evaluate("Math.max(...[...document.querySelectorAll('.main-svg')].map(item => item.clientWidth))")
+            <= 358
+        )
+
+    def test_what_a_run_says_stays_text(self, browser: Browser, run: RunFolder, tmp_path: Path) -> None:
+        file = tmp_path / "page.html"
+        report.write(report.render_run(run), file)
+        page = opened(browser, file)
+        page.evaluate("document.querySelectorAll('details').forEach(item => item.open = true)")
+        assert page.evaluate(
+            "window.pwned === undefined && !document.querySelector('img, main script, main b, iframe')"
+        )
+        shown = EVIL.removesuffix("\u2028")
+        assert page.evaluate(TEXT).count(shown) >= 14
+        assert page.evaluate(CURVES) == 2
+        legends = page.evaluate("[...document.querySelectorAll('.legendtext')].map(item => item.textContent)")
+        assert sorted(legends) == [EVIL_NAME, "train"]
+
+    def test_a_script_that_got_in_all_the_same_does_not_run(
+        self, browser: Browser, page_of_run: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "page.html"
+        more = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><img src='http://127.0.0.1:9/x.png'>"
+        file.write_text(page_of_run.read_text().replace("</main>", f"{more}</main>"))
+        page = browser.page()
+        page.open(file)
+        page.evaluate(DRAWN)
+        assert page.evaluate("window.pwned === undefined")
+        assert any("Content Security Policy" in item for item in page.errors())
+        assert page.evaluate(CURVES) >= 10
+
+    def test_a_run_on_an_object_store(
+        self, browser: Browser, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlx: Mlx
+    ) -> None:
+        monkeypatch.setenv("MLX_CACHE", str(tmp_path / "cache"))
+        storage = s3.format("report")
+        folder = claim_run(storage, "digits")
+        records.Record(folder, status="FAILED", error="the disk is on fire", monitor="loss")
+        folder.conf.write_text("cfg:\n  seed: 7\n")
+        folder.metrics.write_text(
+            '{"step": 1, "epoch": 0, "loss": 3}\n{"step": 2, "epoch": 0, "loss": 2}\n{"step": 3, "ep'
+        )
+        (folder.path / "logs").mkdir()
+        (folder.path / "logs/driver.log").write_text(
+            "".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n"
+        )
+        folder.push(folder.conf, folder.metrics, folder.path / "logs/driver.log", must=True)
+        Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, {"loss": 2.0}))
+        shutil.rmtree(folder.path)
+        done = mlx(tmp_path, "xp", "report", "digits", "1", MLX_STORAGE=storage)
+        assert (done.returncode, done.stdout) == (0, f"{joined(folder.location, 'report.html')}\n"), done.stderr
+        assert not list(tmp_path.glob("*.html"))
+        (tmp_path / "page.html").write_bytes(folder.read("report.html"))
+        page = opened(browser, tmp_path / "page.html")
+        text = page.evaluate(TEXT)
+        assert page.evaluate(CURVES) == 1
+        for item in ("the disk is on fire", "seed: 7", "epoch_0001", "line 149\nred"):
+            assert item in text, item
+        assert "line 50\n" not in text
+        assert "line 51\n" in text
+
+    def test_of_which_nothing_can_be_read(self, browser: Browser, tmp_path: Path) -> None:
+        folder = claim_run(str(tmp_path), "digits")
+        folder.record.write_text('{"status"')
+        report.write(report.render_run(folder), tmp_path / "page.html")
+        text = opened(browser, tmp_path / "page.html").evaluate(TEXT)
+        for item in (
+            *("UNREADABLE", "cannot read", "No metrics were recorded yet", "No checkpoints."),
+            *("conf.yaml cannot be read", "No log was stored"),
+        ):
+            assert item in text, item
+        assert (tmp_path / "page.html").stat().st_size < 20_000
+
+    @pytest.mark.process
+    def test_it_is_written_into_the_folder_of_the_run(self, trained: Path, page_of_run: Path) -> None:
+        assert page_of_run.read_text().startswith("<!doctype html>")
+        assert not list(trained.parents[2].glob("*.html"))
+
+    @pytest.mark.process
+    def test_where_it_cannot_be_written_is_told(self, trained: Path, mlx: Mlx) -> None:
+        done = mlx(trained.parents[2], "xp", "report", "digits", "-o", "no/such/page.html")
+        assert done.returncode == 2
+        assert done.stderr == "error: cannot write no/such/page.html: No such file or directory; choose another file\n"
+
+
+class TestOfRuns:
+    def test_a_table_with_links(self, browser: Browser, trained: Path, mlx: Mlx, tmp_path: Path) -> None:
+        root = str(shutil.copytree(trained.parents[1], tmp_path / "runs"))
+        records.Record(claim_run(root, "other"), status="FAILED", error="the disk is on fire")
+        claim_run(root, "other").record.write_text("{")
+        done = mlx(tmp_path, "xp", "ls", "--html", "runs.html", MLX_STORAGE=root)
+        assert (done.returncode, done.stdout) == (0, "runs.html\n"), done.stderr
+        page = opened(browser, tmp_path / "runs.html")
+        text = page.evaluate(TEXT)
+        for item in (
+            "Runs 3",
+            "SUCCEEDED",
+            "FAILED",
+            "UNREADABLE",
+            "the disk is on fire",
+            "val/accuracy",
+            "cannot read",
+        ):
+            assert item in text, item
+        links = page.evaluate(
+            "[...document.querySelectorAll('a')].map(item => [item.innerText, item.getAttribute('href')])"
+        )
+        assert [name for name, _ in links] == ["digits", "other", "run_001", "run_001", "run_002"]
+        headings = page.evaluate(
+            "[...document.querySelectorAll('td a')].map(item =>"
+            " document.querySelector(item.getAttribute('href')).querySelector('h3').innerText)"
+        )
+        assert headings == ["digits/run_001 SUCCEEDED", "other/run_001 FAILED", "other/run_002 UNREADABLE"]
+        assert (
+            opened(browser, tmp_path / "runs.html", width=390).evaluate("document.documentElement.scrollWidth") == 390
+        )
+
+    def test_what_runs_say_stays_text(self, browser: Browser, run: RunFolder, tmp_path: Path) -> None:
+        report.write(report.render_runs(listing.summarize([run])), tmp_path / "runs.html")
+        page = opened(browser, tmp_path / "runs.html")
+        assert page.evaluate("window.pwned === undefined && !document.querySelector('img, script, main b')")
+        assert page.evaluate(TEXT).count("window.pwned=1") >= 10
+
+    def test_none(self, browser: Browser, tmp_path: Path) -> None:
+        report.write(report.render_runs([]), tmp_path / "runs.html")
+        assert "There are no runs." in opened(browser, tmp_path / "runs.html").evaluate(TEXT)
+
+
+def test_constants_and_trials(browser: Browser, tmp_path: Path) -> None:
+    """An axis on which a constant is not 0, one chart per unit, and the values of trials in a listing."""
+    folder = claim_run(str(tmp_path), "digits")
+    values = {"optimizers.adam.lr": "0.01"}
+    sweep = {"name": "sweep_001", "trial": 3, "fold": 0, "values": values}
+    records.Record(folder, status="SUCCEEDED", sweep=sweep)
+    rates = {"lr/adam": 0.0005, "time/step_s": 0.1, "time/data_wait_pct": 40.0}
+    folder.metrics.write_text("".join(json.dumps({"step": step, "epoch": 0} | rates) + "\n" for step in (1, 2)))
+    report.write(report.render_run(folder), tmp_path / "run.html")
+    page = opened(browser, tmp_path / "run.html")
+    ranges = page.evaluate("[...document.querySelectorAll('.plot')].map(plot => plot.layout.yaxis.range)")
+    assert ranges == [pytest.approx([value / 2, 1.5 * value]) for value in rates.values()]
+    report.write(report.render_runs(listing.summarize([folder])), tmp_path / "runs.html")
+    text = opened(browser, tmp_path / "runs.html").evaluate("document.querySelector('table').innerText")
+    assert "run_001 sweep_001, trial 3, fold 1: optimizers.adam.lr=0.01" in text
+
+
+@pytest.mark.pure
+def test_long_curves_keep_their_peaks() -> None:
+    points: list[report.Point] = [(step, 1.0, 1) for step in range(100_000)]
+    points[70_123] = (70_123, 9.0, 1)
+    points[70_125] = (70_125, -9.0, 1)
+    points[500:900] = [(step, None, 1) for step in range(500, 900)]
+    thinned = report.thin(points)
+    assert len(thinned) <= report.MAX_POINTS
+    assert thinned == sorted(thinned, key=lambda point: point[0])
+    assert {points[0], points[70_123], points[70_125], points[-1]} <= set(thinned)
+    assert any(value is None for _, value, _ in thinned)
+    assert report.thin(points[:2_000]) == points[:2_000]
+
+
+@pytest.mark.pure
+def test_keys_in_addresses_are_not_shown(tmp_path: Path) -> None:
+    folder = claim_run(str(tmp_path), "digits")
+    records.Record(folder, status="FAILED", command="mlx train run cfg.storage_path=s3://KEY:SECRET@bucket/runs")
+    folder.conf.write_text("storage_path: 's3://KEY:SECRET@bucket/runs'\n")
+    text = report.render_run(folder)
+    assert "SECRET" not in text
+    assert "s3://…@bucket/runs" in text
+
+
+def test_a_page_goes_through_what_is_no_file_of_its_own(tmp_path: Path) -> None:
+    """As root, replacing /dev/stdout or /dev/null by a file would break the machine."""
+    pipe, target, link = tmp_path / "pipe", tmp_path / "target", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    report.write("page", pipe)
+    assert os.read(reader, 100) == b"page"
+    os.close(reader)
+    assert pipe.is_fifo()
+    target.write_text("old")
+    link.symlink_to(target)
+    report.write("page \ud800", link)
+    assert link.is_symlink()
+    assert target.read_text() == "page \\ud800"
+
+
+def _brightness(colour: str) -> float:
+    red, green, blue = (float(item) for item in re.findall(r"[\d.]+", colour)[:3])
+    return (red + green + blue) / 3
