@@ -33,9 +33,9 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
             if not isinstance(error, OSError):  # a second Ctrl-C must not disturb the other exit handlers
                 atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
             if isinstance(error, RunStopped) and code and (job := Settings.read().job):
-                from mlx_runtime.companions.ray.jobs import end_as_stopped
+                from mlx_runtime import companions
 
-                end_as_stopped(job["id"])
+                companions.part("ray.jobs").end_as_stopped(job["id"])
             sys.exit(code)
 
 

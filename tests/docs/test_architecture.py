@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "runtime"))
-from test_layers import PACKAGE, ROOMS
+from test_layers import COMPANION_FOLDERS, ON_OTHERS, PACKAGE, ROOMS
 
 pytestmark = pytest.mark.pure
 
@@ -71,6 +71,18 @@ def test_its_table_of_rooms_is_that_of_the_package() -> None:
     sentences = [ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in rooms]
     rows = [f"| `{name}/` | {(text or '').splitlines()[0]} |" for name, text in zip(rooms, sentences, strict=True)]
     assert re.findall(r"^\| `\w+/` \|.*$", PAGE, re.MULTILINE) == rows
+
+
+def test_it_lists_the_companions_and_says_why_some_use_others() -> None:
+    sentences = [
+        ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in COMPANION_FOLDERS
+    ]
+    rows = [f"| `{name}/` | {text} |" for name, text in zip(COMPANION_FOLDERS, sentences, strict=True)]
+    assert re.findall(r"^\| `companions/\w+/` \|.*$", PAGE, re.MULTILINE) == rows
+    said = [
+        set(re.findall(r"`(\w+)`", line.partition(":")[0])) for line in re.findall(r"^- `\w+` .*$", PAGE, re.MULTILINE)
+    ]
+    assert [pair for pair in ON_OTHERS if not any(set(pair) <= names for names in said)] == []
 
 
 def test_the_decision_names_the_same_rooms() -> None:

@@ -1,13 +1,18 @@
-"""The package is built in rooms: imports go down the list, never in circles, and each outside library has a home."""
+"""The core is built in rooms, whose imports go down a list; companions stand on it. Outside libraries have a home."""
 
 import ast
 import functools
+import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from mlx_runtime import companions
+from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.pure
 
@@ -33,14 +38,33 @@ ROOMS = (
 DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
+ON_OTHERS = {
+    ("hub", "sharding"),
+    ("hub", "sweeps"),
+    ("notebook", "ray"),
+    ("prepared", "ray"),
+    ("prepared", "sweeps"),
+    ("ray", "sweeps"),
+    ("sharding", "ray"),
+    ("sweeps", "hub"),
+    ("sweeps", "notebook"),
+    ("sweeps", "prepared"),
+    ("sweeps", "ray"),
+    ("sweeps", "views"),
+    ("views", "sweeps"),
+}
+"""The companions that use another one. docs/architecture.md says why."""
+
+COMPANION_FOLDERS = [f"companions/{name}" for name in COMPANIONS]
+
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
     "botocore": {"storage.leases"},
-    "click": {"cli"},
+    "click": {"cli", *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands)},
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.detection"},
-    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository"},
+    "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
     "hydra": {"config.composition"},
     "jinja2": {"companions.views.report"},
     "matplotlib": {"training.gradients"},
@@ -55,8 +79,6 @@ HOMES = {
         "companions.prepared.mapping",
         "companions.ray",
         "companions.sweeps.engines.tune",
-        "distributed",
-        "training",
     },
     "requests": {"companions.ray.dashboard"},
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},
@@ -82,7 +104,9 @@ def modules() -> dict[str, frozenset[str]]:
 
 def imports(tree: ast.Module) -> set[str]:
     names: set[str] = set()
-    for node in ast.walk(tree):
+    checking = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    for_types = {inner for node in checking for inner in ast.walk(node)}
+    for node in set(ast.walk(tree)) - for_types:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -100,13 +124,54 @@ def room(name: str) -> str:
     return name.partition(".")[0]
 
 
+def companion(name: str) -> str:
+    """Return the companion that a module belongs to, or nothing if it is one of the core."""
+    return name.split(".")[1] if name.startswith("companions.") else ""
+
+
 def test_every_module_is_in_a_room() -> None:
-    assert {room(name) for name in modules()} == {*ROOMS, *DOORS}
+    assert {room(name) for name in modules()} == {*ROOMS, *DOORS, "companions"}
+    assert {companion(name) for name in modules()} == {*COMPANIONS, ""}
+
+
+def parts(name: str) -> set[str]:
+    """Return the modules of companions that a module asks for by name, as in `part("hub.pins")`."""
+    return set(re.findall(r'\bpart\("([\w.]+)"\)', file_of(name).read_text()))
+
+
+def file_of(name: str) -> Path:
+    file = PACKAGE / f"{name.replace('.', os.sep)}.py"
+    return file if file.is_file() else PACKAGE / name.replace(".", os.sep) / "__init__.py"
+
+
+def test_the_core_imports_no_companion() -> None:
+    core = [name for name in modules() if not companion(name) and name not in DOORS and name != "companions"]
+    assert {(name, used) for name in core for used in edges(name) if companion(used)} == set()
+    assert {used for name in core for used in parts(name)} != set()
+
+
+def test_companions_stand_on_others_only_where_the_docs_say_why() -> None:
+    found = {
+        (companion(name), other)
+        for name in modules()
+        if companion(name)
+        for other in [*map(companion, edges(name)), *(used.partition(".")[0] for used in parts(name))]
+        if other not in ("", companion(name))
+    }
+    assert found == ON_OTHERS
+
+
+def test_what_is_asked_for_by_name_exists() -> None:
+    asked = {used for name in modules() if name != "companions" for used in parts(name)}
+    assert {used for used in asked if f"companions.{used}" not in modules()} == set()
+    for item, facts in COMPANIONS.items():
+        for command in facts.commands:
+            assert hasattr(companions.part(f"{item}.commands"), command.replace(" ", "_"))
 
 
 @pytest.mark.parametrize("above", ROOMS)
 def test_imports_go_down(above: str) -> None:
-    below = set(ROOMS[ROOMS.index(above) :])
+    below = {*ROOMS[ROOMS.index(above) :], "companions"}  # whose modules `test_the_core_imports_no_companion` is about
     upward = {
         (name, used) for name in modules() if room(name) == above for used in edges(name) if room(used) not in below
     }
@@ -119,7 +184,7 @@ def test_no_imports_in_circles() -> None:
     assert set(TopologicalSorter(graph).static_order()) >= set(graph)
 
 
-@pytest.mark.parametrize("name", [name for name in ROOMS if (PACKAGE / name).is_dir()])
+@pytest.mark.parametrize("name", [*(name for name in ROOMS if (PACKAGE / name).is_dir()), *COMPANION_FOLDERS])
 def test_a_room_says_what_it_is_for(name: str) -> None:
     said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
     assert said is not None
@@ -148,8 +213,7 @@ def test_only_the_topology_is_asked_for_ranks() -> None:
         names = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in called}
         if names & RANKS:
             askers[str(file.relative_to(PACKAGE))] = names & RANKS
-    assert {name for name in askers if not name.startswith("distributed/")} == set()
-    assert "distributed/topology.py" in askers
+    assert {name for name in askers if not name.startswith("distributed/")} == {"companions/ray/worker.py"}
 
 
 @pytest.mark.process

@@ -18,19 +18,9 @@ MAX_MODULES, MAX_LINES = 100, 15_400
 """Of a run in one process. The goal is 80 and 11,500; a change may lower these figures, not raise them."""
 
 ONLY_SOME_RUNS = (
-    *("cluster", "sweeps", "config.binding", "config.pins", "config.pretrained", "data.columns", "data.folds"),
-    *(
-        "data.huggingface",
-        "data.prepared",
-        "data.stream",
-        "runs.checkpoints.shard",
-        "runs.listing",
-        "runs.lookup",
-        "runs.report",
-    ),
-    *("runs.report", "tracking.mlflow", "training.engines.processes", "training.watchdog"),
-    *("tracking.weights_and_biases", "training.actors", "training.api", "training.engines.local"),
-    *("training.engines.on_ray", "training.engines.ray_start", "training.function", "training.strategies.sharded"),
+    *("config.binding", "config.pretrained", "data.errors", "runs.best", "runs.listing", "runs.lookup"),
+    *("tracking.mlflow", "tracking.weights_and_biases", "training.background", "training.engines.local"),
+    *("training.engines.processes", "training.links", "training.warm_server", "training.watchdog"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
 
@@ -66,7 +56,7 @@ def found(names: list[str]) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", [*COMPANIONS, *ONLY_SOME_RUNS])
+@pytest.mark.parametrize("name", [*(f"companions.{name}" for name in COMPANIONS), *ONLY_SOME_RUNS])
 def test_it_does_without(loaded: list[str], name: str) -> None:
     assert [item for item in loaded if item.startswith(f"mlx_runtime.{name}")] == []
     assert list(PACKAGE.glob(f"{name.replace('.', os.sep)}*")), "there is no such module"
@@ -78,11 +68,12 @@ def test_a_companion_is_removed_with_its_folder_and_its_line(
 ) -> None:
     package = tmp_path / "mlx_runtime"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.rmtree(package / name)
-    lines = (package / "companions.py").read_text().splitlines(keepends=True)
+    shutil.rmtree(package / "companions" / name)
+    registry = package / "companions" / "__init__.py"
+    lines = registry.read_text().splitlines(keepends=True)
     kept = [line for line in lines if not line.startswith(f'    "{name}": ')]
     assert len(kept) == len(lines) - 1
-    (package / "companions.py").write_text("".join(kept))
+    registry.write_text("".join(kept))
 
     def mlx(*words: str) -> str:
         command, settings = [sys.executable, "-m", "mlx_runtime", *words], environment | {"PYTHONPATH": str(tmp_path)}

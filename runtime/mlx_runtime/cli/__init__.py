@@ -2,7 +2,6 @@
 
 import importlib
 import io
-import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import click
 
-from mlx_runtime import __version__
+from mlx_runtime import __version__, companions
 from mlx_runtime.errors import UsageError
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
@@ -33,13 +32,17 @@ class LazyGroup(click.Group):
     """Imports the module of a command when it is used, so that `mlx --help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*GROUPS, *self.commands, *_others()])
+        return sorted([*GROUPS, *self.commands, *companions.commands(""), *_others()])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in GROUPS:
             module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
             command: click.Command = module.group
             return command
+        if name in companions.commands(""):
+            from mlx_runtime.cli import commands
+
+            return commands.companion_command("", name)
         if name not in self.commands and (other := _others().get(name)) is not None:
             added: click.Command = other.load()
             return added
@@ -51,7 +54,8 @@ class LazyGroup(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            own = {name: command.get_short_help_str() for name, command in self.commands.items()}
+            names = [*self.commands, *companions.commands("")]
+            own = {name: self.get_command(context, name).get_short_help_str() for name in names}  # type: ignore[union-attr]
             others = {name: f"From the package {item.dist.name}." for name, item in _others().items()}
             formatter.write_dl(sorted((others | GROUPS | own).items()))
 
@@ -81,22 +85,6 @@ def new(context: click.Context, name: str, output: str) -> None:
     from mlx_runtime.cli import train
 
     context.invoke(train.group.commands["new"], name=name, output=output)
-
-
-@mlx.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
-    """Check this machine and the experiment in the working directory."""
-    from mlx_runtime.companions.ray import doctor
-
-    checks = []
-    for check in doctor.checks():
-        checks.append(check)
-        if not as_json:
-            click.echo(check.line())
-    if as_json:
-        click.echo(json.dumps([vars(check) for check in checks], indent=2))
-    sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
 @mlx.command("completion")

@@ -1,25 +1,50 @@
 """Commands that experiments and data jobs have in common: new, bind, launch."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from mlx_runtime import companions
 from mlx_runtime.cli import options
-from mlx_runtime.cli.options import Function
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
-from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
     from mlx_runtime.training.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Context settings of commands that take overrides, some of which begin with a dash."""
+
+prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if needed.")
+variant_option = click.option(
+    "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
+)
+from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
+
+
+class Group(click.Group):
+    """A group of commands, to which companions add theirs."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*self.commands, *companions.commands(self.name or "")])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        return self.commands.get(name) or companion_command(self.name or "", name)
+
+
+def companion_command(group: str, name: str) -> click.Command | None:
+    """Return the command that a companion adds to a group, or to `mlx` itself."""
+    if (companion := companions.commands(group).get(name)) is None:
+        return None
+    found: click.Command = getattr(companions.part(f"{companion}.commands"), f"{group}_{name}".strip("_"))
+    return found
+
+
+def variant_words(variants: tuple[str, ...]) -> list[str]:
+    """Return the overrides that the values of `--variant` stand for."""
+    return [f"--variant={name}" for name in variants]
 
 
 def new_command(kind: Kind) -> click.Command:
@@ -49,88 +74,6 @@ def bind_command(kind: Kind) -> click.Command:
     return bind
 
 
-def launch_options(function: Function) -> Function:
-    """Add the options of `launch_and_exit`, and the argument OVERRIDES."""
-    for decorator in (
-        click.argument("overrides", nargs=-1),
-        options.verbosity,
-        click.option("--pip", is_flag=True, help="Let the cluster install the packages of requirements.txt."),
-        click.option("-f", "--follow", is_flag=True, help="Show what the job prints, and exit with its exit code."),
-        click.option("--check", is_flag=True, help="Only check whether it can run there."),
-        options.address,
-    ):
-        function = decorator(function)
-    return function
-
-
-def launch_and_exit(
-    kind: Kind,
-    overrides: Sequence[str],
-    *,
-    sweep: "tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None" = None,
-    ray_address: str | None,
-    check: bool,
-    follow: bool,
-    pip: bool,
-) -> None:
-    """Run the experiment or data job in the working directory on a cluster, and exit.
-
-    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` holds the arguments of
-    `projects.sweep`. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
-    """
-    try:
-        folder = kind.folder()
-        projects.refuse_options(kind, overrides, "launch")
-        from mlx_runtime.companions.ray.addresses import Address
-        from mlx_runtime.companions.ray.launch import Launch, prepare
-
-        load: Callable[[], RunConfig] = partial(load_config, kind, folder, overrides, look=check)
-        submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
-        if kind == AN_EXPERIMENT:
-            submit = Launch.submit_run
-        if sweep is not None:
-            load, submit = sweep_launch(kind, folder, *sweep, look=check)
-        prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
-        code = 0
-        if not check:
-            job = submit(prepared)
-            quiet = Settings.read().quiet
-            for title, text in job.facts.items():
-                if title == "folder" or not quiet:
-                    print(f"{title:<9} {text}")
-            if follow:
-                code = job.follow()
-            else:
-                status = job.wait()
-                if not quiet:
-                    print(f"status    {status}")
-    except KeyboardInterrupt:
-        click.echo("\nif the job was submitted, it keeps running", err=True)
-        code = 130
-    sys.exit(code)
-
-
-def sweep_launch(
-    kind: Kind,
-    folder: Path,
-    overrides: Sequence[str],
-    definition: Mapping[str, Any],
-    how: Mapping[str, Any],
-    *,
-    look: bool,
-) -> "tuple[Callable[[], RunConfig], Callable[[Launch], SubmittedJob]]":
-    """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
-    from mlx_runtime.companions.sweeps.definition import Definition
-    from mlx_runtime.companions.sweeps.launching import SweepLaunch
-
-    def experiment() -> type:
-        projects.bind_first(kind, folder)
-        return main_class(kind, folder)
-
-    launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
-    return partial(launch.load, experiment, look=look), launch.submit
-
-
 def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False) -> "RunConfig":
     """Load and check the config, binding it first if necessary. With `look`, run no code that conf.yaml names.
 
@@ -142,7 +85,5 @@ def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: boo
 
     config = load_config(main, overrides, look=look)
     if kind != AN_EXPERIMENT:
-        from mlx_runtime.companions.ray.datajob import refuse_present
-
-        refuse_present(config)
+        companions.part("ray.datajob").refuse_present(config)
     return config

@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 import click
 
@@ -15,7 +14,7 @@ from mlx_runtime.storage.files import size_text
 from mlx_runtime.training.engines.placement import JOB_FLAG
 
 
-@click.group("data")
+@click.group("data", cls=commands.Group)
 def group() -> None:
     """Fill the storage, look at it, and clean it up."""
 
@@ -33,13 +32,6 @@ def run(overrides: tuple[str, ...]) -> None:
     projects.refuse_options(DATA_JOB, overrides, "run")
     commands.load_config(DATA_JOB, folder, overrides)
     projects.run(DATA_JOB, overrides)
-
-
-@group.command(context_settings=commands.OVERRIDES)
-@commands.launch_options
-def launch(overrides: tuple[str, ...], **settings: Any) -> None:
-    """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
-    commands.launch_and_exit(DATA_JOB, overrides, **settings)
 
 
 @group.command()

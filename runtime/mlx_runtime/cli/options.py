@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from mlx_runtime import companions
 from mlx_runtime.errors import UsageError, printable
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import list_runs
@@ -71,9 +72,8 @@ def confirm(question: str) -> None:
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Ask clusters for the status of jobs, by address and id. Only this imports their client."""
-    from mlx_runtime.companions.ray import dashboard
-
-    return dashboard.job_statuses(jobs)
+    statuses: Mapping[tuple[str, str], str] = companions.part("ray.dashboard").job_statuses(jobs) if jobs else {}
+    return statuses
 
 
 def word(text: str) -> str:

@@ -1,7 +1,6 @@
 """`mlx train`."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,18 +12,13 @@ from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import names_run, refuse_empty
 
 
-@click.group("train")
+@click.group("train", cls=commands.Group)
 def group() -> None:
     """Create, bind and run an experiment."""
 
 
 group.add_command(commands.new_command(AN_EXPERIMENT))
 group.add_command(commands.bind_command(AN_EXPERIMENT))
-
-prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if needed.")
-variant_option = click.option(
-    "--variant", "variants", multiple=True, metavar="NAME", help="Apply src/variants/NAME.yaml to conf.yaml."
-)
 
 
 class _WithVariants(click.Command):
@@ -43,13 +37,12 @@ code_option = click.option(
     type=click.Choice(["stored"]),
     help="Use the code that the run stored. Anyone who can write to its storage could have put any code there.",
 )
-from_option = click.option("--from", "origin", metavar="RUN", help="Start a new run with the config of another.")
 
 
 @group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
 @options.json
 @options.debug
-@variant_option
+@commands.variant_option
 @click.option("--settings", is_flag=True, help="Explain the settings in cfg instead, or the one that KEY names.")
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
 def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
@@ -57,7 +50,7 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
     if settings:
         click.echo("\n".join(projects.settings(arguments)))
         return
-    click.echo(projects.show([*arguments, *_words(variants)], as_json=as_json), nl=False)
+    click.echo(projects.show([*arguments, *commands.variant_words(variants)], as_json=as_json), nl=False)
 
 
 @group.command(cls=_WithVariants, context_settings=commands.OVERRIDES)
@@ -65,12 +58,12 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
 @click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that the code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
 @click.option("--profile", is_flag=True, help="Profile a few training steps, and print what took longest.")
-@prepare_option
+@commands.prepare_option
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
 @code_option
-@from_option
-@variant_option
+@commands.from_option
+@commands.variant_option
 @click.argument("overrides", nargs=-1)
 def run(
     fast: bool,
@@ -99,65 +92,11 @@ def run(
     }
     refuse_empty({"--resume": resume, "--from": origin})
     resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
-    words = [*_words(variants), *(option for option, given in implied.items() if given), *resumed]
+    words = [*commands.variant_words(variants), *(option for option, given in implied.items() if given), *resumed]
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
     named = resume if resume and names_run(resume) else "latest"
     projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=lookup.resolve_run(named) if code else None)
-
-
-@group.command(context_settings=commands.OVERRIDES)
-@options.verbosity
-@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Number of trials. Default: the whole grid.")
-@click.option("--search", type=click.Choice(["grid", "random", "optuna"]), help="Default: grid; optuna for intervals.")
-@click.option("--scheduler", type=click.Choice(["none", "asha"]), help="Whether to end bad trials early.")
-@click.option("--metric", metavar="M", help="Metric that compares trials. Default: cfg.monitor.")
-@click.option("--mode", type=click.Choice(["max", "min"]), help="Which is best. Default: cfg.mode.")
-@click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
-@click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
-@click.option("--gpus-per-trial", metavar="X", type=options.gpus, help="Below 1, runs share a GPU.")
-@click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
-@click.option(
-    "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
-)
-@click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Run what a sweep lacks.")
-@click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
-@click.option("--force", is_flag=True, help="With --resume, although overrides or code have changed.")
-@from_option
-@variant_option
-@options.yes
-@click.argument("overrides", nargs=-1)
-def sweep(**settings: Any) -> None:
-    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
-
-    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
-    """
-    words, definition, how = sweep_request(**settings)
-    projects.sweep(words, definition, **how)
-
-
-def sweep_request(
-    resume: str | None,
-    origin: str | None,
-    variants: tuple[str, ...],
-    overrides: tuple[str, ...],
-    max_time_s: float | None,
-    name: str | None,
-    retry_failed: bool,
-    force: bool,
-    yes: bool,
-    **definition: Any,
-) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
-    """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
-    refuse_empty({"--resume": resume, "--from": origin})
-    if resume and not names_run(resume):  # an override; the sweep has no name
-        resume, overrides = "latest", (resume, *overrides)
-    if resume is None and (retry_failed or force):
-        raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
-    words = (*overrides, *_words(variants), *([f"--from={origin}"] if origin else []))
-    given = {key: value for key, value in definition.items() if value is not None}
-    how = {"resume": resume, "retry_failed": retry_failed, "force": force, "large": yes, "max_time_s": max_time_s}
-    return words, given, how | {"name": name or ""}
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -166,7 +105,7 @@ def sweep_request(
     "--checkpoint", "which", metavar="WHICH", type=options.word, help="Of RUN: latest (default), best, or epoch_0004."
 )
 @code_option
-@variant_option
+@commands.variant_option
 @click.argument("arguments", nargs=-1, metavar="[RUN|PATH] [OVERRIDES]...")
 def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Evaluate a checkpoint without training: run eval_loop, and store the results in the run's folder.
@@ -175,55 +114,5 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     """
     named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
-    words = [f"--from={folder.location}", f"--eval={checkpoint}", *_words(variants)]
+    words = [f"--from={folder.location}", f"--eval={checkpoint}", *commands.variant_words(variants)]
     projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)
-
-
-@group.command(context_settings=commands.OVERRIDES)
-@click.option("--sweep", "many", is_flag=True, help="Run a sweep there; all options of mlx train sweep apply.")
-@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name. Of a sweep, its name.")
-@prepare_option
-@click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
-@click.option("--code", hidden=True)
-@from_option
-@variant_option
-@commands.launch_options
-def launch(
-    many: bool,
-    make: bool,
-    name: str | None,
-    resume: str | None,
-    code: str | None,
-    origin: str | None,
-    variants: tuple[str, ...],
-    overrides: tuple[str, ...],
-    **settings: Any,
-) -> None:
-    """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
-    refuse_empty({"--resume": resume, "--from": origin})
-    if code is not None:
-        stored = lookup.resolve_run(resume or "latest").location
-        raise UsageError(
-            "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
-            f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
-        )
-    implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
-    implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
-    words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]
-    if many:  # the words that are no options here are those of `sweep`
-        request = sweep_request(**sweep.make_context("launch --sweep", words).params)
-        commands.launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
-    commands.launch_and_exit(AN_EXPERIMENT, words, **settings)
-
-
-@group.command(context_settings=commands.OVERRIDES)
-@options.verbosity
-@variant_option
-@click.argument("overrides", nargs=-1)
-def prepare(variants: tuple[str, ...], overrides: tuple[str, ...]) -> None:
-    """Map every dataset through ray_map_batches once and store it for later runs."""
-    projects.prepare([*overrides, *_words(variants)])
-
-
-def _words(variants: tuple[str, ...]) -> list[str]:
-    return [f"--variant={name}" for name in variants]

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
-from mlx_runtime.cli import options
+from mlx_runtime import companions
+from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.errors import MlxError, UsageError, printable
-from mlx_runtime.runs import comparison, listing, lookup
-from mlx_runtime.runs.folder import SWEEP, RunFolder
+from mlx_runtime.errors import UsageError, printable
+from mlx_runtime.runs import best as ranking
+from mlx_runtime.runs import listing, lookup
+from mlx_runtime.runs.folder import SWEEP
 from mlx_runtime.runs.remote import is_remote
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.storage.files import to_json
@@ -19,7 +21,7 @@ from mlx_runtime.storage.files import to_json
 MODES = click.Choice(["max", "min"])
 
 
-@click.group("xp")
+@click.group("xp", cls=commands.Group)
 def group() -> None:
     """List, inspect and stop runs."""
 
@@ -56,8 +58,7 @@ def ls(
 
     rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
     if html is not None:
-        from mlx_runtime.companions.views import report
-
+        report = companions.part("views.report")
         report.write(report.render_runs(rows), html)
         say(html)
     elif as_json:
@@ -66,27 +67,6 @@ def ls(
         print_table(listing.table(rows, sort=sort, sweep=sweep), sys.stdout)
     else:
         say(listing.empty_message(status), err=True)
-
-
-@group.command()
-@click.argument("words", type=word, metavar="[NAME] A B", nargs=-1)
-@options.json
-def diff(words: tuple[str, ...], as_json: bool) -> None:
-    """Show the differences between two runs.
-
-    A and B are run_003, 3 or latest of NAME (default: the experiment in the working directory), name/run_003, or a path
-    or URI.
-    """
-    if len(words) not in (2, 3):
-        raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
-    a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
-    found = comparison.difference(a, b, job_statuses)
-    if as_json:
-        click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
-    elif any(found.values()):
-        print_table(comparison.table(a, b, found), sys.stdout)
-    else:
-        say(f"{a.title} and {b.title} do not differ", err=True)
 
 
 @group.command()
@@ -103,56 +83,16 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     one = run is not None or ("/" in name and not is_remote(name))
     folder = lookup.resolve_run(name, run) if one else None
     if folder is not None and folder.name.startswith(SWEEP):
-        from mlx_runtime.companions.sweeps.results import SweepResult
-
         if metric or mode:
             raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
-        found = SweepResult(folder).summary()
+        found = companions.part("sweeps.results").SweepResult(folder).summary()
     else:
-        found = comparison.best(name, metric, mode, folder)
+        found = ranking.best(name, metric, mode, folder)
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
-        for line in comparison.best_lines(found):
+        for line in ranking.best_lines(found):
             say(line)
-
-
-@group.command()
-@options.name()
-@options.run("latest")
-@click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
-def report(name: str, run: str, output: Path | None) -> None:
-    """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
-    from mlx_runtime.companions.views import report
-
-    folder = lookup.resolve_run(name, run)
-    if folder.name.startswith(SWEEP):
-        from mlx_runtime.companions.sweeps.report import render_sweep
-        from mlx_runtime.companions.sweeps.results import SweepResult
-
-        page = render_sweep(SweepResult(folder), job_statuses)
-    else:
-        page = report.render_run(folder, job_statuses)
-    if output is None:
-        say(report.store(page, folder))
-    else:
-        report.write(page, output)
-        say(output)
-
-
-@group.command()
-@options.name()
-@options.run("latest")
-@click.option(
-    "--checkpoint", metavar="WHICH", type=word, default="latest", show_default=True, help="Also best, or epoch_0004."
-)
-@click.option("-o", "--output", type=PAGE, help="Default: a file in this folder, named after the checkpoint.")
-@click.option("--force", is_flag=True, help="Replace the file if it exists.")
-def consolidate(name: str, run: str, checkpoint: str, output: Path | None, force: bool) -> None:
-    """Write the weights of a RUN (run_003, 3 or latest) of NAME to one safetensors file, sharded or not."""
-    from mlx_runtime.runs import consolidation
-
-    say(consolidation.consolidate(lookup.resolve_run(name, run), checkpoint, output, force=force))
 
 
 @group.command()
@@ -173,61 +113,6 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
         confirm(f"remove {plan.title}?")
     removal.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
-
-
-@group.command()
-@options.name(required=False)
-@options.run()
-@click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: where the run was mirrored to.")
-def push(name: str | None, run: str | None, to: str | None) -> None:
-    """Upload a RUN (run_003, 3 or latest) of NAME to its mirror, completely; by default, all unfinished ones.
-
-    Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
-    repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
-    """
-    from mlx_runtime.companions.hub import pushing
-
-    def mirror(folder: RunFolder) -> str:
-        def announce(text: str) -> None:
-            say(text, err=True)
-
-        if folder.name.startswith(SWEEP):
-            from mlx_runtime.companions.sweeps import report
-
-            return report.push(folder, to, announce)
-        return pushing.push(folder, to, announce)
-
-    if name is None:
-        folders = pushing.unfinished(lookup.storage_root())
-        if to is not None:
-            raise UsageError("which run? mlx xp push NAME RUN --to URI")
-        if not folders:
-            say("all mirrors are complete", err=True)
-    elif run is not None and is_remote(run):
-        folders, to = [lookup.resolve_run(name)], run
-    else:
-        folders = [lookup.resolve_run(name, run or "latest")]
-    failed: list[MlxError] = []
-    for folder in folders:
-        try:
-            say(mirror(folder))
-        except MlxError as error:  # the others may be complete nevertheless
-            if len(folders) == 1:
-                raise
-            failed.append(error)
-            say(f"error: {error}", err=True)
-    if failed:
-        raise MlxError(f"{len(failed)} of {len(folders)} runs were not uploaded; see above")
-
-
-@group.command()
-@click.argument("repository", type=word)
-def release(repository: str) -> None:
-    """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
-    from mlx_runtime.companions.hub import claims
-    from mlx_runtime.companions.hub.repository import Address, Repository
-
-    say(claims.release(Repository(Address.parse(repository))))
 
 
 @group.command()
@@ -253,13 +138,6 @@ def logs(name: str, run: str, follow: bool | None, rank: int | None, tail: int |
         click.echo("\nthe run continues; only its log was closed", err=True)
         code = 130
     sys.exit(code)
-
-
-@group.command()
-@options.address
-def ray(ray_address: str | None) -> None:
-    """Print the URL of a cluster's dashboard, and open it if there is a display."""
-    say(xp.open_dashboard(ray_address))
 
 
 @group.command()

@@ -1,24 +1,52 @@
-"""The companions: parts of the package that stand on its core, and that only runs which ask for them load.
+"""The companions: parts of the package that stand on its core, each in a folder of its own.
 
-The core knows them by the names in this module alone, so that a companion is removed with its folder and its line.
+The core imports none of them. It asks for their modules by name, when a run or a command needs them, so that a
+companion is removed with its folder and its line in this module.
 """
 
 import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from mlx_runtime.errors import MlxError
+
 
 class Companion(NamedTuple):
-    """The names by which the core asks for a companion, whose modules are imported when they are needed."""
+    """The names by which the core asks for a companion."""
 
-    setting: str  # field of `cfg` that asks for its extension of a run, in `extension.py`
-    scheme: str  # of the URIs of runs and checkpoints that its `remote.py` reads
+    commands: tuple[str, ...] = ()  # the words after `mlx`; `xp push` is `xp_push` in its module `commands`
+    setting: str | None = None  # field of `cfg` that asks for its extension of a run, in its module `extension`
+    scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
 
 
 COMPANIONS = {
-    "hub": Companion(setting="mirror", scheme="hf"),
+    "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
+    "notebook": Companion(),
+    "prepared": Companion(("train prepare",)),
+    "ray": Companion(("doctor", "train launch", "data launch", "xp ray")),
+    "sharding": Companion(("xp consolidate",)),
+    "sweeps": Companion(("train sweep",)),
+    "views": Companion(("xp diff", "xp report")),
 }
 """By the name of the folder."""
+
+
+def part(name: str) -> Any:
+    """Import a module of a companion, like `hub.pins`.
+
+    Raises:
+        MlxError: the companion has been removed.
+    """
+    companion = name.partition(".")[0]
+    if companion not in COMPANIONS:
+        raise MlxError(f"this installation of mlx_runtime lacks the companion {companion!r}, which this needs")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def commands(group: str) -> dict[str, str]:
+    """Return the commands that companions add to a group like `xp`, or to `mlx` itself: the companion by the name."""
+    words = ((name, *command.rpartition(" ")[::2]) for name, item in COMPANIONS.items() for command in item.commands)
+    return {command: name for name, where, command in words if where == group}
 
 
 def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
@@ -28,9 +56,8 @@ def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
     latest(cfg, root, experiment)    with `cfg.resume=auto`, the run to continue or None, and lines for the user
     refuse_sweep(cfg)                raises a ConfigError if the runs of a sweep cannot have the setting
     """
-    return [
-        _module(name, "extension") for name, companion in COMPANIONS.items() if cfg.get(companion.setting) is not None
-    ]
+    settings = {name: companion.setting for name, companion in COMPANIONS.items() if companion.setting}
+    return [part(f"{name}.extension") for name, setting in settings.items() if cfg.get(setting) is not None]
 
 
 def scheme_of(uri: str) -> str | None:
@@ -41,8 +68,4 @@ def scheme_of(uri: str) -> str | None:
 
 def remote_of(scheme: str) -> Any:
     """Return the module `remote` of the companion that reads URIs with a scheme."""
-    return next(_module(name, "remote") for name, companion in COMPANIONS.items() if companion.scheme == scheme)
-
-
-def _module(name: str, module: str) -> Any:
-    return importlib.import_module(f"mlx_runtime.{name}.{module}")
+    return next(part(f"{name}.remote") for name, item in COMPANIONS.items() if item.scheme == scheme)

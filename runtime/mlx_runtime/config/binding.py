@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mlx_runtime.companions.hub.pins import pin_defaults
+from mlx_runtime import companions
 from mlx_runtime.config.building import DUMMY_PARAMS, declare
 from mlx_runtime.config.checks import Checker
 from mlx_runtime.config.equality import unlike
@@ -38,6 +38,7 @@ from mlx_runtime.config.signatures import (
     plain_defaults,
     settings_of,
 )
+from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
@@ -128,7 +129,9 @@ def bind(experiment: type, path: Path) -> Binding:
     _verify(experiment, description.tree, yaml_text(description.tree))
     before = read_text(path)
     present = commented_map(before, path) if before.strip() else {}
-    notices = pin_defaults(description.tree, present)
+    notices: list[str] = []
+    if names_repositories(description.tree):
+        notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     schema = path.with_name(SCHEMA)
     former = {}
     with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from mlx_runtime.companions.hub.pins import offline
 from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
 from mlx_runtime.errors import short_message
 from mlx_runtime.settings import Settings
@@ -168,3 +167,10 @@ def _replaced(cls: type, name: str, function: Callable[..., Any]) -> Iterator[No
             setattr(cls, name, before)
         else:
             delattr(cls, name)
+
+
+def offline() -> bool:
+    """Return True if `HF_HUB_OFFLINE` keeps huggingface_hub from connecting."""
+    from huggingface_hub import is_offline_mode
+
+    return bool(is_offline_mode())

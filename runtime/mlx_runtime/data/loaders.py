@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch.utils.data import IterableDataset
 
+from mlx_runtime import companions
 from mlx_runtime.data.batches import Batch, device_copies, row_lengths
 from mlx_runtime.data.definitions import adopted, constructing
 from mlx_runtime.data.readers import IterableReader, MapReader, Reader, ReadingProcesses
@@ -157,9 +158,7 @@ class DatasetShard:
         """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
-            from mlx_runtime.companions.hub.datasets import batch_size_cure
-
-            cure = batch_size_cure(None if self.prepared else self.dataset)
+            cure = companions.part("hub.datasets").batch_size_cure(None if self.prepared else self.dataset)
             raise DatasetError(f"datasets.{self.name} has batch_size {size!r}; {cure}")
         wanted, workers = self.options.wanted_workers, self.topology.data_parallel_size
         if not self.training:
@@ -170,9 +169,8 @@ class DatasetShard:
     def reader(self) -> Reader:
         """Return the reader of the rows."""
         if self.prepared is not None:
-            from mlx_runtime.companions.prepared.columns import PreparedReader
-
-            return PreparedReader(self.prepared, self.topology.device)
+            columns: Reader = companions.part("prepared.columns").PreparedReader(self.prepared, self.topology.device)
+            return columns
         if self.stream is not None:
             return self.stream
         if hasattr(self.dataset, "to_reader"):

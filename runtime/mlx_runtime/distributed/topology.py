@@ -25,15 +25,6 @@ class Topology:
     local_rank: int = 0  # among the workers on this machine
     model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model
 
-    @classmethod
-    def of_ray_train(cls) -> "Topology":
-        """Return the topology that Ray Train reports. Call it inside the training function of one of its workers."""
-        import ray.train.torch  # here, because other engines do without Ray
-
-        context = ray.train.get_context()
-        rank, world_size, local_rank = context.get_world_rank(), context.get_world_size(), context.get_local_rank()
-        return cls(rank, world_size, ray.train.torch.get_device(), local_rank)
-
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make this the position of the process within the block."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from mlx_runtime import companions
 from mlx_runtime.config.building import build, build_group
 from mlx_runtime.config.interpolation import parsed, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
@@ -163,9 +164,7 @@ class Run:
             raise UsageError(f"{self._folder.title} has no group of datasets")
         with self._matching("load_datasets", "datasets", trust) as node:
             if config.get("cfg", {}).get("fold") is not None:
-                from mlx_runtime.companions.sweeps.folds import load_fold
-
-                return load_fold(node, self._importable("cfg", trust))
+                return companions.part("sweeps.folds").load_fold(node, self._importable("cfg", trust))
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
 
     @contextlib.contextmanager

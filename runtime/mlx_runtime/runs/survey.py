@@ -13,15 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.companions.prepared.store import is_read_mark
 from mlx_runtime.errors import printable
 from mlx_runtime.runs import records
 from mlx_runtime.runs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.folder import ATTEMPT
 from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.storage import leases
 from mlx_runtime.storage.files import Storage, size_text, storage_errors
 
 RUN = "run.json"
+
+READ_MARK = "used-"
+"""Start of the names of files that mark a prepared dataset as being read."""
 
 REMOVING = ".removing-"
 """Part of the name of a folder that is being removed."""
@@ -252,3 +255,8 @@ def _job_note(record: dict[str, Any] | None, entry: Entry) -> str:
         return "incomplete: its job was killed" if status == "STALE" else f"incomplete: its job is {status}"
     missing = record.get("files", 0) + 1 - entry.files
     return f"{missing:,} of its files are missing" if missing > 0 else ""
+
+
+def is_read_mark(name: str, changed_s: float) -> bool:
+    """Return True if a file, last written at `changed_s` since 1970, marks the dataset in its folder as being read."""
+    return name.startswith(READ_MARK) and leases.is_fresh(changed_s)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from mlx_runtime import companions
 from mlx_runtime.config.building import build, build_group, build_optimizers
 from mlx_runtime.config.declarations import is_pretrained
 from mlx_runtime.config.targets import object_at, targets_of
@@ -27,7 +27,7 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.strategies import Strategy
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.stream_reader import StreamReader
+    pass
 
 
 def build_experiment(
@@ -123,7 +123,7 @@ def dataset_shards(
     """
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
-    streams = _stream_readers(streamed, job, topology, cfg.seed)
+    streams = companions.part("ray.stream_reader").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
     keeps_global_batch = cfg.keep_global_batch and not job.cluster.in_driver
     limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
     options = LoaderOptions(
@@ -153,23 +153,3 @@ def dataset_shards(
             for name in nodes
         }
     )
-
-
-def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> "dict[str, StreamReader]":
-    """Return the readers of Ray Data streams by name. Rank 0 starts the assigners that share the rows out."""
-    if not nodes:
-        return {}
-    import ray  # here, because other datasets do without Ray
-
-    from mlx_runtime.companions.ray.stream_reader import BlockAssigner, StreamReader, start_assigner
-
-    if job.cluster.in_driver:
-        return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
-    actors = broadcast({name: uuid.uuid4().hex for name in nodes})
-    assigners = {}
-    if topology.writes:
-        size = topology.data_parallel_size
-        for name, node in nodes.items():
-            assigners[name] = start_assigner(node, name, seed, job.project, size, actors[name])
-    broadcast(None)  # all have started
-    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name) for name in nodes}

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mlx_runtime import events
+from mlx_runtime import companions, events
 from mlx_runtime.config.targets import path_of
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
@@ -170,20 +170,18 @@ class Driver:
             raise Terminated
 
     def _warn_of_leaks(self) -> None:
-        if self._plan.fold is not None:
-            from mlx_runtime.companions.sweeps.folds import leak_warning
-
-            if warning := leak_warning(self._plan.config.tree):
-                self._emit(events.Notice(warning))
+        if self._plan.fold is None:
+            return
+        if warning := companions.part("sweeps.folds").leak_warning(self._plan.config.tree):
+            self._emit(events.Notice(warning))
 
     def _prepared_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
         """Return the prepared datasets to read instead of samples. Nobody removes them until `stack` is closed."""
         if not may_be_prepared(self._plan.config):
             return {}
-        from mlx_runtime.companions.prepared.datasets import mark_used, prepare_datasets
-
-        sets = prepare_datasets(self._plan.config, self._plan.project, self._emit)
-        sets = {name: item for name, item in sets.items() if stack.enter_context(mark_used(item))}
+        prepared = companions.part("prepared.datasets")
+        sets = prepared.prepare_datasets(self._plan.config, self._plan.project, self._emit)
+        sets = {name: item for name, item in sets.items() if stack.enter_context(prepared.mark_used(item))}
         if sets:
             names = {name: item.manifest.name for name, item in sets.items()}
             created = max(item.manifest.created for item in sets.values())

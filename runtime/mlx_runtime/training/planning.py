@@ -77,9 +77,8 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
     """
     _refuse_too_few_files(config.cfg)
     if config.cfg.fold is not None:
-        from mlx_runtime.companions.sweeps.folds import with_held_out
-
-        config = dataclasses.replace(config, tree=with_held_out(config.tree, config.cfg.fold))
+        folds = companions.part("sweeps.folds")
+        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.fold))
     check_datasets(config)
     check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
@@ -143,10 +142,10 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         streams = []
         if not cluster.reads_streams and stream_names(config.tree):
-            from mlx_runtime.companions.prepared.datasets import unprepared_streams
-            from mlx_runtime.companions.ray.start import on_ray, start_ray
-
-            streams = unprepared_streams(config, project, lambda: stack.enter_context(start_ray(config.cfg)))
+            ray, prepared = companions.part("ray.start"), companions.part("prepared.datasets")
+            streams = prepared.unprepared_streams(
+                config, project, lambda: stack.enter_context(ray.start_ray(config.cfg))
+            )
         if streams:
             why = f"datasets.{streams[0]} is an unprepared stream of Ray Data"
             if config.cfg.engine != "auto":
@@ -154,7 +153,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
                     f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
                     "or use cfg.engine=auto"
                 )
-            cluster = stack.enter_context(on_ray(config.cfg, why))
+            cluster = stack.enter_context(companions.part("ray.start").on_ray(config.cfg, why))
         yield cluster
 
 
@@ -189,12 +188,11 @@ def _fold(config: RunConfig) -> "Fold | None":
     """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
     if config.cfg.fold is None:
         return None
-    from mlx_runtime.companions.sweeps.folds import fold_rows, rows_digest
-
-    fold: Fold = fold_rows(config)[config.cfg.fold]
+    folds = companions.part("sweeps.folds")
+    fold: Fold = folds.fold_rows(config)[config.cfg.fold]
     run = config.run
     recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
-    if run is not None and recorded not in (None, rows_digest([fold])):
+    if run is not None and recorded not in (None, folds.rows_digest([fold])):
         raise ConfigError(
             f"fold {config.cfg.fold} has other rows than when {run.title} started: the data, its labels or the "
             f"splitter has changed. Start over in a new run: {new_run(run, config.cfg)}"

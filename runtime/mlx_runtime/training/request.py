@@ -145,11 +145,9 @@ def load_config(
         if not look and remote.is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look and names_repositories(config.tree):
-            from mlx_runtime.companions.hub.pins import pinned
-
             file = parsed(read_from.read_text(encoding="utf-8"))
             before = parsed(conf.read_text(encoding="utf-8")) if run is not None and conf is not None else {}
-            pinned(config.tree, config.unresolved, file, before)
+            companions.part("hub.pins").pinned(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed

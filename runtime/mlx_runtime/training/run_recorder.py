@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime import events
+from mlx_runtime import companions, events
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
@@ -37,11 +37,9 @@ class RunRecorder:
 
     def _note_repositories(self) -> None:
         """Record which commits of repositories on the Hugging Face Hub the config stands for."""
-        if names_repositories(self._plan.config.tree):
-            from mlx_runtime.companions.hub.pins import recorded
-
-            if hub := recorded(self._plan.config.tree):
-                self.record.update(hub=hub)
+        tree = self._plan.config.tree
+        if names_repositories(tree) and (hub := companions.part("hub.pins").recorded(tree)):
+            self.record.update(hub=hub)
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -155,9 +153,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
-        from mlx_runtime.companions.sweeps.folds import rows_digest
-
-        facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows_digest([plan.fold])}
+        rows = companions.part("sweeps.folds").rows_digest([plan.fold])
+        facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows}
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,

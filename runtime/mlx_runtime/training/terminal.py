@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.errors import (
     HangError,
     MlxError,
@@ -34,7 +33,7 @@ from mlx_runtime.training.console_lines import ConsoleLines, resume_command
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.planning import RunPlan, check_datasets, planned
+from mlx_runtime.training.planning import RunPlan, planned
 from mlx_runtime.training.request import RunConfig
 from mlx_runtime.training.stop_requests import (
     OUTPUT_CLOSED,
@@ -94,30 +93,6 @@ def fit(
         terminal = _Terminal(plan, listeners, control or StopRequests(interrupt_main))
         ended = terminal.run()
         return Result(terminal.driver.folder, dict(ended.metrics), dict(ended.best) if ended.best else None)
-
-
-def prepare(config: RunConfig) -> None:
-    """Prepare every dataset of an experiment that can be prepared and is not yet.
-
-    Raises:
-        DatasetError: a dataset cannot be batched or prepared.
-        StorageError: the store cannot be written.
-    """
-    from mlx_runtime.companions.prepared.datasets import prepare_datasets
-
-    check_datasets(config)
-    display = Display(sys.stdout)
-    with contextlib.ExitStack() as stack:
-        stack.callback(display.close)
-        if stream_names(config.tree):
-            from mlx_runtime.companions.ray.start import start_ray
-
-            stack.enter_context(start_ray(config.cfg))
-        sets = prepare_datasets(config, Path.cwd(), display.handle)
-    if sets:
-        display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
-    else:
-        display.print("nothing was prepared")
 
 
 def _closed(stream: TextIO | None) -> str:

@@ -1,7 +1,6 @@
 """One worker from the inside: build the experiment, apply the strategy, run the loop, report the result."""
 
 import contextlib
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -33,17 +32,6 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import Strategy, strategy_of
-
-
-def train(config: Mapping[str, Any]) -> None:
-    """Train in a worker process of Ray Train, which calls this on every worker."""
-    job: Job = pickle.loads(config["job"])
-    topology = Topology.of_ray_train()
-    if not job.verbose:
-        from mlx_runtime.companions.ray.private import quiet_ray_train  # here, because other engines do without Ray
-
-        quiet_ray_train()
-    train_to(Remote(*job.receiver, topology.rank), job, topology)
 
 
 def train_to(sink: Sink, job: Job, topology: Topology) -> None:

@@ -18,6 +18,7 @@ import torchmetrics
 from torch import nn
 
 from mlx_runtime import open_run
+from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.runs import checkpoints, comparison, lookup
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
@@ -32,7 +33,6 @@ from mlx_runtime.runs.checkpoints import (
     state_of,
     store,
 )
-from mlx_runtime.runs.consolidation import consolidate
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.hashing import HashingReader
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime import companions
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.lookup import StoragePath
@@ -41,18 +42,17 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
 def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None) -> Any:
     """Return the output of `mlx data show --json`, run as a job on the cluster."""
-    from mlx_runtime.companions.ray.addresses import Address
-    from mlx_runtime.companions.ray.dashboard import Dashboard, NoAnswerError
-    from mlx_runtime.companions.ray.jobs import JobSpec
     from mlx_runtime.storage.uploads import Upload
 
-    dashboard = Dashboard.connect(Address.parse(ray_address))
+    client = companions.part("ray.dashboard")
+    dashboard = client.Dashboard.connect(companions.part("ray.addresses").Address.parse(ray_address))
     command = ["python", "-u", "-m", "mlx_runtime", "data", "show", "--json", *options]
     with tempfile.TemporaryDirectory() as empty:
-        spec = JobSpec(command, Upload.of(Path(empty)), {JOB_FLAG: "1", "MLX_STORAGE": root}, {"mlx": "show"})
+        variables = {JOB_FLAG: "1", "MLX_STORAGE": root}
+        spec = companions.part("ray.jobs").JobSpec(command, Upload.of(Path(empty)), variables, {"mlx": "show"})
         try:
             return dashboard.ask("mlx-show", spec, marker=ANSWER, timeout_s=SHOW_S)
-        except NoAnswerError as error:
+        except client.NoAnswerError as error:
             lines = error.log.splitlines()
             errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
             if errors:
@@ -90,6 +90,5 @@ def prepared_store() -> "Store":
     storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
     if storage is None and path is None:
         raise UsageError(lookup.NO_STORAGE)
-    from mlx_runtime.companions.prepared.store import Store
-
-    return Store(prepared_root(storage or "", path))
+    store: Store = companions.part("prepared.store").Store(prepared_root(storage or "", path))
+    return store

@@ -9,7 +9,7 @@ import runpy
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,18 +162,6 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
         yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
-def prepare(overrides: Sequence[str]) -> None:
-    """Prepare the datasets of the experiment in the working directory."""
-    folder = AN_EXPERIMENT.folder()
-    refuse_options(AN_EXPERIMENT, overrides, "prepare")
-    bind_first(AN_EXPERIMENT, folder)
-    experiment = main_class(AN_EXPERIMENT, folder)
-    from mlx_runtime.training import terminal
-    from mlx_runtime.training.request import load_config
-
-    terminal.prepare(load_config(experiment, [*overrides, "cfg.prepared=make"]))
-
-
 def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None) -> None:
     """Run the `main.py` of the working directory with these overrides, or that of the code stored with a run."""
     folder = kind.folder()
@@ -197,25 +185,6 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
     sys.path.insert(0, str(folder))
     sys.argv = [str(main), *overrides]
     runpy.run_path(str(main), run_name="__main__")
-
-
-def sweep(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> None:
-    """Run a sweep of the experiment in the working directory; see `sweeps.terminal.run_sweep`."""
-    folder = AN_EXPERIMENT.folder()
-    refuse_options(AN_EXPERIMENT, overrides, "sweep")
-    prepare_fork()
-    if not Settings.read().quiet:
-        print(f"loading   {AN_EXPERIMENT.file}", flush=True)
-    bind_first(AN_EXPERIMENT, folder)
-    experiment = main_class(AN_EXPERIMENT, folder)
-    if JOB_FLAG not in os.environ:
-        from mlx_runtime.training.engines import local
-
-        local.warm_up()
-    from mlx_runtime.companions.sweeps import terminal
-    from mlx_runtime.companions.sweeps.definition import Definition
-
-    terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
 
 
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
 from mlx_runtime.runs import records
@@ -123,15 +124,14 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
-    from mlx_runtime.companions.ray.addresses import Address, is_trusted, note_untrusted
-    from mlx_runtime.companions.ray.dashboard import Dashboard
-
-    if not is_trusted(job["address"]):
+    addresses = companions.part("ray.addresses")
+    if not addresses.is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
-            note_untrusted(job["address"])
+            addresses.note_untrusted(job["address"])
         return None
     try:
-        dashboard = Dashboard.connect(Address(job["address"], "its record"))
+        address = addresses.Address(job["address"], "its record")
+        dashboard: Dashboard = companions.part("ray.dashboard").Dashboard.connect(address)
         dashboard.state(job["id"])
     except ClusterError:
         return None
@@ -143,19 +143,6 @@ def _job_status(record: Mapping[str, Any]) -> str | None:
     job = record.get("job")
     key = (job["address"], job["id"]) if job else None
     return job_statuses({key}).get(key) if key else None
-
-
-def open_dashboard(ray_address: str | None) -> str:
-    """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
-    import webbrowser
-
-    from mlx_runtime.companions.ray.addresses import Address
-    from mlx_runtime.companions.ray.dashboard import Dashboard
-
-    url = Dashboard.connect(Address.parse(ray_address)).address.url
-    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
-        webbrowser.open(url)
-    return url
 
 
 def board(name: str | None, run: str | None, port: int) -> None:

@@ -190,7 +190,7 @@ def _record(folder: RunFolder) -> dict[str, Any]:
 
 
 def _weights(folder: RunFolder, record: Mapping[str, Any], target: Path) -> Path:
-    from mlx_runtime.runs.consolidation import consolidate
+    from mlx_runtime.companions.sharding.consolidation import consolidate
 
     which = "best" if (record.get("best") or {}).get("value") is not None else "latest"
     consolidate(folder, which, target)

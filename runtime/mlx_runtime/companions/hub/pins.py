@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
+from mlx_runtime.config.pretrained import offline
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import ConfigError, short_message
 
@@ -134,13 +135,6 @@ def _looked_up(kind: str, repository: str, revision: str | None, asked: tuple[tu
             case _:
                 why = f"cannot be looked up on the Hub: {short_message(error)}"
         raise ConfigError(f"{subject} {why}") from error
-
-
-def offline() -> bool:
-    """Return True if `HF_HUB_OFFLINE` keeps huggingface_hub from connecting."""
-    from huggingface_hub import is_offline_mode
-
-    return bool(is_offline_mode())
 
 
 def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[Pin], str] = commit_of) -> list[str]:

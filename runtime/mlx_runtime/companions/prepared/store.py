@@ -17,14 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_runtime.errors import StorageError, short_message
+from mlx_runtime.runs.survey import READ_MARK, is_read_mark
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
 from mlx_runtime.storage.files import Storage, storage_errors
 
 MANIFEST = "manifest.json"
-
-READ_MARK = "used-"
-"""Start of the names of files that mark a prepared dataset as being read."""
 
 
 _COLUMN = Kind(
@@ -201,8 +199,3 @@ class Store:
 
 def _is_busy(infos: Sequence[Any]) -> bool:
     return any(is_read_mark(info.base_name, (info.mtime_ns or 0) / 1e9) for info in infos)
-
-
-def is_read_mark(name: str, changed_s: float) -> bool:
-    """Return True if a file, last written at `changed_s` since 1970, marks the dataset in its folder as being read."""
-    return name.startswith(READ_MARK) and leases.is_fresh(changed_s)

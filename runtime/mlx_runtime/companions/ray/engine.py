@@ -101,7 +101,7 @@ class OnRay:
 
         from mlx_runtime.companions.ray.failures import Failures
         from mlx_runtime.companions.ray.private import TrimmedTrainer
-        from mlx_runtime.training.worker import train
+        from mlx_runtime.companions.ray.worker import train
 
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu

@@ -7,6 +7,7 @@ fetches only the blocks that hold its own rows, from the node that has them.
 import collections
 import contextlib
 import threading
+import uuid
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,15 +22,18 @@ from mlx_runtime.companions.ray.streams import (
     Part,
     blocks_of,
     columns_of,
-    dataset_error,
     make_dataset,
     rows_of_stream,
     stream_of,
 )
 from mlx_runtime.data.batches import Batch
+from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, read_ahead
 from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
+from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError, MlxError
+from mlx_runtime.training.engines.base import Job
 
 WINDOW_ROWS = 1024
 """Rows of a stream in one share, which are shuffled among themselves for training."""
@@ -249,3 +253,17 @@ def _concatenated(parts: Sequence[Batch]) -> Batch:
     if len(parts) == 1:
         return parts[0]
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
+    """Return the readers of streams by name. Rank 0 starts the assigners that share the rows out."""
+    if job.cluster.in_driver:
+        return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
+    actors = broadcast({name: uuid.uuid4().hex for name in nodes})
+    assigners = {}
+    if topology.writes:
+        size = topology.data_parallel_size
+        for name, node in nodes.items():
+            assigners[name] = start_assigner(node, name, seed, job.project, size, actors[name])
+    broadcast(None)  # all have started
+    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name) for name in nodes}

@@ -15,8 +15,8 @@ import torch
 from mlx_runtime.config.building import build
 from mlx_runtime.data.batches import Batch
 from mlx_runtime.data.definitions import adopted, constructing
-from mlx_runtime.distributed.peers import lost_peer
-from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message
+from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.errors import DatasetError, MlxError
 
 Part = tuple[Any, int, int]
 """Rows of a block: (reference to the block, first row, row after the last)."""
@@ -71,22 +71,6 @@ def blocks_of(stream: Any, name: str) -> Generator[Part]:
         raise
     except Exception as error:  # of Ray, or of user code
         raise dataset_error(error, f"datasets.{name} cannot be read") from error
-
-
-def dataset_error(error: BaseException, what: str) -> MlxError:
-    """Return the MlxError for an exception of another process: raised by user code, or a lost process."""
-    if lost_peer(error):
-        return WorkerLostError(f"{what}: {short_message(error)}")
-    cause = error
-    while not isinstance(cause, MlxError):
-        inner = getattr(cause, "cause", None) or cause.__cause__
-        if not isinstance(inner, BaseException):
-            break
-        cause = inner
-    if isinstance(cause, MlxError):
-        return cause
-    notes = "".join(f" ({text})" for text in getattr(cause, "__notes__", []))
-    return DatasetError(f"{what}: {type(cause).__name__}: {short_message(cause)}{notes}")
 
 
 def columns_of(block: Any, start: int, stop: int, name: str) -> Batch:

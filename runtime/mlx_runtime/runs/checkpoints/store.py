@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
+from mlx_runtime import companions
 from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs.checkpoint_index import (
     ABOUT,
@@ -109,9 +110,8 @@ class Checkpoints:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from mlx_runtime.companions.sharding.writer import ShardWriter, StagedPlanner, failure
-
-        writer, about = ShardWriter(self._storage), checkpoint
+        sharding = companions.part("sharding.writer")
+        writer, about = sharding.ShardWriter(self._storage), checkpoint
         publication = Publication(self._storage, checkpoint.name, ABOUT)
 
         def write_state() -> None:
@@ -129,11 +129,16 @@ class Checkpoints:
         with contextlib.ExitStack() as stack:
             if state is not None:
                 begin = partial(stack.enter_context, publication)
-                writer = ShardWriter(self._storage, publication, begin, write_state, publish)
+                writer = sharding.ShardWriter(self._storage, publication, begin, write_state, publish)
             try:
-                save(dict(parts.tensors), storage_writer=writer, planner=StagedPlanner(staged), process_group=group)
+                save(
+                    dict(parts.tensors),
+                    storage_writer=writer,
+                    planner=sharding.StagedPlanner(staged),
+                    process_group=group,
+                )
             except CheckpointException as error:
-                failure(error, self._problem)
+                sharding.failure(error, self._problem)
         return about
 
     def _publish(self, publication: Publication, about: Checkpoint, allowed: Callable[[], None]) -> Checkpoint:
@@ -312,9 +317,7 @@ def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones."""
     if not has_stored(state):
         return state
-    from mlx_runtime.companions.sharding.shards import full
-
-    return cast("State", full(state))
+    return cast("State", companions.part("sharding.shards").full(state))
 
 
 def _write_state(publication: Publication, state: State | None, checkpoint: Checkpoint) -> Checkpoint:
@@ -379,9 +382,8 @@ def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | 
         content = storage.read(name, file_name)
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-        from mlx_runtime.companions.sharding.shards import Shards
-
-        return Shards(storage, name, content)
+        shards: Shards = companions.part("sharding.shards").Shards(storage, name, content)
+        return shards
     except FileNotFoundError as error:
         if about is None:
             return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from mlx_runtime import companions
 from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.importing import after_import
@@ -37,9 +38,7 @@ class InProcess:
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> "InProcess":
         if any(name not in job.prepared for name in stream_names(job.tree)):
-            from mlx_runtime.companions.ray.start import start_ray
-
-            self._stack.enter_context(start_ray(self._cfg))
+            self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
         after_import("ray", partial(_enter_ray_train, job))
         return self
@@ -57,8 +56,7 @@ class InProcess:
 
 
 def _enter_ray_train(job: Job) -> None:
-    from mlx_runtime.companions.ray.private import enter_ray_train_alone, quiet_ray_train
-
-    enter_ray_train_alone(job.run.experiment)
+    private = companions.part("ray.private")
+    private.enter_ray_train_alone(job.run.experiment)
     if not job.verbose:
-        quiet_ray_train()
+        private.quiet_ray_train()

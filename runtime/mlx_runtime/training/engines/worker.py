@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed
 
+from mlx_runtime import companions
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
@@ -68,11 +69,10 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
 
 
 def _enter_ray_train(job: Job, topology: Topology) -> None:
-    from mlx_runtime.companions.ray.private import enter_ray_train, quiet_ray_train
-
-    enter_ray_train(job.run.experiment, topology.rank, topology.world_size)
+    private = companions.part("ray.private")
+    private.enter_ray_train(job.run.experiment, topology.rank, topology.world_size)
     if not job.verbose:
-        quiet_ray_train()
+        private.quiet_ray_train()
 
 
 def load_results(folder: Path) -> dict[int, BaseException | None]:

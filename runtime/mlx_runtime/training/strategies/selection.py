@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed
 
+from mlx_runtime import companions
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, suggest
@@ -27,9 +28,8 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
         return DDP(cfg, topology)
     if not torch.distributed.is_initialized():
         return DDP(cfg, topology, f"without workers, models are not sharded: {' and '.join(names)} has no effect")
-    from mlx_runtime.companions.sharding.strategy import Sharded  # imports torch's FSDP, which takes seconds
-
-    return Sharded(cfg, topology, chosen)
+    strategy: Strategy = companions.part("sharding.strategy").Sharded(cfg, topology, chosen)
+    return strategy
 
 
 def strategies(node: Mapping[str, Any] | None, shard_size: int | None) -> dict[str, str]:

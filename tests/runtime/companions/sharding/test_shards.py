@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints import Checkpoints, read
-from mlx_runtime.runs.consolidation import consolidate
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import hashing
 from mlx_runtime.storage.files import Storage

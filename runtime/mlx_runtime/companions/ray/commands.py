@@ -1,0 +1,158 @@
+"""Commands for clusters: launch, doctor, and the dashboard."""
+
+import json
+import os
+import sys
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import click
+
+from mlx_runtime import companions
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.options import Function, say
+from mlx_runtime.cli.verbs import projects
+from mlx_runtime.companions.ray.addresses import Address
+from mlx_runtime.companions.ray.dashboard import Dashboard
+from mlx_runtime.companions.ray.doctor import checks
+from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, prepare
+from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import lookup
+from mlx_runtime.runs.folder import refuse_empty
+from mlx_runtime.settings import Settings
+from mlx_runtime.training.request import RunConfig
+
+
+def launch_options(function: Function) -> Function:
+    """Add the options of `launch_and_exit`, and the argument OVERRIDES."""
+    for decorator in (
+        click.argument("overrides", nargs=-1),
+        options.verbosity,
+        click.option("--pip", is_flag=True, help="Let the cluster install the packages of requirements.txt."),
+        click.option("-f", "--follow", is_flag=True, help="Show what the job prints, and exit with its exit code."),
+        click.option("--check", is_flag=True, help="Only check whether it can run there."),
+        options.address,
+    ):
+        function = decorator(function)
+    return function
+
+
+def launch_and_exit(
+    kind: Kind,
+    overrides: Sequence[str],
+    *,
+    sweep: tuple[Sequence[str], Mapping[str, Any], Mapping[str, Any]] | None = None,
+    ray_address: str | None,
+    check: bool,
+    follow: bool,
+    pip: bool,
+) -> None:
+    """Run the experiment or data job in the working directory on a cluster, and exit.
+
+    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` holds the arguments of
+    `sweep_request`. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
+    """
+    try:
+        folder = kind.folder()
+        projects.refuse_options(kind, overrides, "launch")
+        load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check)
+        submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
+        if kind == AN_EXPERIMENT:
+            submit = Launch.submit_run
+        if sweep is not None:
+            load, submit = companions.part("sweeps.commands").launched(kind, folder, *sweep, look=check)
+        prepared = prepare(folder, Address.parse(ray_address), load, pip=pip, show_all=check)
+        code = 0
+        if not check:
+            job = submit(prepared)
+            quiet = Settings.read().quiet
+            for title, text in job.facts.items():
+                if title == "folder" or not quiet:
+                    print(f"{title:<9} {text}")
+            if follow:
+                code = job.follow()
+            else:
+                status = job.wait()
+                if not quiet:
+                    print(f"status    {status}")
+    except KeyboardInterrupt:
+        click.echo("\nif the job was submitted, it keeps running", err=True)
+        code = 130
+    sys.exit(code)
+
+
+@click.command("launch", context_settings=commands.OVERRIDES)
+@click.option("--sweep", "many", is_flag=True, help="Run a sweep there; all options of mlx train sweep apply.")
+@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name. Of a sweep, its name.")
+@commands.prepare_option
+@click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
+@click.option("--code", hidden=True)
+@commands.from_option
+@commands.variant_option
+@launch_options
+def train_launch(
+    many: bool,
+    make: bool,
+    name: str | None,
+    resume: str | None,
+    code: str | None,
+    origin: str | None,
+    variants: tuple[str, ...],
+    overrides: tuple[str, ...],
+    **settings: Any,
+) -> None:
+    """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
+    refuse_empty({"--resume": resume, "--from": origin})
+    if code is not None:
+        stored = lookup.resolve_run(resume or "latest").location
+        raise UsageError(
+            "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
+            f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
+        )
+    implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
+    implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
+    words = [*overrides, *commands.variant_words(variants), *(option for option, given in implied.items() if given)]
+    if many:  # the words that are no options here are those of `sweep`
+        sweeps = companions.part("sweeps.commands")
+        request = sweeps.sweep_request(**sweeps.train_sweep.make_context("launch --sweep", words).params)
+        launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
+    launch_and_exit(AN_EXPERIMENT, words, **settings)
+
+
+@click.command("launch", context_settings=commands.OVERRIDES)
+@launch_options
+def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
+    """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
+    launch_and_exit(DATA_JOB, overrides, **settings)
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Check this machine and the experiment in the working directory."""
+    found = []
+    for check in checks():
+        found.append(check)
+        if not as_json:
+            click.echo(check.line())
+    if as_json:
+        click.echo(json.dumps([vars(check) for check in found], indent=2))
+    sys.exit(0 if all(check.ok for check in found) else 1)
+
+
+@click.command("ray")
+@options.address
+def xp_ray(ray_address: str | None) -> None:
+    """Print the URL of a cluster's dashboard, and open it if there is a display."""
+    say(_open_dashboard(ray_address))
+
+
+def _open_dashboard(ray_address: str | None) -> str:
+    """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
+    url = Dashboard.connect(Address.parse(ray_address)).address.url
+    if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
+        webbrowser.open(url)
+    return url

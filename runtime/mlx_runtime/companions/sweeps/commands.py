@@ -1,0 +1,110 @@
+"""The command that runs a sweep."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mlx_runtime.cli import commands, options
+from mlx_runtime.cli.verbs import projects
+from mlx_runtime.companions.sweeps.definition import Definition
+from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.settings import Settings, prepare_fork
+from mlx_runtime.training.engines.placement import JOB_FLAG
+
+
+@click.command("sweep", context_settings=commands.OVERRIDES)
+@options.verbosity
+@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Number of trials. Default: the whole grid.")
+@click.option("--search", type=click.Choice(["grid", "random", "optuna"]), help="Default: grid; optuna for intervals.")
+@click.option("--scheduler", type=click.Choice(["none", "asha"]), help="Whether to end bad trials early.")
+@click.option("--metric", metavar="M", help="Metric that compares trials. Default: cfg.monitor.")
+@click.option("--mode", type=click.Choice(["max", "min"]), help="Which is best. Default: cfg.mode.")
+@click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
+@click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
+@click.option("--gpus-per-trial", metavar="X", type=options.gpus, help="Below 1, runs share a GPU.")
+@click.option("--name", metavar="NAME", help="Name of the sweep. Default: the next number.")
+@click.option(
+    "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
+)
+@click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Run what a sweep lacks.")
+@click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
+@click.option("--force", is_flag=True, help="With --resume, although overrides or code have changed.")
+@commands.from_option
+@commands.variant_option
+@options.yes
+@click.argument("overrides", nargs=-1)
+def train_sweep(**settings: Any) -> None:
+    """Train many runs with different values: optimizers.adam.lr=1e-3,1e-4 models.net.width="int(interval(16,128))"
+
+    OVERRIDES are Hydra's: lists of values, choice(...), range(...), interval(...) and tag(log, interval(...)).
+    """
+    words, definition, how = sweep_request(**settings)
+    run(words, definition, **how)
+
+
+def sweep_request(
+    resume: str | None,
+    origin: str | None,
+    variants: tuple[str, ...],
+    overrides: tuple[str, ...],
+    max_time_s: float | None,
+    name: str | None,
+    retry_failed: bool,
+    force: bool,
+    yes: bool,
+    **definition: Any,
+) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
+    """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
+    refuse_empty({"--resume": resume, "--from": origin})
+    if resume and not names_run(resume):  # an override; the sweep has no name
+        resume, overrides = "latest", (resume, *overrides)
+    if resume is None and (retry_failed or force):
+        raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
+    words = (*overrides, *commands.variant_words(variants), *([f"--from={origin}"] if origin else []))
+    given = {key: value for key, value in definition.items() if value is not None}
+    how = {"resume": resume, "retry_failed": retry_failed, "force": force, "large": yes, "max_time_s": max_time_s}
+    return words, given, how | {"name": name or ""}
+
+
+def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> None:
+    """Run a sweep of the experiment in the working directory."""
+    folder = AN_EXPERIMENT.folder()
+    projects.refuse_options(AN_EXPERIMENT, overrides, "sweep")
+    prepare_fork()
+    if not Settings.read().quiet:
+        print(f"loading   {AN_EXPERIMENT.file}", flush=True)
+    projects.bind_first(AN_EXPERIMENT, folder)
+    experiment = main_class(AN_EXPERIMENT, folder)
+    if JOB_FLAG not in os.environ:
+        from mlx_runtime.training.engines import local
+
+        local.warm_up()
+    from mlx_runtime.companions.sweeps import terminal
+
+    terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
+
+
+def launched(
+    kind: Kind,
+    folder: Path,
+    overrides: Sequence[str],
+    definition: Mapping[str, Any],
+    how: Mapping[str, Any],
+    *,
+    look: bool,
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
+    from mlx_runtime.companions.sweeps.launching import SweepLaunch
+
+    def experiment() -> type:
+        projects.bind_first(kind, folder)
+        return main_class(kind, folder)
+
+    launch = SweepLaunch(Definition(tuple(overrides), **definition), **how)
+    return partial(launch.load, experiment, look=look), launch.submit

@@ -1,0 +1,56 @@
+"""Commands that show runs."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from mlx_runtime import companions
+from mlx_runtime.cli import options
+from mlx_runtime.cli.options import PAGE, job_statuses, say, word
+from mlx_runtime.companions.views import difference, report
+from mlx_runtime.errors import UsageError
+from mlx_runtime.runs import lookup
+from mlx_runtime.runs.folder import SWEEP
+from mlx_runtime.runs.tables import print_table
+from mlx_runtime.storage.files import to_json
+
+
+@click.command("diff")
+@click.argument("words", type=word, metavar="[NAME] A B", nargs=-1)
+@options.json
+def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
+    """Show the differences between two runs.
+
+    A and B are run_003, 3 or latest of NAME (default: the experiment in the working directory), name/run_003, or a path
+    or URI.
+    """
+    if len(words) not in (2, 3):
+        raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
+    a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
+    found = difference.difference(a, b, job_statuses)
+    if as_json:
+        click.echo(to_json({"a": a.location, "b": b.location} | found), nl=False)
+    elif any(found.values()):
+        print_table(difference.table(a, b, found), sys.stdout)
+    else:
+        say(f"{a.title} and {b.title} do not differ", err=True)
+
+
+@click.command("report")
+@options.name()
+@options.run("latest")
+@click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
+def xp_report(name: str, run: str, output: Path | None) -> None:
+    """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
+    folder = lookup.resolve_run(name, run)
+    if folder.name.startswith(SWEEP):
+        sweep = companions.part("sweeps.results").SweepResult(folder)
+        page = companions.part("sweeps.report").render_sweep(sweep, job_statuses)
+    else:
+        page = report.render_run(folder, job_statuses)
+    if output is None:
+        say(report.store(page, folder))
+    else:
+        report.write(page, output)
+        say(output)

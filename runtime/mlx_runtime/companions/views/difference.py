@@ -1,0 +1,81 @@
+"""The differences between two runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.errors import StorageError
+from mlx_runtime.runs.folder import RunFolder, reading
+from mlx_runtime.runs.listing import AskJobs, summarize
+from mlx_runtime.runs.tables import format_duration, format_number
+from mlx_runtime.storage.redaction import redacted_tree
+
+RESOLVED = ("cfg.resume", "cfg.storage_path")
+"""Settings that choose a run and do not change what it does. A resumed run stores what they stood for."""
+
+
+def difference(first: RunFolder, second: RunFolder, ask: AskJobs | None = None) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what differs between two runs: `run`, `config` and `metrics`, with one or two values for each name."""
+    a, b = (_describe(folder, ask) for folder in (first, second))
+    return {
+        part: {
+            name: {side: values[name] for side, values in (("a", a[part]), ("b", b[part])) if name in values}
+            for name in a[part] | b[part]
+            if name not in a[part] or name not in b[part] or a[part][name] != b[part][name]
+        }
+        for part in a
+    }
+
+
+def table(
+    first: RunFolder, second: RunFolder, differing: Mapping[str, Mapping[str, Mapping[str, Any]]]
+) -> list[dict[str, str]]:
+    """Format the result of `difference` as rows of a table."""
+    a, b = first.title, second.title
+    if a == b:
+        a, b = first.location, second.location
+    return [
+        {"": name, a: _cell(part, values, "a"), b: _cell(part, values, "b")}
+        for part, names in differing.items()
+        for name, values in names.items()
+    ]
+
+
+def _cell(part: str, values: Mapping[str, Any], side: str) -> str:
+    if side not in values:
+        return "-"
+    value = values[side]
+    return format_number(value) if isinstance(value, float) and part != "config" else str(value)
+
+
+def _describe(folder: RunFolder, ask: AskJobs | None) -> dict[str, dict[str, Any]]:
+    """Return facts, config and metrics of a run, each as a flat dict."""
+    [row] = summarize([folder], ask)
+    if row.problem:
+        raise StorageError(row.problem)
+    with reading(folder, folder.conf.name):
+        config = redacted_tree(parsed(folder.document(folder.conf.name), environment=False))
+    record = row.record
+    git = record.get("git") or {}
+    facts = {
+        "status": row.status,
+        "epoch": row.epoch,
+        f"best {row.monitor}": row.best,
+        "duration": format_duration(row.duration_s),
+    }
+    facts |= {name: record.get(name) for name in ("seed", "workers", "device", "host", "python")}
+    facts |= {"commit": git.get("commit"), "uncommitted changes": bool(git.get("diff"))}
+    facts |= {f"{name} version": version for name, version in (record.get("packages") or {}).items()}
+    settings = {name: value for name, value in _flatten(config).items() if name not in RESOLVED}
+    return {"run": facts, "config": settings, "metrics": dict(row.metrics)}
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"cfg": {"seed": 0}}` → `{"cfg.seed": 0}`."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
