@@ -204,7 +204,8 @@ def become(folder: str, arguments: list[str], environment: dict[str, str], strea
     if "HF_HOME" in environment:  # they have read it during their import
         for name in [name for name in sys.modules if name.partition(".")[0] in ("huggingface_hub", "transformers")]:
             del sys.modules[name]
-    sys.path[0] = folder
+    added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [folder, *(path for path in added if path not in sys.path)]
     sys.argv[1:] = arguments
     sys.orig_argv = [sys.executable, "-m", "mlx_runtime", *arguments]
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import TIMEOUT_S
+from forkserver import Commands
 from test_layers import PACKAGE
 
 from mlx_runtime.companions import COMPANIONS
@@ -64,7 +66,7 @@ def test_it_does_without(loaded: list[str], name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPANIONS)
 def test_a_companion_is_removed_with_its_folder_and_its_line(
-    name: str, digits: Path, environment: dict[str, str], tmp_path: Path
+    name: str, digits: Path, commands: Commands, environment: dict[str, str], tmp_path: Path
 ) -> None:
     package = tmp_path / "mlx_runtime"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,13 +77,16 @@ def test_a_companion_is_removed_with_its_folder_and_its_line(
     assert len(kept) == len(lines) - 1
     registry.write_text("".join(kept))
 
-    def mlx(*words: str) -> str:
-        command, settings = [sys.executable, "-m", "mlx_runtime", *words], environment | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, cwd=digits, env=settings, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+    def mlx(*words: str) -> subprocess.CompletedProcess[str]:
+        return commands.run(digits, [*words], environment | {"PYTHONPATH": str(tmp_path)}, TIMEOUT_S)
 
-    mlx("train", "bind")
-    mlx("train", "run", "cfg.start_workers=0", "cfg.limit_batches=2", "cfg.num_epochs=1")
-    mlx("train", "run", "--resume=run_001", "cfg.start_workers=0", "cfg.num_epochs=2")
-    assert "SUCCEEDED" in mlx("xp", "ls")
+    for words in (
+        ("train", "bind"),
+        ("train", "run", "cfg.start_workers=0", "cfg.limit_batches=2", "cfg.num_epochs=1"),
+        ("train", "run", "--resume=run_001", "cfg.start_workers=0", "cfg.num_epochs=2"),
+    ):
+        done = mlx(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "SUCCEEDED" in mlx("xp", "ls").stdout
+    for command in COMPANIONS[name].commands[:1]:
+        assert "No such command" in mlx(*command.split()).stderr
