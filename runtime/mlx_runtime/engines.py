@@ -1,7 +1,7 @@
 """What engines of your own are made of: see the guide "Extending mlx"."""
 
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.training.channel import Remote
+from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import Cluster, Engine, EngineClass, Group, Job, lost
 from mlx_runtime.training.engines.placement import changing_size, this_machine
 from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker

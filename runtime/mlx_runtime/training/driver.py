@@ -11,8 +11,8 @@ from mlx_runtime.config.targets import path_of
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
-from mlx_runtime.training.channel import LOCATE, STOP, Receiver
-from mlx_runtime.training.engines.base import Job
+from mlx_runtime.training.channel import LOCATE, STOP, Inbox, NoWorkers
+from mlx_runtime.training.engines.base import Cluster, Job
 from mlx_runtime.training.extensions import AccompaniedRun, Extensions
 from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
@@ -151,7 +151,7 @@ class Driver:
         sets = self._prepared_datasets(stack)
         yield from self._pending()
         self.control.check()
-        with contextlib.closing(Receiver(plan.cluster.host)) as receiver:
+        with contextlib.closing(_inbox(plan.cluster)) as receiver:
             job = Job(
                 experiment=path_of(plan.experiment),
                 tree=config.tree,
@@ -188,7 +188,7 @@ class Driver:
             self._emit(events.DatasetsPrepared(names, next(iter(sets.values())).root, created))
         return sets
 
-    def _follow(self, job: Job, receiver: Receiver, recorder: RunRecorder) -> Iterator[events.Event]:
+    def _follow(self, job: Job, receiver: Inbox, recorder: RunRecorder) -> Iterator[events.Event]:
         """Start the workers, and yield their events until they are done."""
         deadlocks = None if self._plan.cluster.in_driver else self._deadlocks(receiver)
         look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
@@ -228,7 +228,7 @@ class Driver:
                     self._emit(event)
                 raise
 
-    def _deadlocks(self, receiver: Receiver) -> "DeadlockDetector":
+    def _deadlocks(self, receiver: Inbox) -> "DeadlockDetector":
         from mlx_runtime.training.watchdog import ANSWER_S, DeadlockDetector
 
         busy_s = min(ANSWER_S, self._plan.config.cfg.hang_timeout_s / 2)
@@ -262,3 +262,11 @@ class Driver:
     def _pending(self) -> Iterator[events.Event]:
         while self._unread:
             yield self._unread.popleft()
+
+
+def _inbox(cluster: Cluster) -> Inbox:
+    if cluster.in_driver:
+        return NoWorkers()
+    from mlx_runtime.training.connections import Receiver
+
+    return Receiver(cluster.host)

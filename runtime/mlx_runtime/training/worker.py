@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,8 +23,7 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.assembly import build_experiment, dataset_shards
-from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.training.channel import Remote, Sink, address_towards
+from mlx_runtime.training.channel import Direct, Sink, address_towards
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
@@ -32,6 +31,9 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
 from mlx_runtime.training.strategies import Strategy, strategy_of
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.connections import Remote
 
 
 def train_to(sink: Sink, job: Job, topology: Topology) -> None:
@@ -51,7 +53,9 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         stack.enter_context(topology.entered())
         if not job.cluster.captures_output:
             stack.enter_context(Log(job.folder, topology.rank))
-        if isinstance(sink, Remote):
+        if not isinstance(sink, Direct):
+            from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
+
             stack.enter_context(at_breakpoint(no_pdb(sink)))
         with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
@@ -168,12 +172,12 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
 
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
-    if isinstance(sink, Remote):
+    if not isinstance(sink, Direct):
         from mlx_runtime.training.watchdog import Watchdog  # here, because one process alone waits for no other
 
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
-        sink.position, session.beat = watchdog.position, watchdog.beat
+        cast("Remote", sink).position, session.beat = watchdog.position, watchdog.beat
 
     def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
         session.update_begins(optimizer)

@@ -14,7 +14,7 @@ from conftest import Mlx
 
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
-from mlx_runtime.training.channel import Receiver, Remote
+from mlx_runtime.training.connections import Receiver, Remote
 from mlx_runtime.training.driver import Driver
 
 pytestmark = pytest.mark.process

@@ -10,7 +10,7 @@ import ray.train
 
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
-from mlx_runtime.training.channel import Remote
+from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import lost
 
 

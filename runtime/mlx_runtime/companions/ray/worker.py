@@ -9,7 +9,7 @@ import ray.train.torch
 
 from mlx_runtime.companions.ray.private import quiet_ray_train
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.training.channel import Remote
+from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.worker import train_to
 

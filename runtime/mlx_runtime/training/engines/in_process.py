@@ -40,7 +40,8 @@ class InProcess:
         if any(name not in job.prepared for name in stream_names(job.tree)):
             self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
-        after_import("ray", partial(_enter_ray_train, job))
+        if "ray" in companions.COMPANIONS:
+            after_import("ray", partial(_enter_ray_train, job))
         return self
 
     def poll(self) -> bool:

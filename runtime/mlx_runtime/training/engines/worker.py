@@ -15,7 +15,7 @@ from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
 from mlx_runtime.importing import after_import
-from mlx_runtime.training.channel import Remote
+from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.worker import train_to
 

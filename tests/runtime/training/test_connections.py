@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
-from mlx_runtime.training import channel
-from mlx_runtime.training.channel import STOP, Receiver, Remote
+from mlx_runtime.training import connections
+from mlx_runtime.training.channel import STOP
+from mlx_runtime.training.connections import Receiver, Remote
 
 pytestmark = pytest.mark.pure
 
@@ -77,10 +78,10 @@ def test_a_stranger_keeps_no_worker_waiting(receiver: Receiver, stranger: Callab
 
 
 def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(connections, "HANDSHAKE_S", 0.2)
     receiver = Receiver("127.0.0.1")
-    connections = [silent(receiver), half_a_message(receiver)]
-    for connection in connections:
+    strangers = [silent(receiver), half_a_message(receiver)]
+    for connection in strangers:
         connection.settimeout(5)
         while connection.recv(1000):  # the challenge; then nothing, when the other end has closed
             pass
@@ -88,7 +89,7 @@ def test_a_stranger_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_strangers_make_room_for_a_worker(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "MAX_PENDING", 5)
+    monkeypatch.setattr(connections, "MAX_PENDING", 5)
     before = threading.active_count()
     strangers = [silent(receiver) for _ in range(40)]
     Remote(receiver.address, receiver.key, rank=3)
@@ -130,7 +131,7 @@ def test_all_that_was_sent_is_drained(receiver: Receiver, delay_s: float, monkey
         answer_challenge(connection, key)
         time.sleep(delay_s)  # the other end is connected now, and sends
 
-    monkeypatch.setattr(channel, "answer_challenge", answer)
+    monkeypatch.setattr(connections, "answer_challenge", answer)
     stranger = silent(receiver)
     with Client(receiver.address, authkey=receiver.key) as connection:
         for step in range(1000):
@@ -150,7 +151,7 @@ def test_an_event_that_takes_long_to_decode_is_drained(receiver: Receiver, monke
             drained.wait()  # longer than anyone waits for a worker
         return decode(message)
 
-    monkeypatch.setattr(channel, "decode", slow)
+    monkeypatch.setattr(connections, "decode", slow)
     with Client(receiver.address, authkey=receiver.key) as connection:
         connection.send_bytes(encode(Notice("large")))
     try:
