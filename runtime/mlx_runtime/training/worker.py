@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mlx_runtime.config.building import build_cfg
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
@@ -102,6 +101,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
+        from mlx_runtime.distributed.peers import lost_peer
         from mlx_runtime.training.memory import out_of_memory
 
         if lost_peer(error):
