@@ -28,7 +28,7 @@ ONLY_SOME_RUNS = (
         "runs.lookup",
         "runs.report",
     ),
-    *("runs.report", "tracking.mlflow", "training.engines.processes", "training.watchdog"),
+    *("runs.report", "tracking.mlflow", "tracking.tables", "training.engines.processes", "training.watchdog"),
     *("tracking.weights_and_biases", "training.actors", "training.api", "training.engines.local"),
     *("training.engines.on_ray", "training.engines.ray_start", "training.function", "training.strategies.sharded"),
 )

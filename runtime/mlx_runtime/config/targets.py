@@ -16,6 +16,7 @@ PUBLIC = {
     "mlx_runtime.training.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
     "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
+    "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.data.huggingface": "mlx_runtime.datasets",

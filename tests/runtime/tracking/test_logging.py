@@ -14,7 +14,7 @@ Make = Callable[[str], Path]
 
 HEARD = ("+cfg.trackers.heard._target_=src.experiment.Heard", "+cfg.trackers.heard.file=tracker.jsonl")
 TOLD = ("+cfg.callbacks.told._target_=src.experiment.Heard", "+cfg.callbacks.told.file=callback.jsonl")
-FILES = ("+cfg.trackers.csv._target_=mlx_runtime.tracking.trackers.CSV",)
+FILES = ("+cfg.trackers.csv._target_=mlx_runtime.trackers.CSV",)
 
 
 def lines(file: Path) -> list[dict]:
