@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 class Companion(NamedTuple):
     """The names by which the core asks for a companion, whose modules are imported when they are needed."""
 
-    setting: str  # field of `cfg` that asks for its extension of a run, in `extension.py`
+    setting: str  # in its section of `cfg`; asks for its extension of a run, in `extension.py`
     scheme: str  # of the URIs of runs and checkpoints that its `remote.py` reads
 
 
@@ -22,14 +22,15 @@ COMPANIONS = {
 
 
 def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return the modules `extension` of the companions that the values of `cfg` ask for. Each has three functions:
+    """Return the modules `extension` of the companions that the node `cfg` asks for. Each has three functions:
 
     extension(config)                the `RunExtension` of a run that is about to begin, which it may refuse
     latest(cfg, root, experiment)    with `cfg.resume=auto`, the run to continue or None, and lines for the user
     refuse_sweep(cfg)                raises a ConfigError if the runs of a sweep cannot have the setting
     """
+    sections = {name: cfg.get(name) or {} for name in COMPANIONS}
     return [
-        _module(name, "extension") for name, companion in COMPANIONS.items() if cfg.get(companion.setting) is not None
+        _module(name, "extension") for name, item in COMPANIONS.items() if sections[name].get(item.setting) is not None
     ]
 
 

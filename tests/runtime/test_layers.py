@@ -29,6 +29,7 @@ ROOMS = (
     "events",
     "errors",
     "settings",
+    "sections",
     "importing",
     "companions",
 )

@@ -37,7 +37,7 @@ ONLY_SOME_RUNS = (
 SCRIPT = """
 import json, runpy, sys
 sys.path.insert(0, ".")
-sys.argv = ["main.py", "cfg.start_workers=0", "cfg.num_epochs=1", "cfg.limit_batches=2"]
+sys.argv = ["main.py", "cfg.start_workers=0", "cfg.num_epochs=1", "cfg.debug.limit_batches=2"]
 runpy.run_path("main.py", run_name="__main__")
 print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "mlx_runtime"]))
 """
@@ -91,6 +91,6 @@ def test_a_companion_is_removed_with_its_folder_and_its_line(
         return done.stdout
 
     mlx("train", "bind")
-    mlx("train", "run", "cfg.start_workers=0", "cfg.limit_batches=2", "cfg.num_epochs=1")
+    mlx("train", "run", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.num_epochs=1")
     mlx("train", "run", "--resume=run_001", "cfg.start_workers=0", "cfg.num_epochs=2")
     assert "SUCCEEDED" in mlx("xp", "ls")

@@ -90,11 +90,11 @@ def run(
         raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
     # ++ also adds a setting that conf.yaml lacks because it was bound before the setting existed
     implied = {
-        "cfg.prepared=make": make,
-        "cfg.prepared=never": never,
+        "cfg.preparation.mode=make": make,
+        "cfg.preparation.mode=never": never,
         "--fast-dev-run": fast,
-        f"++cfg.overfit_batches={overfit}": overfit,
-        "++cfg.profile=true": profile,
+        f"++cfg.debug.overfit_batches={overfit}": overfit,
+        "++cfg.debug.profile=true": profile,
         f"--from={origin}": origin,
     }
     refuse_empty({"--resume": resume, "--from": origin})
@@ -207,7 +207,7 @@ def launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
-    implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
+    implied = {"cfg.preparation.mode=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
     implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *_words(variants), *(option for option, given in implied.items() if given)]
     if many:  # the words that are no options here are those of `sweep`

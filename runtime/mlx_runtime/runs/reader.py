@@ -162,7 +162,7 @@ class Run:
         if "datasets" not in config:
             raise UsageError(f"{self._folder.title} has no group of datasets")
         with self._matching("load_datasets", "datasets", trust) as node:
-            if config.get("cfg", {}).get("fold") is not None:
+            if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
                 from mlx_runtime.data.folds import load_fold
 
                 return load_fold(node, self._importable("cfg", trust))

@@ -157,7 +157,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
     if plan.fold is not None:
         from mlx_runtime.data.folds import rows_digest
 
-        facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows_digest([plan.fold])}
+        split = cfg.cross_validation
+        facts["fold"] = {"fold": split.fold, "folds": split.folds, "rows": rows_digest([plan.fold])}
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,
