@@ -768,8 +768,11 @@ class TestAuto:
             (TrainConfig(), ("local", "")),
             (TrainConfig(start_workers=0), ("in_process", "")),
             (TrainConfig(elastic=Elastic(min_workers=2)), ("local", "")),
-            (TrainConfig(min_workers=1), ("ray", "cfg.elastic.min_workers=1 lets the number of workers change")),
-            (TrainConfig(max_workers=3), ("ray", "cfg.elastic.max_workers=3 lets the number of workers change")),
+            (TrainConfig(elastic=Elastic(1)), ("ray", "cfg.elastic.min_workers=1 lets the number of workers change")),
+            (
+                TrainConfig(elastic=Elastic(max_workers=3)),
+                ("ray", "cfg.elastic.max_workers=3 lets the number of workers change"),
+            ),
             (TrainConfig(loader="workers=2"), ("local", "")),
         ],
     )

@@ -26,6 +26,7 @@ from mlx_runtime.training.functions import takes_config
 SCRIPT = """
 import json, os, sys, traceback
 from mlx_runtime import MlxError, Trainer
+from mlx_runtime.sections import Elastic
 from src import training
 from src.training import Execution
 

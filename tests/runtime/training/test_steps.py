@@ -532,7 +532,11 @@ class TestCallbacks:
 
     def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
         heard = self.Heard()
-        settings = {"limit_train_batches": 3, "limit_eval_batches": 1, "num_epochs": 1, "evaluate_every_steps": 2}
+        settings = {
+            "debug": Debug(limit_train_batches=3, limit_eval_batches=1),
+            "num_epochs": 1,
+            "evaluate_every_steps": 2,
+        }
         run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
         assert "".join(heard.calls) == "train[1]train[2(val[2])]train[3](val[3])"
 
