@@ -15,6 +15,10 @@ SECTIONS = {
         *("mlx_runtime.BaseModule", "mlx_runtime.TrainConfig", "mlx_runtime.DUMMY_PARAMS"),
         *("mlx_runtime.prepare_model", "mlx_runtime.get_device"),
     ),
+    "Sections of `cfg`": (
+        *("mlx_runtime.sections.CrossValidation", "mlx_runtime.sections.Debug", "mlx_runtime.sections.Elastic"),
+        *("mlx_runtime.sections.Hub", "mlx_runtime.sections.Preparation", "mlx_runtime.sections.Sharding"),
+    ),
     "Datasets and losses": (
         *("mlx_runtime.datasets.DatasetShards", "mlx_runtime.datasets.DatasetShard", "mlx_runtime.datasets.Loader"),
         *("mlx_runtime.datasets.Batched", "mlx_runtime.losses.Mean"),

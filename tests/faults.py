@@ -274,7 +274,7 @@ def campaign_on(engine: str, strategy: str, kills: int, seed: int) -> None:
     kinds = [KINDS[engine][number % len(KINDS[engine])] for number in range(kills)]
     random.Random(seed).shuffle(kinds)
     epochs = kills * 3 // 4 + 4
-    overrides = [f"cfg.num_epochs={epochs}", "cfg.checkpoint_every_steps=3", "cfg.max_failures=-1"]
+    overrides = [f"cfg.num_epochs={epochs}", "cfg.checkpoint_every_steps=3", "cfg.elastic.max_failures=-1"]
     overrides += [*SLOW_TO_SAVE[strategy], "cfg.pause_s=0.15"]
     with tempfile.TemporaryDirectory(prefix="mlx-chaos-") as place:
         environment = dict(os.environ) | {"HOME": place}

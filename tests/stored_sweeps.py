@@ -37,7 +37,7 @@ def store_run(root: str, curves: Curves, status: str = "SUCCEEDED", **fields: An
         values = {name: known[epoch] for name, known in curves.items() if epoch < len(known)}
         lines.append({"step": 10 * epoch + 9, "epoch": epoch} | {n: v for n, v in values.items() if v is not None})
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    folder.conf.write_text("cfg:\n  seed: 0\n  folds: 2\n  fold: 0\n")
+    folder.conf.write_text("cfg:\n  seed: 0\n  cross_validation: {folds: 2, fold: 0}\n")
     folder.push(folder.metrics, folder.conf, must=True)
     return folder.name
 

@@ -17,7 +17,7 @@ from hub_server import Hub
 
 TITLE = "Mirrors"
 
-CONTENDERS = {"without": "no mirror", "mirror": "`cfg.mirror`"}
+CONTENDERS = {"without": "no mirror", "mirror": "`cfg.hub.mirror`"}
 
 ANSWER_S = 0.1
 """How long the Hub takes to answer each request."""
@@ -49,7 +49,7 @@ def _measured(contender: str, folder: Path, hub: Hub) -> dict[str, float]:
     out.unlink(missing_ok=True)
     mirror = []
     if contender == "mirror":
-        mirror = ["cfg.mirror=hf://alice/mirrored"]
+        mirror = ["cfg.hub.mirror=hf://alice/mirrored"]
         hub.repositories.clear()
     command = mlx("cfg.num_epochs=4", "models.net.layers=1", f"cfg.out={out}", *mirror)
     taken = cost(command, folder, environment(folder) | hub.variables())

@@ -47,7 +47,7 @@ steps the workers exchange metrics, for which one waits for the other. With a mo
 def _measured(contender: str, folder: Path) -> dict:
     out = folder / f"{contender}.json"
     prepared = "auto" if contender == "mlx-prepared" else "never"
-    ours = mlx("cfg.engine=local", f"cfg.prepared={prepared}", f"cfg.out={out}")
+    ours = mlx("cfg.engine=local", f"cfg.preparation.mode={prepared}", f"cfg.out={out}")
     command = ours if contender.startswith("mlx") else torchrun(2, contender, out)
     return found_by(command, folder, out, environment(folder))
 

@@ -3,14 +3,20 @@
 from typing import TYPE_CHECKING
 
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.tracking.trackers import CSV, JSONL, TensorBoard
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 
 if TYPE_CHECKING:
     from mlx_runtime.tracking.mlflow import MLflow
+    from mlx_runtime.tracking.tables import CSV
     from mlx_runtime.tracking.weights_and_biases import WandB
 
 __all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
 
 __getattr__ = imports_on_use(
-    __name__, {"MLflow": "mlx_runtime.tracking.mlflow", "WandB": "mlx_runtime.tracking.weights_and_biases"}
+    __name__,
+    {
+        "CSV": "mlx_runtime.tracking.tables",
+        "MLflow": "mlx_runtime.tracking.mlflow",
+        "WandB": "mlx_runtime.tracking.weights_and_biases",
+    },
 )

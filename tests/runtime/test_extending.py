@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_another_engine(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.local
 def test_an_engine_refuses_what_it_cannot_train(extended: Path, mlx: Mlx, settings: dict[str, str]) -> None:
-    words = ["cfg.engine=more_mlx.engine.Subprocesses", "cfg.min_workers=1"]
+    words = ["cfg.engine=more_mlx.engine.Subprocesses", "cfg.elastic.min_workers=1"]
     done = mlx(extended, "train", "run", *words, **settings)
     line = "cfg.engine=more_mlx.engine.Subprocesses cannot train this: the number of its workers is fixed"
     assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
@@ -151,7 +151,14 @@ def test_a_kind_of_dataset_is_split_into_folds_by_the_rows_of_its_reader(run: Ru
         )
         edited.write_text(with_val)
         (extended / "src" / "conf.yaml").unlink(missing_ok=True)
-        printed = run("train", "run", "cfg.start_workers=0", "cfg.folds=2", "cfg.fold=0", "cfg.name=fold")
+        printed = run(
+            "train",
+            "run",
+            "cfg.start_workers=0",
+            "cfg.cross_validation.folds=2",
+            "cfg.cross_validation.fold=0",
+            "cfg.name=fold",
+        )
         assert "11 rows in 3 steps" in printed
     finally:
         edited.write_text(text)

@@ -31,6 +31,7 @@ ROOMS = (
     "events",
     "errors",
     "settings",
+    "sections",
     "importing",
 )
 """From highest to lowest. A room imports only from those after it."""

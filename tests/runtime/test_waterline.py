@@ -21,7 +21,13 @@ MAX_MODULES, MAX_LINES = 99, 15_300
 
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "runs.best", "runs.listing", "runs.lookup"),
-    *("tracking.mlflow", "tracking.weights_and_biases", "training.background", "training.engines.local"),
+    *(
+        "tracking.mlflow",
+        "tracking.tables",
+        "tracking.weights_and_biases",
+        "training.background",
+        "training.engines.local",
+    ),
     *("training.engines.processes", "training.links", "training.warm_server", "training.watchdog"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
@@ -29,7 +35,7 @@ ONLY_SOME_RUNS = (
 SCRIPT = """
 import json, runpy, sys
 sys.path.insert(0, ".")
-sys.argv = ["main.py", "cfg.start_workers=0", "cfg.num_epochs=1", "cfg.limit_batches=2"]
+sys.argv = ["main.py", "cfg.start_workers=0", "cfg.num_epochs=1", "cfg.debug.limit_batches=2"]
 runpy.run_path("main.py", run_name="__main__")
 print(json.dumps([name for name in sys.modules if name.partition(".")[0] == "mlx_runtime"]))
 """
@@ -82,7 +88,7 @@ def test_a_companion_is_removed_with_its_folder_and_its_line(
 
     for words in (
         ("train", "bind"),
-        ("train", "run", "cfg.start_workers=0", "cfg.limit_batches=2", "cfg.num_epochs=1"),
+        ("train", "run", "cfg.start_workers=0", "cfg.debug.limit_batches=2", "cfg.num_epochs=1"),
         ("train", "run", "--resume=run_001", "cfg.start_workers=0", "cfg.num_epochs=2"),
     ):
         done = mlx(*words)

@@ -211,9 +211,20 @@ def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx
     """Of 40 steps, four make an update."""
     (digits / "src" / "probe.py").write_text(PROBE)
     settings = (
-        *("cfg.start_workers=0", "cfg.num_epochs=1", "cfg.precision=bf16", "cfg.compile=eager", "cfg.stop_on_nan=true"),
-        *("cfg.accumulate_grad_batches=4", "cfg.keep_global_batch=true", "cfg.gradient_clip=0.01"),
-        *("cfg.watch_gradients=1", "cfg.evaluate_every_steps=3", "cfg.max_steps=8", "cfg.checkpoint_every_steps=5"),
+        *(
+            "cfg.start_workers=0",
+            "cfg.num_epochs=1",
+            "cfg.precision=bf16",
+            "cfg.compile=eager",
+            "cfg.debug.stop_on_nan=true",
+        ),
+        *("cfg.accumulate_grad_batches=4", "cfg.elastic.keep_global_batch=true", "cfg.gradient_clip=0.01"),
+        *(
+            "cfg.debug.watch_gradients=1",
+            "cfg.evaluate_every_steps=3",
+            "cfg.max_steps=8",
+            "cfg.checkpoint_every_steps=5",
+        ),
         *("cfg.log_every_steps=2", "+cfg.callbacks.probe={_target_: src.probe.Probe}"),
     )
     done = mlx(digits, "train", "run", *settings)
@@ -233,7 +244,7 @@ def test_every_setting_of_its_config_works_by_an_override(digits: Path, mlx: Mlx
     assert {path.name[-2:] for path in run.glob("checkpoints/epoch_0001_step_*")} == {"05", "08"}
     failed = mlx(digits, "train", "run", *settings, "optimizers.adam.lr=1e30")
     assert failed.returncode == 1
-    assert "is not finite at step 2 (cfg.stop_on_nan)" in failed.stderr
+    assert "is not finite at step 2 (cfg.debug.stop_on_nan)" in failed.stderr
 
 
 def test_its_own_tests_pass(digits: Path, environment: dict[str, str]) -> None:

@@ -83,11 +83,11 @@ def run(
         raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
     # ++ also adds a setting that conf.yaml lacks because it was bound before the setting existed
     implied = {
-        "cfg.prepared=make": make,
-        "cfg.prepared=never": never,
+        "cfg.preparation.mode=make": make,
+        "cfg.preparation.mode=never": never,
         "--fast-dev-run": fast,
-        f"++cfg.overfit_batches={overfit}": overfit,
-        "++cfg.profile=true": profile,
+        f"++cfg.debug.overfit_batches={overfit}": overfit,
+        "++cfg.debug.profile=true": profile,
         f"--from={origin}": origin,
     }
     refuse_empty({"--resume": resume, "--from": origin})

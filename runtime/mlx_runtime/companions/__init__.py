@@ -15,7 +15,7 @@ class Companion(NamedTuple):
     """The names by which the core asks for a companion."""
 
     commands: tuple[str, ...] = ()  # the words after `mlx`; `xp push` is `xp_push` in its module `commands`
-    setting: str | None = None  # field of `cfg` that asks for its extension of a run, in its module `extension`
+    setting: str | None = None  # in its section of `cfg`; asks for its extension of a run, in its module `extension`
     scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
 
 
@@ -50,14 +50,14 @@ def commands(group: str) -> dict[str, str]:
 
 
 def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return the modules `extension` of the companions that the values of `cfg` ask for. Each has three functions:
+    """Return the modules `extension` of the companions that the node `cfg` asks for. Each has three functions:
 
     extension(config)                the `RunExtension` of a run that is about to begin, which it may refuse
     latest(cfg, root, experiment)    with `cfg.resume=auto`, the run to continue or None, and lines for the user
     refuse_sweep(cfg)                raises a ConfigError if the runs of a sweep cannot have the setting
     """
-    settings = {name: companion.setting for name, companion in COMPANIONS.items() if companion.setting}
-    return [part(f"{name}.extension") for name, setting in settings.items() if cfg.get(setting) is not None]
+    settings = {name: (cfg.get(name) or {}).get(item.setting) for name, item in COMPANIONS.items() if item.setting}
+    return [part(f"{name}.extension") for name, value in settings.items() if value is not None]
 
 
 def scheme_of(uri: str) -> str | None:

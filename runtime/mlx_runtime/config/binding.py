@@ -5,6 +5,7 @@ Variants that name a class are completed and merged in the same way. Patches fol
 
 import contextlib
 import difflib
+import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,6 @@ from mlx_runtime.config.schema import former_defaults, schema_of
 from mlx_runtime.config.signatures import (
     MISSING,
     base_of,
-    declared_settings,
     fitted,
     groups,
     is_factory,
@@ -165,13 +165,26 @@ def _listed(experiment: type, cfg: Node, present: Any) -> Node:
 
     The others have the runtime's defaults. Those that are not plain values are listed, too.
     """
-    names = FIRST_SETTINGS | declared_settings(experiment) | set(present if isinstance(present, dict) else ())
-    defaults = plain_defaults(base_of(experiment))
-    return {
-        name: value
-        for name, value in cfg.items()
-        if name.startswith("_") or name in names or name not in defaults or value != defaults[name]
-    }
+    there = present if isinstance(present, dict) else {}
+    declared, defaults = FIRST_SETTINGS | _declared_settings(experiment), plain_defaults(base_of(experiment))
+    listed = {}
+    for name, value in cfg.items():
+        section = there.get(name)
+        if name.startswith("_") or name in declared or name not in defaults or value != defaults[name]:
+            listed[name] = value
+        elif isinstance(value, dict) and isinstance(section, dict):
+            listed[name] = {key: item for key, item in value.items() if key in section}
+        elif name in there:
+            listed[name] = value
+    return listed
+
+
+def _declared_settings(experiment: type) -> set[str]:
+    """Return the names of the settings that user code declares: the fields of its own class, whatever that inherits."""
+    base, cls = base_of(experiment), groups(experiment)["cfg"]
+    own = [item for item in cls.__mro__ if item not in base.__mro__]
+    names = {name for item in own for name in inspect.get_annotations(item)}
+    return names | ({item.name for item in parameters(cls) or []} if not issubclass(cls, base) else set())
 
 
 def _merge_variant(

@@ -18,7 +18,7 @@ from mlx_runtime.config.signatures import (
     takes_any_keyword,
     type_name,
 )
-from mlx_runtime.config.targets import loaded_object_at, namesake, object_at, path_of
+from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
 from mlx_runtime.errors import suggest
 
 
@@ -108,6 +108,8 @@ class Checker:
         try:
             target = self._object_at(path)
         except (ImportError, AttributeError) as error:
+            from mlx_runtime.config.suggestions import namesake
+
             why = str(error).splitlines()[-1]
             there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
             yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}{there}")
@@ -138,7 +140,10 @@ class Checker:
                 for index, argument in enumerate(value):
                     yield from self._value(argument, Any, f"{here}[{index}]", path)
             elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-                yield Problem(here, f"{here}: {path} has no such argument.{suggest(name, by_name)}")
+                from mlx_runtime.config.suggestions import renamed
+
+                text = f"{here}: {path} has no such argument.{suggest(name, by_name)}"
+                yield Problem(here, renamed(here) or text)
         if node.get("_partial_") or "_args_" in node:
             return
         for item in items:

@@ -27,6 +27,7 @@ from mlx_runtime.config.projects import commands
 from mlx_runtime.config.signatures import base_of, fitted, groups, parameters, settings_of
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
+from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH
 from mlx_runtime.storage.redaction import redacted_tree
@@ -107,7 +108,7 @@ def load(
     raise_if([*words, *(_blaming(problem, selection) for problem in problems)], title)
     cfg = _own_settings(tree["cfg"], base) if look else build_cfg(tree["cfg"], base)
     files = " and ".join(map(str, [title, *selection.files]))
-    mentioned = ((text, re.findall(r"\bcfg\.\w+", text)) for text in base.out_of_range(cfg))
+    mentioned = ((text, re.findall(r"\bcfg(?:\.\w+)+", text)) for text in base.out_of_range(cfg))
     limits = [Problem(next(filter(selection.override, keys), ""), text) for text, keys in mentioned]
     raise_if([*(_blaming(item, selection) for item in limits), *literal_mapping_problems(tree, classes)], files)
     return Config(tree, unresolved, cfg, unseen=tuple(dict.fromkeys(checker.unseen)))
@@ -165,10 +166,12 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
+                from mlx_runtime.config.suggestions import renamed
+
                 above = next((top for top in _parents(key) if top in values), "")
                 free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above
                 cure = f" To add it, write +{item.input_line}" if free else suggest(key, keys)
-                problems.append(Problem(key, f"there is no key {key!r} in {title}.{cure}"))
+                problems.append(Problem(key, renamed(key) or f"there is no key {key!r} in {title}.{cure}"))
         ConfigStore.instance().store(SELECTED, selection.tree)
         with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base=None):
             config = compose(config_name=SELECTED, overrides=known)
@@ -257,44 +260,6 @@ def quoted(value: Any) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + match[2].replace("'", r"\'"), str(value)) + "'"
 
 
-def override(key: str, value: Any) -> str:
-    """Return the override that sets a key, new or not, to a plain value; tuples become lists.
-
-    Raises:
-        ConfigError: it is not plain, or Hydra's grammar has no override for it.
-    """
-    plain = _plain(value, key)
-    text = f"++{key}={_literal(plain)}"
-    read = parse_overrides([text])[0].value()
-    if repr(read) != repr(plain):  # 1 equals 1.0 and True
-        raise ConfigError(f"{key}={plain!r} cannot be written as an override, which would set {read!r}")
-    return text
-
-
-def _plain(value: Any, key: str) -> Any:
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:  # a number of NumPy
-        value = value.item()
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) in (list, tuple):
-        return [_plain(item, f"{key}[{index}]") for index, item in enumerate(value)]
-    if type(value) is dict:
-        return {name: _plain(item, f"{key}.{name}") for name, item in value.items()}
-    kind = type(value).__name__
-    raise ConfigError(f"{key} is a {kind}; conf.yaml holds numbers, text, None, and lists and dicts of these")
-
-
-def _literal(value: Any) -> str:
-    """Write a plain value in Hydra's grammar."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_literal, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{_literal(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, str):
-        return quoted(value)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
 def _quote_value(override: str) -> str:
     """Quote the value of `cfg.x=a=b`: Hydra's grammar does not allow a second `=`."""
     match = re.fullmatch(r"([+~]{0,2}[\w.@]+)=([^'\"(\[{\s][^'\"(\[{]*=[^'\"]*)", override)
@@ -303,9 +268,14 @@ def _quote_value(override: str) -> str:
 
 def _own_settings(node: Tree, base: type) -> Any:
     """Build the runtime's settings from the plain values of `cfg`, without the user's classes."""
-    hints = {item.name: item.annotation for item in parameters(base) or []}
-    plain = {name: node[name] for name in hints if name in node and not _names_code(node[name])}
-    return base(**{name: fitted(value, hints[name]) for name, value in plain.items()})
+    values = {}
+    for item in parameters(base) or []:
+        name, hint = item.name, item.annotation
+        if isinstance(hint, type) and issubclass(hint, Section):
+            values[name] = _own_settings(node.get(name, {}), hint)
+        elif name in node and not _names_code(node[name]):
+            values[name] = fitted(node[name], hint)
+    return base(**values)
 
 
 def _names_code(value: Any) -> bool:

@@ -21,6 +21,7 @@ from mlx_runtime.config.expressions import Call, Recording, recorded_constant, r
 from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, own_default, parameters
 from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import BindError, short_message
+from mlx_runtime.sections import Section
 
 Node = dict[str, Any]
 """A mapping with `_target_`, the class or function to call, and its arguments, as Hydra's `instantiate` takes it."""
@@ -144,7 +145,7 @@ class Description:
         if parameter.annotation is MISSING and path.startswith("src."):
             self.notices.append(f"{key} has no type, so its value cannot be checked")
         default = parameter.default
-        if is_factory(default):
+        if is_factory(default) or isinstance(default, Section):
             return
         made = isinstance(default, torch.nn.Module | Declaration)
         if made or (hasattr(default, "__dict__") and not callable(default)):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import BindError
+from mlx_runtime.sections import Section
 
 MISSING = inspect.Parameter.empty
 
@@ -101,9 +102,10 @@ def settings_of(experiment: type) -> dict[str, Any]:
     """Return the defaults of `cfg` that are plain values: of its class, and of the runtime's for what that lacks."""
     cls = groups(experiment)["cfg"]
     defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
-    return (
-        defaults if own is None else defaults | {name: getattr(own.default, name, defaults[name]) for name in defaults}
-    )
+    if own is None:
+        return defaults
+    values = {name: _plain(getattr(own.default, name, MISSING)) for name in defaults}
+    return defaults | {name: value for name, value in values.items() if value is not MISSING}
 
 
 def plain_defaults(*classes: type) -> dict[str, Any]:
@@ -112,19 +114,14 @@ def plain_defaults(*classes: type) -> dict[str, Any]:
     return {item.name: plain for item in items if (plain := _plain(item.default)) is not MISSING}
 
 
-def declared_settings(experiment: type) -> set[str]:
-    """Return the names of the settings that user code declares: the fields of its own class, whatever that inherits."""
-    base, cls = base_of(experiment), groups(experiment)["cfg"]
-    own = [item for item in cls.__mro__ if item not in base.__mro__]
-    names = {name for item in own for name in inspect.get_annotations(item)}
-    return names | ({item.name for item in parameters(cls) or []} if not issubclass(cls, base) else set())
-
-
 def _plain(value: Any) -> Any:
     """Return a value as conf.yaml holds it, or `MISSING` if it is not plain."""
     if isinstance(value, list | tuple):
         items = [_plain(item) for item in value]
         return MISSING if MISSING in items else items
+    if isinstance(value, Section):
+        node = {name: _plain(item) for name, item in vars(value).items()}
+        return MISSING if MISSING in node.values() else {"_target_": path_of(type(value)), **node}
     plain = value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
     return value if plain else MISSING
 

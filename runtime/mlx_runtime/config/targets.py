@@ -1,6 +1,5 @@
 """Dotted paths by which conf.yaml names classes, functions and constants."""
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ PUBLIC = {
     "mlx_runtime.training.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
     "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
+    "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
     "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.companions.hub.datasets": "mlx_runtime.datasets",
@@ -100,20 +100,3 @@ def targets_of(tree: Any) -> Iterator[str]:
 def names_repositories(tree: Any) -> bool:
     """Return True if nodes of a config may name repositories of the Hugging Face Hub."""
     return any(target.endswith((".from_pretrained", ".load_dataset")) for target in targets_of(tree))
-
-
-def namesake(path: str) -> str | None:
-    """Return the path of the only class or function of this name in loaded modules of its package, or a similar one."""
-    package, _, _ = path.partition(".")
-    home, _, name = path.rpartition(".")
-    modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == package]
-    found = {f"{module.__name__}.{name}" for module in modules if _defines(module, name)}
-    if not found and home in sys.modules:  # a typing error
-        public = [item for item in vars(sys.modules[home]) if not item.startswith("_")]
-        found = {f"{home}.{item}" for item in difflib.get_close_matches(name, public, n=1)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _defines(module: Any, name: str) -> bool:
-    thing = vars(module).get(name)
-    return callable(thing) and getattr(thing, "__module__", None) == module.__name__

@@ -91,9 +91,13 @@ class Selection:
         self._sources = {**others, key: file}
 
     def complete(self, settings: Mapping[str, Any]) -> None:
-        """Add the values of `cfg` that the file does not list."""
+        """Add the values of `cfg` that the file does not list, also those of sections that it lists in part."""
         if isinstance(cfg := self.tree.get("cfg"), dict):
-            self.tree["cfg"] = cfg | {name: value for name, value in settings.items() if name not in cfg}
+            for name, value in settings.items():
+                path = value.get("_target_") if isinstance(value, dict) else None
+                given = cfg.get(name, {} if path else value)
+                completes = path and isinstance(given, dict) and given.get("_target_", path) == path
+                cfg[name] = {**value, **given} if completes else given
 
     def choose(self, key: str, name: Any) -> bool:
         """Replace the node at a key by a variant; False if `name` is any other value."""

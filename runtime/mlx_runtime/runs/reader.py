@@ -163,7 +163,7 @@ class Run:
         if "datasets" not in config:
             raise UsageError(f"{self._folder.title} has no group of datasets")
         with self._matching("load_datasets", "datasets", trust) as node:
-            if config.get("cfg", {}).get("fold") is not None:
+            if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
                 return companions.part("sweeps.folds").load_fold(node, self._importable("cfg", trust))
             return build_group(node, "datasets", lambda name: contextlib.nullcontext())
 

@@ -227,7 +227,7 @@ def storage_root(storage_path: str) -> str:
 
 
 def prepared_root(storage_path: str, prepared_path: str | None) -> str:
-    """Return the folder or URI of prepared datasets: `cfg.prepared_path`, by default a folder in the storage."""
+    """Return the folder or URI of prepared datasets: `cfg.preparation.path`, by default a folder in the storage."""
     return prepared_path or joined(storage_root(storage_path), ".prepared")
 
 

@@ -124,8 +124,8 @@ def dataset_shards(
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     streams = companions.part("ray.stream_reader").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
-    keeps_global_batch = cfg.keep_global_batch and not job.cluster.in_driver
-    limits = [limit for limit in (cfg.limit_batches, cfg.overfit_batches) if limit is not None]
+    keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
+    limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]
     options = LoaderOptions(
         seed=cfg.seed,
         prefetch=cfg.prefetch_batches,
@@ -133,9 +133,9 @@ def dataset_shards(
         accumulate=cfg.accumulate_grad_batches,
         wanted_workers=cfg.start_workers if keeps_global_batch else None,
         limit=min(limits, default=None),
-        train_limit=cfg.limit_train_batches,
-        eval_limit=cfg.limit_eval_batches,
-        repeats=cfg.overfit_batches is not None,
+        train_limit=cfg.debug.limit_train_batches,
+        eval_limit=cfg.debug.limit_eval_batches,
+        repeats=cfg.debug.overfit_batches is not None,
     )
     return DatasetShards(
         {

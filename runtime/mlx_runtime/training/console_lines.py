@@ -61,7 +61,7 @@ class ConsoleLines:
             assert config.origin is not None
             self._print(f"evaluate  {config.origin.title}, {config.checkpoint}")
         elif config.fast:
-            batches = cfg.limit_batches or "all"
+            batches = cfg.debug.limit_batches or "all"
             self._print(f"run       {run.experiment}, fast dev run: {batches} batches per pass, nothing is kept")
         else:
             self._print(f"run       {run.experiment} {run.name}")
@@ -107,7 +107,7 @@ class ConsoleLines:
     def _sizes(self) -> tuple[int, int]:
         """The smallest and the largest number of workers that may train."""
         cfg = self._plan.config.cfg
-        return cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+        return cfg.elastic.min_workers or cfg.start_workers, cfg.elastic.max_workers or cfg.start_workers
 
     def _workers_started(self, event: events.WorkersStarted) -> None:
         before, self._world_size = self._world_size, event.world_size

@@ -93,7 +93,7 @@ class Driver:
             UsageError: another driver is training the run.
             StorageError: the run folder cannot be written.
             WorkerLoopError: user code raised an exception.
-            WorkerLostError: workers were lost more than `cfg.max_failures` times.
+            WorkerLostError: workers were lost more than `cfg.elastic.max_failures` times.
             HangError: the workers deadlocked.
         """
         with contextlib.ExitStack() as guard:

@@ -60,7 +60,7 @@ class GradientMonitor:
             more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
             text = f"the gradient of {broken[0]}{more} is not finite at step {step}"
             if self._stop_on_nan:
-                raise MlxError(f"{text} (cfg.stop_on_nan)")
+                raise MlxError(f"{text} (cfg.debug.stop_on_nan)")
             if not self._warned:
                 self._warned = True
                 self._notice(text)

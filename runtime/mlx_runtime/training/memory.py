@@ -97,9 +97,9 @@ def ways_to_save(cfg: Any) -> str:
         more = "" if cfg.start_workers > 1 else " and more workers"
         ways.append(f"cfg.strategy=fsdp{more}, to share parameters, gradients and optimizer states among the workers")
     else:
-        setting = "start_workers" if cfg.strategy == "fsdp" else "shard_size"
+        setting = "start_workers" if cfg.strategy == "fsdp" else "sharding.shard_size"
         ways.append(f"a higher cfg.{setting}")
-        ways += ["cfg.offload=cpu, for the memory of GPUs"] * (cfg.offload == "none")
+        ways += ["cfg.sharding.offload=cpu, for the memory of GPUs"] * (cfg.sharding.offload == "none")
     ways += ["cfg.activation_checkpointing=true"] * (cfg.activation_checkpointing is False)
     ways += ["cfg.precision=bf16"] * (cfg.precision == 32)
     return f"To save memory: {'; '.join(ways)}; a lower batch_size, with more cfg.accumulate_grad_batches"

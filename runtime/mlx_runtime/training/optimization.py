@@ -42,12 +42,12 @@ class Optimization:
     """Gradients and updates of one worker."""
 
     def __init__(self, context: RunContext, reporter: Reporter, strategy: Strategy) -> None:
-        cfg = context.cfg
+        cfg, debug = context.cfg, context.cfg.debug
         self._context, self._reporter, self._strategy = context, reporter, strategy
         self.accumulation = Accumulation()
         self._divisor = 1.0  # of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted = WeightedLosses()
-        self._monitor = self._gradient_monitor() if cfg.watch_gradients or cfg.stop_on_nan else None
+        self._monitor = self._gradient_monitor() if debug.watch_gradients or debug.stop_on_nan else None
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
@@ -61,9 +61,9 @@ class Optimization:
     def _gradient_monitor(self) -> "GradientMonitor":
         from mlx_runtime.training.gradients import GradientMonitor
 
-        cfg, topology = self._context.cfg, self._context.topology
+        debug, topology = self._context.cfg.debug, self._context.topology
         report = self._report_norms if topology.writes or self._strategy.shards else None
-        return GradientMonitor(cfg.watch_gradients, cfg.stop_on_nan, report, self._reporter.events.notice)
+        return GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report, self._reporter.events.notice)
 
     # -- called by user code
 
@@ -94,7 +94,7 @@ class Optimization:
         if self._strategy.shards and self.accumulation.steps > 1:
             raise MlxError(
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
-                "cfg.accumulate_grad_batches=1 and cfg.keep_global_batch=false, or use cfg.strategy=ddp"
+                "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
             )
         _, optimizer = self._optimizer(name, f"backward(loss, optimizer={name!r})")
         own = set(_params(optimizer))
@@ -259,8 +259,8 @@ class Optimization:
 
     def _check_plain_step(self) -> None:
         cfg = self._context.cfg
-        setting = "accumulate_grad_batches" if cfg.accumulate_grad_batches > 1 else "keep_global_batch"
-        if not self._managed and (cfg.accumulate_grad_batches > 1 or cfg.keep_global_batch):
+        setting = "accumulate_grad_batches" if cfg.accumulate_grad_batches > 1 else "elastic.keep_global_batch"
+        if not self._managed and (cfg.accumulate_grad_batches > 1 or cfg.elastic.keep_global_batch):
             raise MlxError(
                 f"cfg.{setting} needs self.backward(loss) and self.optimizer_step(); call these instead of "
                 "loss.backward() and optimizer.step()"

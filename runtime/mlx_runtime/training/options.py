@@ -1,17 +1,14 @@
 """Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
 
+import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from mlx_runtime.errors import suggest
+from mlx_runtime.sections import CrossValidation, Debug, Elastic, Hub, Preparation, Section, Sharding, at_least
 from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
-
-
-def at_least(minimum: float, default: Any) -> Any:
-    """Return the field of a setting with a minimum."""
-    return field(default=default, metadata={"minimum": minimum})
 
 
 class _Checked:
@@ -22,54 +19,28 @@ class _Checked:
         """Return one line per setting that is out of range. A `cfg` of a user's own class need not have all of them."""
         problems = []
         for name, minimum in minimums().items():
-            value = getattr(cfg, name, None)
+            value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
             if value is not None and value < minimum:
                 problems.append(f"cfg.{name} is {value!r}; the minimum is {minimum}")
             elif value is not None and value >= LARGEST:
                 problems.append(f"cfg.{name} is {value!r:.40}; the maximum is {LARGEST - 1}")
-        least, most = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+        least, most = (size or cfg.start_workers for size in (cfg.elastic.min_workers, cfg.elastic.max_workers))
         if cfg.start_workers != 0 and not least <= cfg.start_workers <= most:
-            limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
+            limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
         if cfg.engine not in engines and "." not in cfg.engine:
             hint = suggest(cfg.engine, engines)
             problems.append(f"cfg.engine is {cfg.engine!r}; write {', '.join(engines)}, or an import path.{hint}")
-        problems += _sharding_problems(cfg)
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
-        folds, fold, splitter = (getattr(cfg, name, None) for name in ("folds", "fold", "splitter"))
-        if (folds is None) != (fold is None):
-            problems.append(f"cfg.folds is {folds} and cfg.fold is {fold}; set both, or neither")
-        elif folds is not None and fold >= folds:
-            problems.append(f"cfg.fold is {fold}; with cfg.folds={folds}, it is from 0 to {folds - 1}")
-        if isinstance(splitter, str) or not (splitter is None or hasattr(splitter, "split")):  # a str has `split`, too
-            example = "'cfg.splitter={_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}'"
-            problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {example}")
-        return problems
+        plain = {"strategy": "ddp", "sharding": Sharding(), "cross_validation": CrossValidation()}
+        if any(getattr(cfg, name, value) != value for name, value in plain.items()):
+            from mlx_runtime.training.contradictions import contradictions
 
-
-def _sharding_problems(cfg: Any) -> list[str]:
-    """Return one line per setting that contradicts `cfg.strategy`."""
-    strategy, size = getattr(cfg, "strategy", "ddp"), getattr(cfg, "shard_size", None)
-    problems = []
-    if getattr(cfg, "offload", "none") != "none" and strategy == "ddp":
-        problems.append("cfg.offload=cpu is for sharded models, and cfg.strategy is ddp; use cfg.strategy=fsdp or hsdp")
-    if strategy != "hsdp":
-        if size is not None:
-            problems.append(f"cfg.shard_size={size} is for cfg.strategy=hsdp, and cfg.strategy is {strategy}")
+            problems += contradictions(cfg)
         return problems
-    if size is None:
-        cure = "set the number of workers that share one replica of the models, or use cfg.strategy=fsdp"
-        return [*problems, f"cfg.strategy=hsdp needs cfg.shard_size; {cure}"]
-    for name in ("start_workers", "min_workers", "max_workers"):
-        workers = getattr(cfg, name)
-        if size > 0 and workers is not None and workers % size:
-            below = workers - workers % size
-            fitting = f"{below} or {below + size}" if below else str(size)
-            problems.append(f"cfg.{name}={workers} is not a multiple of cfg.shard_size={size}; use {fitting}")
-    return problems
 
 
 @dataclass
@@ -94,40 +65,15 @@ class TrainConfig(_Checked):
             here; `auto` is `local` on one machine unless only Ray can train the run. The import path of a class names
             an engine of your own.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
-        min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
-        max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
-        keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
-            each update sees as many rows; for loops that call `self.backward` and `self.optimizer_step`.
-        max_failures: how many times lost workers are replaced before the run fails; -1 means no limit.
         hang_timeout_s: seconds without a step after which a deadlock is detected, and the run fails.
-        limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
-        limit_train_batches: the same for training datasets only.
-        limit_eval_batches: the same for all other datasets.
-        overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
-            a model that does not fit them has a bug.
-        folds: train on `datasets.train` without one of this many folds, whose rows take the place of `datasets.val`.
-            `mlx train sweep --folds` trains all; None means no cross-validation.
-        fold: number of the fold whose rows are held out, from 0.
-        splitter: splits the rows into folds: a class of `sklearn.model_selection`, or one with the same methods; labels
-            and groups come from the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`,
-            shuffled by `seed`.
-        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
-            snapshot of its memory then has the lines of code that have allocated it.
         loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
             processes per worker.
         prefetch_batches: batches that are read while the loop trains on earlier ones. None is 2 for each of the
             processes of `workers=N`, and for streams of Ray Data, and 0 for what the worker itself reads. A number is
             for all of them; a thread of the worker then reads what the worker would, unless the first batch of a pass
             draws from the global random generators: it would change the numbers that the loop draws.
-        prepared: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones
-            first (`--prepare-batches`); `never` reads samples (`--no-prepared`).
-        prepared_path: folder or URI of prepared datasets; None means `.prepared` in the storage.
-        prepared_max_days: when preparing, remove prepared datasets not used for this many days.
-        prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
-            `shard_size` workers, with replicas of the shards; `Models.strategies = {"net": "ddp"}` overrides it.
-        shard_size: workers that hold one replica under `hsdp`; it divides the number of workers.
-        offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
+            `sharding.shard_size` of them, with replicas; `Models.strategies = {"net": "ddp"}` overrides it.
         activation_checkpointing: recompute activations in the backward pass instead of storing them: true for the
             blocks that repeat, or a pattern of module paths like `layers.*`.
         precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type, and all of a sharded
@@ -144,12 +90,7 @@ class TrainConfig(_Checked):
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
         code_files: files that `code.zip` of a run holds although git does not track them and no code imports them, as
             lines of a .gitignore.
-        mirror: repository on the Hugging Face Hub, like `hf://user/name`, that the run is mirrored to while it trains.
-        mirror_timeout_s: seconds that the end of a run waits for its last upload.
         log_every_steps: training steps between two reductions of the metrics over all workers.
-        watch_gradients: updates between two records of each layer's gradient and weight norms; 0 means none. If
-            matplotlib is installed, TensorBoard shows a picture of them for each epoch.
-        stop_on_nan: check all gradients before each update, and end the run at the first that is not finite.
         trackers: receive numbers in addition to the run's own `metrics.jsonl`, by name: those of
             `mlx_runtime.trackers`, or any class with the methods listed in `mlx_runtime.tracking.callbacks`; `null`
             removes one.
@@ -164,6 +105,12 @@ class TrainConfig(_Checked):
             `{"pip": [...], "env_vars": {...}}`.
         secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
         use_gpu: train on one GPU per worker; None means only if there are enough.
+        cross_validation: training without one of several folds of the rows.
+        debug: quick looks at a run, and the search for what is wrong with it.
+        elastic: workers that are lost, replaced or added while a run trains.
+        hub: the mirror of the run on the Hugging Face Hub.
+        preparation: datasets that are prepared before training.
+        sharding: how `strategy` shards models.
     """
 
     name: str = "experiment"
@@ -176,29 +123,11 @@ class TrainConfig(_Checked):
     evaluate_every_steps: int | None = at_least(1, None)
     engine: str = "auto"
     start_workers: int = at_least(0, 2)
-    min_workers: int | None = at_least(1, None)
-    max_workers: int | None = at_least(1, None)
-    keep_global_batch: bool = False
-    max_failures: int = at_least(-1, 3)
     hang_timeout_s: float = at_least(1, 600)
-    limit_batches: int | None = at_least(1, None)
-    limit_train_batches: int | None = at_least(1, None)
-    limit_eval_batches: int | None = at_least(1, None)
-    overfit_batches: int | None = at_least(1, None)
-    folds: int | None = at_least(2, None)
-    fold: int | None = at_least(0, None)
-    splitter: Any = None
-    profile: bool = False
     loader: str = "auto"
     prefetch_batches: int | None = at_least(0, None)
-    prepared: Literal["auto", "make", "never"] = "auto"
-    prepared_path: str | None = None
-    prepared_max_days: float = 30
-    prepared_max_gb: float = 200
     seed: int = at_least(0, 0)
     strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
-    shard_size: int | None = at_least(1, None)
-    offload: Literal["none", "cpu"] = "none"
     activation_checkpointing: bool | str = False
     precision: Literal[32, "bf16", "fp16"] = 32
     accumulate_grad_batches: int = at_least(1, 1)
@@ -208,11 +137,7 @@ class TrainConfig(_Checked):
     deterministic: bool = False
     storage_path: str = "runs"
     code_files: tuple[str, ...] = ()
-    mirror: str | None = None
-    mirror_timeout_s: float = at_least(0, 60)
     log_every_steps: int = at_least(1, 50)
-    watch_gradients: int = at_least(0, 0)
-    stop_on_nan: bool = False
     trackers: dict[str, Any] = field(default_factory=lambda: {"tensorboard": TensorBoard()})
     callbacks: dict[str, Any] = field(default_factory=dict)
     monitor: str | None = None
@@ -223,6 +148,12 @@ class TrainConfig(_Checked):
     runtime_env: dict[str, Any] | None = None
     secrets: tuple[str, ...] = ()
     use_gpu: bool | None = None
+    cross_validation: CrossValidation = CrossValidation()
+    debug: Debug = Debug()
+    elastic: Elastic = Elastic()
+    hub: Hub = Hub()
+    preparation: Preparation = Preparation()
+    sharding: Sharding = Sharding()
 
 
 @dataclass
@@ -253,11 +184,12 @@ class DataConfig(_Checked):
 
     # Requirements of a cluster beyond those above; tasks are not a group that has to be complete.
     engine: ClassVar[str] = "ray"
-    min_workers: ClassVar[int | None] = None
-    max_workers: ClassVar[int | None] = None
+    elastic: ClassVar[Elastic] = Elastic()
 
 
 def minimums() -> dict[str, float]:
-    """Return the minimum of each setting that has one."""
-    items = (*fields(TrainConfig), *fields(DataConfig))
-    return {item.name: item.metadata["minimum"] for item in items if "minimum" in item.metadata}
+    """Return the minimum of each setting that has one, by its key below `cfg`."""
+    items = {item.name: item for cls in (TrainConfig, DataConfig) for item in fields(cls)}
+    for name, section in [(name, item.default) for name, item in items.items() if isinstance(item.default, Section)]:
+        items |= {f"{name}.{item.name}": item for item in fields(cast(Any, section))}
+    return {name: item.metadata["minimum"] for name, item in items.items() if "minimum" in item.metadata}

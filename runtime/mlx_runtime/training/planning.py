@@ -76,9 +76,9 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
     """
     _refuse_too_few_files(config.cfg)
-    if config.cfg.fold is not None:
+    if config.cfg.cross_validation.fold is not None:
         folds = companions.part("sweeps.folds")
-        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.fold))
+        config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))
     check_datasets(config)
     check_optimizers(config)
     if config.checkpoint is not None and experiment.eval_loop is BaseModule.eval_loop:
@@ -124,7 +124,7 @@ def check_optimizers(config: RunConfig) -> None:
 
 def may_be_prepared(config: RunConfig) -> bool:
     """Return False if there are certainly no prepared datasets to read, and none are to be made."""
-    how, root = config.cfg.prepared, config.prepared_root
+    how, root = config.cfg.preparation.mode, config.prepared_root
     return how == "make" or (how == "auto" and (is_uri(root) or Path(Storage(root).path).is_dir()))
 
 
@@ -179,23 +179,23 @@ def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
 
 def _extensions(config: RunConfig) -> Iterator[RunExtension]:
     """Yield the extensions of a run: those of companions, which may refuse it, and callbacks that are extensions."""
-    for companion in companions.asked_for(vars(config.cfg)):
+    for companion in companions.asked_for(config.tree["cfg"]):
         yield companion.extension(config)
     yield from (item for item in config.cfg.callbacks.values() if hasattr(item, "accompany"))
 
 
 def _fold(config: RunConfig) -> "Fold | None":
     """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
-    if config.cfg.fold is None:
+    if (number := config.cfg.cross_validation.fold) is None:
         return None
     folds = companions.part("sweeps.folds")
-    fold: Fold = folds.fold_rows(config)[config.cfg.fold]
+    fold: Fold = folds.fold_rows(config)[number]
     run = config.run
     recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
     if run is not None and recorded not in (None, folds.rows_digest([fold])):
         raise ConfigError(
-            f"fold {config.cfg.fold} has other rows than when {run.title} started: the data, its labels or the "
-            f"splitter has changed. Start over in a new run: {new_run(run, config.cfg)}"
+            f"fold {number} has other rows than when {run.title} started: the data, its labels or the splitter has "
+            f"changed. Start over in a new run: {new_run(run, config.cfg)}"
         )
     return fold
 
@@ -206,9 +206,10 @@ def _in_temporary_storage(config: RunConfig) -> Iterator[RunConfig]:
 
     Prepared datasets are still read from the real one.
     """
-    prepared = "auto" if config.cfg.prepared == "make" else config.cfg.prepared  # a fast dev run prepares nothing
+    mode = config.cfg.preparation.mode
+    preparation = {"path": config.prepared_root, "mode": "auto" if mode == "make" else mode}  # it prepares nothing
     with tempfile.TemporaryDirectory(prefix="mlx-fast-", ignore_cleanup_errors=True) as storage:
-        changed: dict[str, Any] = {"storage_path": storage, "prepared_path": config.prepared_root, "prepared": prepared}
-        changed |= {"trackers": {}, "callbacks": {}}
+        changed: dict[str, Any] = {"storage_path": storage, "trackers": {}, "callbacks": {}}
+        changed["preparation"] = config.tree["cfg"]["preparation"] | preparation
         tree, unresolved = (one | {"cfg": one["cfg"] | changed} for one in (config.tree, config.unresolved))
         yield dataclasses.replace(config, tree=tree, unresolved=unresolved, cfg=build_cfg(tree["cfg"], TrainConfig))

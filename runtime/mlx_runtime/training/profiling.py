@@ -1,4 +1,4 @@
-"""`cfg.profile`: a trace of a few training steps, and a table of the operators that took the most time."""
+"""`cfg.debug.profile`: a trace of a few training steps, and a table of the operators that took the most time."""
 
 import contextlib
 import os

@@ -147,7 +147,9 @@ class Reporter:
         monitor = self._context.cfg.monitor
         text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
         best = f"; no checkpoint is the best while {monitor} is nan" if monitor in names else ""
-        self.events.send(WarningNotice(f"{text}{best}. cfg.stop_on_nan=true ends a run at the first such gradient"))
+        self.events.send(
+            WarningNotice(f"{text}{best}. cfg.debug.stop_on_nan=true ends a run at the first such gradient")
+        )
 
     def check_monitor(self) -> None:
         """Show a line if nothing was recorded by which to choose the best checkpoint."""

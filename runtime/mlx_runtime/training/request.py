@@ -44,7 +44,7 @@ FAST_DEV_RUN = "--fast-dev-run"
 EVAL = "--eval="
 """Prefix of the path of the checkpoint to evaluate. `--from=` names its run."""
 
-FAST = ("++cfg.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
+FAST = ("++cfg.debug.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
 
 LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
@@ -72,7 +72,7 @@ class RunConfig(Config):
     @property
     def prepared_root(self) -> str:
         """Folder or URI of prepared datasets."""
-        return prepared_root(self.cfg.storage_path, self.cfg.prepared_path)
+        return prepared_root(self.cfg.storage_path, self.cfg.preparation.path)
 
 
 class _Choice(NamedTuple):

@@ -30,10 +30,10 @@ from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {
-    *("fold", "folds", "limit_batches", "limit_eval_batches", "limit_train_batches", "name", "overfit_batches"),
-    *("restore_checkpoint_path", "restore_strict", "seed", "splitter", "start_epoch"),
+    *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),
+    *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
 }
-"""Settings that a run keeps: they determine where it starts and what it reads."""
+"""Settings and sections that a run keeps: they determine where it starts and what it reads."""
 
 IGNORED = {"resume", "storage_path"}
 """Settings that do not change what a run does: they choose it."""
@@ -134,7 +134,7 @@ def _why_refused(change: Change, cfg: type) -> str | None:
     group, _, rest = change.key.partition(".")
     name, _, argument = rest.partition(".")
     if group == "cfg":
-        return _why_fixed(name, cfg)
+        return _why_fixed(name, rest, cfg)
     if "_target_" not in change.key and MISSING not in (change.before, change.after):
         if group == "optimizers":
             return _why_not_a_number(argument, change.before, change.after)
@@ -143,11 +143,12 @@ def _why_refused(change: Change, cfg: type) -> str | None:
     return "the checkpoint determines it"
 
 
-def _why_fixed(name: str, cfg: type) -> str | None:
+def _why_fixed(name: str, key: str, cfg: type) -> str | None:
+    """Return why a setting cannot change; `key` is below `cfg`, and `name` its first part."""
     if name in IGNORED:
         return None
     if name in {field.name for field in dataclasses.fields(TrainConfig)}:
-        return "it cannot change within a run" if name in FIXED else None
+        return "it cannot change within a run" if {name, key} & FIXED else None
     fields = dataclasses.fields(cfg) if dataclasses.is_dataclass(cfg) else ()
     if any(field.name == name and field.metadata.get("resumable") for field in fields):
         return None

@@ -154,7 +154,8 @@ def _facts(plan: RunPlan) -> dict[str, Any]:
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}
     if plan.fold is not None:
         rows = companions.part("sweeps.folds").rows_digest([plan.fold])
-        facts["fold"] = {"fold": cfg.fold, "folds": cfg.folds, "rows": rows}
+        split = cfg.cross_validation
+        facts["fold"] = {"fold": split.fold, "folds": split.folds, "rows": rows}
     return facts | {
         "status": "RUNNING",
         "seed": cfg.seed,

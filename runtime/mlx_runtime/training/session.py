@@ -49,12 +49,12 @@ class Session:
         self.optimization = Optimization(context, self.reporter, strategy)
         self.checkpoints = Checkpointer(context, self.reporter, self.optimization)
         notice = self.reporter.events.notice
-        fewer = context.cfg.min_workers is not None and context.cfg.min_workers < context.topology.world_size
+        least = context.cfg.elastic.min_workers
         self.stopping = StopPoll(
             context.topology,
             sink.stop_asked,
             preempted=context.preempted,
-            resumable_by_fewer=fewer,
+            resumable_by_fewer=least is not None and least < context.topology.world_size,
             notice=notice,
         )
         self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)

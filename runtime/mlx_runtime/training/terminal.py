@@ -85,7 +85,7 @@ def fit(
         UsageError: another driver is training the run.
         StorageError: the run folder cannot be written.
         WorkerLoopError: user code raised an exception.
-        WorkerLostError: workers were lost more than `cfg.max_failures` times.
+        WorkerLostError: workers were lost more than `cfg.elastic.max_failures` times.
         HangError: the workers deadlocked.
         RunStopped: Ctrl-C, SIGTERM, a closed terminal or pipe, or `mlx xp stop`; the run is marked STOPPED.
     """

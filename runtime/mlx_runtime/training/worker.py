@@ -162,12 +162,12 @@ def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: co
 def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
     """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
     cfg, topology = session.context.cfg, session.context.topology
-    if cfg.profile and topology.device.type == "cuda":
+    if cfg.debug.profile and topology.device.type == "cuda":
         from mlx_runtime.distributed.torch_private import record_allocations
 
         record_allocations(enabled=True)
         stack.callback(record_allocations, enabled=False)
-    if cfg.profile and topology.writes:
+    if cfg.debug.profile and topology.writes:
         from mlx_runtime.training.profiling import profiled
 
         notify = session.reporter.events.notice

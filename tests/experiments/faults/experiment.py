@@ -201,7 +201,7 @@ class Experiment(BaseModule):
         output = self.models.net(self.tools.noise(batch["x"]))
         target = batch["x"].sum(dim=1)
         loss = self.losses.mse(output, target)
-        if self.cfg.keep_global_batch:
+        if self.cfg.elastic.keep_global_batch:
             self.backward(loss)
             if self.optimizer_step():
                 self.schedule.step()

@@ -18,7 +18,7 @@ def test_a_browser_shows_curves_and_the_flow_of_gradients(
     mlx: Mlx, experiment: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = experiment("logging")
-    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.watch_gradients=2")
+    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.debug.watch_gradients=2")
     assert done.returncode == 0, done.stderr
     scratch = tmp_path / "browser"
     scratch.mkdir()

@@ -75,3 +75,21 @@ def test_nothing_is_run(trapped: Path, cluster: str, mlx: Mlx, tmp_path: Path) -
         assert ("note      not uploaded, may hold secrets: key.pem\n" in printed) == ("launch" in command)
     mlx(trapped, "train", "run", "--fast-dev-run")
     assert (tmp_path / "sprung").exists()  # running it does
+
+
+def test_settings_are_explained_with_those_of_sections(digits: Path, mlx: Mlx) -> None:
+    printed = mlx(digits, "train", "show", "--settings").stdout
+    names = [line.partition("=")[0] for line in printed.splitlines() if line.startswith("cfg.")]
+    assert names.index("cfg.sharding.shard_size") == names.index("cfg.sharding") + 1
+    assert len(names) == len({*names}) > 60
+    assert printed.count("\n    ") >= len(names)
+    assert mlx(digits, "train", "show", "--settings", "cfg.sharding").stdout == (
+        "cfg.sharding\n"
+        "    how `strategy` shards models.\n"
+        "cfg.sharding.shard_size=null  (at least 1)\n"
+        "    workers that hold one replica under `hsdp`; it divides the number of workers.\n"
+        'cfg.sharding.offload="none"\n'
+        "    `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.\n"
+    )
+    done = mlx(digits, "train", "show", "--settings", "shard_size")
+    assert (done.returncode, done.stderr) == (2, "error: cfg.shard_size is cfg.sharding.shard_size now\n")

@@ -18,8 +18,9 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.composition import load, override
+from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
+from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.assembly import build_experiment
@@ -139,7 +140,10 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             ["cfg.strategy=zero3"],
             "cfg.strategy is 'zero3'; mlx_runtime.TrainConfig takes Literal['ddp', 'fsdp', 'hsdp']",
         ),
-        (["cfg.offload=nvme"], "cfg.offload is 'nvme'; mlx_runtime.TrainConfig takes Literal['none', 'cpu']"),
+        (
+            ["cfg.sharding.offload=nvme"],
+            "cfg.sharding.offload is 'nvme'; mlx_runtime.sections.Sharding takes Literal['none', 'cpu']",
+        ),
         (
             ["cfg.activation_checkpointing=3"],
             "cfg.activation_checkpointing is 3; mlx_runtime.TrainConfig takes bool | str",
@@ -149,8 +153,8 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
             ["cfg.gradient_clip=0"],
             "cfg.gradient_clip is 0; write a norm above 0, or null for no clipping",
         ),
-        (["cfg.limit_batches=0"], "cfg.limit_batches is 0; the minimum is 1"),
-        (["cfg.overfit_batches=0"], "cfg.overfit_batches is 0; the minimum is 1"),
+        (["cfg.debug.limit_batches=0"], "cfg.debug.limit_batches is 0; the minimum is 1"),
+        (["cfg.debug.overfit_batches=0"], "cfg.debug.overfit_batches is 0; the minimum is 1"),
         (["cfg.log_every_steps=0"], "cfg.log_every_steps is 0; the minimum is 1"),
         (["optimizers.adam.lr=fast"], "optimizers.adam.lr is 'fast'; torch.optim.adam.Adam takes float | torch.Tensor"),
         (["cfg.num_epochs=true"], "cfg.num_epochs is True; mlx_runtime.TrainConfig takes int"),
@@ -225,8 +229,14 @@ def test_all_problems_are_told_at_once(conf: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cfg.seed=1", "cfg.min_workers=3"], "override cfg.min_workers=3: cfg.start_workers is 2, not between "),
-        (["cfg.fold=1"], "override cfg.fold=1: cfg.folds is None and cfg.fold is 1; "),
+        (
+            ["cfg.seed=1", "cfg.elastic.min_workers=3"],
+            "override cfg.elastic.min_workers=3: cfg.start_workers is 2, not between ",
+        ),
+        (
+            ["cfg.cross_validation.fold=1"],
+            "override cfg.cross_validation.fold=1: cfg.cross_validation.folds is None and cfg.cross_validation.fold ",
+        ),
         (["models.net={_target_: a.B}"], "override models.net={_target_: a.B}: models.net._target_ is 'a.B', which "),
         (["+cfg.seed=3"], "the overrides: Could not append to config. An item is already at 'cfg.seed'."),
     ],
@@ -486,7 +496,7 @@ class TestSettingsThatInheritNothing:
         ["models.net.kind=c"],
         ["+models.net.depth=3"],
         ["cfg.num_epochs=-1"],
-        ["cfg.start_workers=2", "cfg.min_workers=3"],
+        ["cfg.start_workers=2", "cfg.elastic.min_workers=3"],
         ["cfg.gradient_clip=0"],
         ["models.net._target_=torch.optim.Adamm"],
         ["models.net._target_=nowhere.Net"],

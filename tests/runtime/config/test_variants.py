@@ -487,9 +487,12 @@ class TestOrigins:
         }
 
     def test_a_key_that_begins_like_another_has_its_own_source(self, conf: Path) -> None:
-        add(conf.parent, "debug", "cfg:\n  fold: 1\n")
-        edit(conf, "  trackers:", "  folds: 3\n  trackers:")
-        assert self.changed(conf, "--variant=debug") == {"cfg.fold": "variants/debug.yaml", "cfg.folds": "file"}
+        add(conf.parent, "debug", "cfg:\n  cross_validation: {fold: 1}\n")
+        edit(conf, "  trackers:", "  cross_validation: {folds: 3}\n  trackers:")
+        assert self.changed(conf, "--variant=debug") == {
+            "cfg.cross_validation.fold": "variants/debug.yaml",
+            "cfg.cross_validation.folds": "file",
+        }
 
     def test_as_comments(self, conf: Path) -> None:
         text = origins.shown(conf, Description(Experiment).tree, ["models.net=small"], "models.net", as_json=False)
@@ -567,7 +570,7 @@ def test_the_commands(digits: Path, mlx: Mlx) -> None:
 def test_a_run_outlives_its_variants(digits: Path, mlx: Mlx) -> None:
     """Its own conf.yaml holds the node, and `run.json` what was typed."""
     add(digits / "src", "models.net/light", "_target_: src.models.DigitsNet\ndropout: 0.5\n")
-    add(digits / "src", "debug", "cfg:\n  start_workers: 0\n  limit_batches: 2\n  num_epochs: 1\n")
+    add(digits / "src", "debug", "cfg:\n  start_workers: 0\n  num_epochs: 1\n  debug:\n    limit_batches: 2\n")
     assert mlx(digits, "train", "bind").returncode == 0
     done = mlx(digits, "train", "run", "models.net=light", "--variant", "debug")
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,11 @@ BROKEN_YAML: tuple[bytes, ...] = (
     *(b"cfg:", b"cfg: 5", b"cfg: []", b"cfg: {storage_path: [a]}", b"cfg: {storage_path: {a: b}, name: [1]}"),
     *(b"cfg: {storage_path: ${cfg}, name: ${cfg.name}}", b"cfg: {storage_path: '\\0'}", b'cfg: {storage_path: "\\0"}'),
     *(b"cfg: {storage_path: true}", b"cfg: {storage_path: ''}", b"cfg: {storage_path: 's3://'}", b"cfg: {1: 2}"),
-    *(b"cfg: {storage_path: 'nothing://x', prepared_path: 5}", b"cfg: {storage_path: '~nobody/x'}", b"cfg: {name: ..}"),
+    *(
+        b"cfg: {storage_path: 'nothing://x', preparation: {path: 5}}",
+        b"cfg: {storage_path: '~nobody/x'}",
+        b"cfg: {name: ..}",
+    ),
     *(b"cfg: {storage_path: " + b"x" * 5_000 + b"}", b"models: {_target_: 5}", b"models: {_target_: os.system}"),
 )
 
@@ -579,8 +583,16 @@ VALUES = (
 """Values of overrides."""
 
 KEYS = (
-    *("cfg.seed", "cfg.name", "cfg.num_epochs", "cfg.storage_path", "cfg.monitor", "cfg.resume", "cfg.splitter"),
-    *("cfg.mirror", "cfg.trackers", "cfg.mode", "cfg.gradient_clip", "models.net.bias", "models.net", "\ud800"),
+    *(
+        "cfg.seed",
+        "cfg.name",
+        "cfg.num_epochs",
+        "cfg.storage_path",
+        "cfg.monitor",
+        "cfg.resume",
+        "cfg.cross_validation.splitter",
+    ),
+    *("cfg.hub.mirror", "cfg.trackers", "cfg.mode", "cfg.gradient_clip", "models.net.bias", "models.net", "\ud800"),
     *("cfg", "models"),
 )
 

@@ -23,6 +23,7 @@ from mlx_runtime.events import (
     WorkersStarted,
     WorkersWaiting,
 )
+from mlx_runtime.sections import Elastic
 from mlx_runtime.tracking import console
 from mlx_runtime.tracking.console import RECENT_EPOCHS, SECONDS_PER_LINE, Display, TimeLeft
 from mlx_runtime.training.console_lines import ConsoleLines
@@ -204,7 +205,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 
 
 def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> None:
-    cfg = TrainConfig(start_workers=4, min_workers=1)
+    cfg = TrainConfig(start_workers=4, elastic=Elastic(min_workers=1))
     screen = io.StringIO()
     cluster = Cluster("in Ray cluster with 4 CPUs", "ray", 4, 0, shares_cores=False)
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)

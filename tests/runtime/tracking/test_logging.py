@@ -14,7 +14,7 @@ Make = Callable[[str], Path]
 
 HEARD = ("+cfg.trackers.heard._target_=src.experiment.Heard", "+cfg.trackers.heard.file=tracker.jsonl")
 TOLD = ("+cfg.callbacks.told._target_=src.experiment.Heard", "+cfg.callbacks.told.file=callback.jsonl")
-FILES = ("+cfg.trackers.csv._target_=mlx_runtime.tracking.trackers.CSV",)
+FILES = ("+cfg.trackers.csv._target_=mlx_runtime.trackers.CSV",)
 
 
 def lines(file: Path) -> list[dict]:
@@ -35,7 +35,7 @@ class TestTwoWorkers:
     @pytest.fixture(scope="class")
     def folder(self, mlx: Mlx, tmp_path_factory: pytest.TempPathFactory, make_in: Callable[[str, Path], Path]) -> Path:
         folder = make_in("logging", tmp_path_factory.mktemp("logging"))
-        done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.watch_gradients=4", *HEARD, *TOLD, *FILES)
+        done = mlx(folder, "train", "run", "cfg.start_workers=2", "cfg.debug.watch_gradients=4", *HEARD, *TOLD, *FILES)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("train/unused is skipped: it was not updated") == 1
         return folder
@@ -138,9 +138,9 @@ def test_listeners_that_fail_and_a_run_that_fails(mlx: Mlx, experiment: Make) ->
 
 def test_a_gradient_that_is_not_finite_ends_the_run_by_layer_and_step(mlx: Mlx, experiment: Make) -> None:
     folder = experiment("logging")
-    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.fault=explodes", "cfg.stop_on_nan=true")
+    done = mlx(folder, "train", "run", "cfg.start_workers=0", "cfg.fault=explodes", "cfg.debug.stop_on_nan=true")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: the gradient of net is not finite at step 4 (cfg.stop_on_nan)")
+    assert done.stderr.startswith("error: the gradient of net is not finite at step 4 (cfg.debug.stop_on_nan)")
 
 
 @pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["loud", "quiet"])
@@ -154,7 +154,7 @@ def test_the_first_number_that_is_not_finite_is_a_warning_however_quiet(
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
     assert warning == (
         "warning   train/mse is not finite at step 5 of epoch 1; no checkpoint is the best while train/mse is nan. "
-        "cfg.stop_on_nan=true ends a run at the first such gradient"
+        "cfg.debug.stop_on_nan=true ends a run at the first such gradient"
     )
     log = next((folder / "runs").glob("logging/run_001/logs/driver*"))
     assert log.read_text().count("warning ") == 1

@@ -21,7 +21,8 @@ from mlx_runtime.storage.files import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.mlflow import MLflow
 from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.tracking.trackers import CSV, JSONL, TensorBoard, flatten
+from mlx_runtime.tracking.tables import CSV
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten
 from mlx_runtime.tracking.weights_and_biases import WandB
 
 pytestmark = pytest.mark.pure

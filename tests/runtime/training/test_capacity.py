@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_runtime.sections import Elastic
 from mlx_runtime.training.engines.placement import shortage, uses_gpus
 from mlx_runtime.training.options import TrainConfig
 
@@ -17,12 +18,12 @@ def test_workers_of_one_machine_may_outnumber_its_cores() -> None:
 
 
 def test_an_elastic_group_needs_room_for_the_smallest() -> None:
-    cfg = TrainConfig(start_workers=8, min_workers=3, cpus_per_worker=2)
+    cfg = TrainConfig(start_workers=8, cpus_per_worker=2, elastic=Elastic(min_workers=3))
     assert shortage(cfg, 6, 0, cluster=True) is None
     lacking = shortage(cfg, 5, 0, cluster=True)
     assert lacking == (
-        "cfg.min_workers=3 needs 6 CPUs; the cluster has 5 CPUs",
-        "Lower cfg.min_workers or cfg.cpus_per_worker",
+        "cfg.elastic.min_workers=3 needs 6 CPUs; the cluster has 5 CPUs",
+        "Lower cfg.elastic.min_workers or cfg.cpus_per_worker",
     )
 
 

@@ -31,6 +31,7 @@ from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
 from mlx_runtime.runs.folder import run_folder
 from mlx_runtime.runs.logs import read_log
+from mlx_runtime.sections import Elastic
 from mlx_runtime.training.engines import processes, worker
 from mlx_runtime.training.engines.base import backend_of
 from mlx_runtime.training.engines.fork_server import ForkServer
@@ -236,7 +237,7 @@ class TestTheSameNumbers:
     ) -> None:
         """Each rank is killed once, and the run ends as if nothing had happened."""
         folder = Path(shutil.copytree(bound, tmp_path / "faults"))
-        process = start_group(folder, OFTEN, "cfg.pause_s=0.1", "cfg.max_failures=2")
+        process = start_group(folder, OFTEN, "cfg.pause_s=0.1", "cfg.elastic.max_failures=2")
         for rank, step in ((1, 5), (0, 12)):
             wait_for(lambda step=step: any(note.get("step") == step for note in diary(folder)))
             victim = [note["pid"] for note in diary(folder) if note["rank"] == rank and "pid" in note][-1]
@@ -389,7 +390,7 @@ class TestOutput:
 
     def test_the_last_words_before_a_crash_are_kept(self, mlx: Mlx, acts: Path) -> None:
         """Of a line that did not end."""
-        done = mlx(acts, "train", "run", "cfg.act=crash_in_mid_line", "cfg.max_failures=0")
+        done = mlx(acts, "train", "run", "cfg.act=crash_in_mid_line", "cfg.elastic.max_failures=0")
         assert done.stderr.startswith("error: a worker was lost: rank 1 was killed by SIGSEGV\n")
         assert log_of(acts, 1) == "the last words\n"
         assert done.stdout.splitlines()[-1] == "the last words"
@@ -554,7 +555,7 @@ def test_temporary_folders_without_an_owner_are_removed(tmp_path: Path, monkeypa
 class TestNothingIsLeft:
     """Whichever process is killed, no process of the run survives, and one line says how it ended."""
 
-    WAITING = ("cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.max_failures=0")
+    WAITING = ("cfg.act=wait_to_be_killed", "cfg.count=300", "cfg.elastic.max_failures=0")
 
     def test_the_driver_is_killed_while_it_starts(self, start_group: StartGroup, acts: Path, tmp_path: Path) -> None:
         process = start_group(acts, *self.WAITING)
@@ -620,10 +621,12 @@ class TestNothingIsLeft:
 
     def test_a_worker_that_ends_without_a_word_is_lost(self, mlx: Mlx, acts: Path) -> None:
         """And are replaced, up to the limit; the other workers connect to the new one."""
-        done = mlx(acts, "train", "run", "cfg.act=exit_silently", "cfg.max_failures=3")
+        done = mlx(acts, "train", "run", "cfg.act=exit_silently", "cfg.elastic.max_failures=3")
         why = "rank 1 exited with code 0"
         assert done.stdout.count(f"lost      rank 1: {why}\n") == 3
-        assert done.stderr == (f"error: a worker was lost: {why}; no replacements are left (cfg.max_failures=3)\n")
+        assert done.stderr == (
+            f"error: a worker was lost: {why}; no replacements are left (cfg.elastic.max_failures=3)\n"
+        )
         assert record(acts)["failures"] == 3
 
     @pytest.mark.parametrize(
@@ -636,7 +639,7 @@ class TestNothingIsLeft:
     )
     def test_worker_loop_must_not_end_by_any_exception(self, act: str, error: str, mlx: Mlx, acts: Path) -> None:
         """Even those that are not an `Exception` are failures of user code, and no worker is replaced."""
-        done = mlx(acts, "train", "run", f"cfg.act={act}", "cfg.start_workers=1", "cfg.max_failures=1")
+        done = mlx(acts, "train", "run", f"cfg.act={act}", "cfg.start_workers=1", "cfg.elastic.max_failures=1")
         lines = done.stderr.splitlines()
         assert lines[0] == f"error: {error} (raised on rank 0)"
         assert any(re.fullmatch(rf"  src/experiment.py:\d+ in {act}", line) for line in lines)
@@ -708,7 +711,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("overrides", "line"),
         [
-            (["cfg.engine=local", "cfg.min_workers=1"], "cfg.engine=local cannot train this: cfg.min_workers=1 lets"),
+            (
+                ["cfg.engine=local", "cfg.elastic.min_workers=1"],
+                "cfg.engine=local cannot train this: cfg.elastic.min_workers=1 lets",
+            ),
             (
                 ["cfg.engine=local", STREAM],
                 "cfg.engine=local cannot train this: datasets.train is an unprepared stream",
@@ -761,9 +767,12 @@ class TestAuto:
         [
             (TrainConfig(), ("local", "")),
             (TrainConfig(start_workers=0), ("in_process", "")),
-            (TrainConfig(min_workers=2), ("local", "")),
-            (TrainConfig(min_workers=1), ("ray", "cfg.min_workers=1 lets the number of workers change")),
-            (TrainConfig(max_workers=3), ("ray", "cfg.max_workers=3 lets the number of workers change")),
+            (TrainConfig(elastic=Elastic(min_workers=2)), ("local", "")),
+            (TrainConfig(elastic=Elastic(1)), ("ray", "cfg.elastic.min_workers=1 lets the number of workers change")),
+            (
+                TrainConfig(elastic=Elastic(max_workers=3)),
+                ("ray", "cfg.elastic.max_workers=3 lets the number of workers change"),
+            ),
             (TrainConfig(loader="workers=2"), ("local", "")),
         ],
     )

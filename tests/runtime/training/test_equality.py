@@ -19,7 +19,7 @@ RELATIVE = 1e-5
 
 @pytest.fixture
 def losses(mlx: Mlx, experiment: Callable[[str], Path]) -> Callable[..., list[float]]:
-    """`losses("fsdp", 2, "cfg.offload=cpu")`: the mean losses of all workers in each step of a run."""
+    """`losses("fsdp", 2, "cfg.sharding.offload=cpu")`: the mean losses of all workers in each step of a run."""
     folder = experiment("shards")
 
     def losses(strategy: str, workers: int, *options: str) -> list[float]:
@@ -39,7 +39,7 @@ def test_strategies_and_numbers_of_workers(losses: Callable[..., list[float]]) -
     assert one[-1] < one[0] / 2
     assert losses("ddp", 2, *steps) == pytest.approx(one, rel=RELATIVE)
     assert losses("fsdp", 4, *steps) == pytest.approx(one, rel=RELATIVE)
-    assert losses("hsdp", 4, "cfg.shard_size=2", *steps) == pytest.approx(one, rel=RELATIVE)
+    assert losses("hsdp", 4, "cfg.sharding.shard_size=2", *steps) == pytest.approx(one, rel=RELATIVE)
     assert losses("fsdp", 2, "cfg.activation_checkpointing=true", *steps) == pytest.approx(one, rel=RELATIVE)
 
 

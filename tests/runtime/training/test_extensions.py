@@ -75,7 +75,7 @@ def extended(digits: Path) -> Path:
 def command(name: str, *more: str) -> tuple[str, ...]:
     """Return a short run with an extension of src/tools.py."""
     extension = f"+cfg.callbacks.extension._target_=src.tools.{name}"
-    return ("train", "run", "cfg.num_epochs=1", "cfg.limit_batches=2", extension, *more)
+    return ("train", "run", "cfg.num_epochs=1", "cfg.debug.limit_batches=2", extension, *more)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

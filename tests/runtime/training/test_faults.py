@@ -45,7 +45,7 @@ pytestmark = [
 
 EPOCHS = 8
 
-OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.max_failures=-1")
+OFTEN = ("cfg.checkpoint_every_steps=3", "cfg.elastic.max_failures=-1")
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ class TestTwoWorkers:
         assert record(folder).get("failures") is None
 
     def test_lost_workers_are_replaced_so_often_and_no_more(self, start: Start, folder: Path) -> None:
-        process = start(folder, "train", "run", "cfg.max_failures=0", "cfg.pause_s=0.2")
+        process = start(folder, "train", "run", "cfg.elastic.max_failures=0", "cfg.pause_s=0.2")
         wait_for(lambda: len(steps_of(folder)) > 4)
         os.kill(next(note["pid"] for note in diary(folder) if note["rank"] == 1 and "pid" in note), signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
@@ -381,7 +381,12 @@ def test_a_lost_node_shrinks_the_group_and_a_new_one_grows_it(raylets: Any, star
 
     The models are sharded, so each new group reads shards that a group of another size has saved.
     """
-    sizes = ["cfg.start_workers=2", "cfg.min_workers=1", "cfg.max_workers=2", "cfg.keep_global_batch=true"]
+    sizes = [
+        "cfg.start_workers=2",
+        "cfg.elastic.min_workers=1",
+        "cfg.elastic.max_workers=2",
+        "cfg.elastic.keep_global_batch=true",
+    ]
     options = [*OFTEN, "cfg.strategy=fsdp", *sizes, "cfg.num_epochs=99", "cfg.pause_s=0.2"]
     process = driver_on(raylets, start, folder, *options)
     wait_for(lambda: len(steps_of(folder)) > 12)

@@ -99,7 +99,7 @@ def test_a_stream_of_reading_processes_resumes_bit_identically(run: Run, folder:
                 ("cfg.precision=bf16", "cfg.compile={mode: default, dynamic: false}"),
                 ("cfg.strategy=fsdp", "cfg.precision=bf16", "cfg.gradient_clip=1.0"),
                 ("cfg.strategy=fsdp", "cfg.precision=fp16", "cfg.gradient_clip=1.0"),
-                ("cfg.strategy=fsdp", "cfg.offload=cpu", "cfg.activation_checkpointing=true"),
+                ("cfg.strategy=fsdp", "cfg.sharding.offload=cpu", "cfg.activation_checkpointing=true"),
                 ("cfg.strategy=fsdp", "cfg.precision=bf16", "cfg.compile=true"),
             )
         ),

@@ -83,6 +83,6 @@ def test_what_is_not_finite_ends_the_run_at_once(value: float) -> None:
     monitor.inspect({"net": net}, net.parameters(), 1)
     net[0].bias.grad[0] = value
     net[2].bias.grad[0] = value
-    message = r"the gradient of net.0 \(and 1 more layers\) is not finite at step 2 \(cfg.stop_on_nan\)"
+    message = r"the gradient of net.0 \(and 1 more layers\) is not finite at step 2 \(cfg.debug.stop_on_nan\)"
     with pytest.raises(MlxError, match=message):
         monitor.inspect({"net": net}, net.parameters(), 2)

@@ -237,7 +237,7 @@ def test_prepared_sets_on_an_object_store_are_copied_to_the_machine_that_reads_t
     mlx: Mlx, experiment: Make, s3: str, tmp_path: Path
 ) -> None:
     folder = without_streams(experiment("kinds"))
-    options = (f"cfg.prepared_path={s3.format('run')}", "cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1")
+    options = (f"cfg.preparation.path={s3.format('run')}", "cfg.only=train", "cfg.start_workers=0", "cfg.num_epochs=1")
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     settings["MLX_CACHE"] = str(tmp_path / "cache")
     done = mlx(folder, "train", "run", "--prepare-batches", *options, **settings)

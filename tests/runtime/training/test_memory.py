@@ -26,6 +26,7 @@ from mlx_runtime.companions.sharding.strategy import _explain_errors
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError
 from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.sections import Sharding
 from mlx_runtime.training.engines import processes
 from mlx_runtime.training.engines.local import _ProcessDied
 from mlx_runtime.training.engines.processes import memory_kills
@@ -187,10 +188,18 @@ def test_a_gpu_without_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pyt
     [
         ({}, "cfg.strategy=fsdp, to share parameters, gradients and optimizer states among the workers; "),
         ({"start_workers": 1}, "cfg.strategy=fsdp and more workers, to share "),
-        ({"strategy": "fsdp"}, "a higher cfg.start_workers; cfg.offload=cpu, for the memory of GPUs; "),
-        ({"strategy": "hsdp", "shard_size": 2, "offload": "cpu"}, "a higher cfg.shard_size; cfg.activation_ch"),
+        ({"strategy": "fsdp"}, "a higher cfg.start_workers; cfg.sharding.offload=cpu, for the memory of GPUs; "),
         (
-            {"strategy": "fsdp", "offload": "cpu", "activation_checkpointing": "layers.*", "precision": "bf16"},
+            {"strategy": "hsdp", "sharding": Sharding(2, "cpu")},
+            "a higher cfg.sharding.shard_size; cfg.activation",
+        ),
+        (
+            {
+                "strategy": "fsdp",
+                "sharding": Sharding(offload="cpu"),
+                "activation_checkpointing": "layers.*",
+                "precision": "bf16",
+            },
             "a higher cfg.start_workers; a lower batch_size, with more cfg.accumulate_grad_batches",
         ),
     ],
@@ -234,7 +243,7 @@ class TestKilledWorkers:
     def test_ray_reports_it(self, cause: Exception) -> None:
         failed = ray.train.WorkerGroupError("rank 1 failed", {1: cause})
         message = str(error_of(failed, TrainConfig()))
-        assert message.startswith(f"a worker was lost: {cause!s}; no replacements are left (cfg.max_failures=3)")
+        assert message.startswith(f"a worker was lost: {cause!s}; no replacements are left (cfg.elastic.max_failures")
         assert message.endswith(ways_to_save(TrainConfig())) is isinstance(cause, ray.exceptions.OutOfMemoryError)
 
 

@@ -23,6 +23,7 @@ from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, Loader
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Notice
 from mlx_runtime.runs.tables import format_duration
+from mlx_runtime.sections import Elastic
 from mlx_runtime.training.assembly import matmul_precision
 from mlx_runtime.training.forward import in_half_precision
 from mlx_runtime.training.strategies import DDP
@@ -134,7 +135,7 @@ class TestUpdates:
 
     def test_a_small_group_keeps_its_global_batch(self, begin: Begin) -> None:
         """Four workers were wanted, and one is there."""
-        parts, whole = begin(gradient_clip=0.1, keep_global_batch=True), begin(gradient_clip=0.1)
+        parts, whole = begin(gradient_clip=0.1, elastic=Elastic(keep_global_batch=True)), begin(gradient_clip=0.1)
         loader = loader_of(parts, batch_size=2, wanted_workers=4)
         assert (loader.batch_size, loader.accumulate) == (2, 4)
         done = [step(parts, batch) for batch in loader]
@@ -254,13 +255,21 @@ class TestErrors:
         with pytest.raises(MlxError, match=r"in the middle of an update of 4 steps.*call self.optimizer_step\(\)"):
             module.optimizers.sgd.step()
 
-    @pytest.mark.parametrize("setting", [{"accumulate_grad_batches": 4}, {"keep_global_batch": True}])
-    def test_a_plain_loop_where_several_steps_may_make_an_update(self, begin: Begin, setting: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        ("setting", "key"),
+        [
+            ({"accumulate_grad_batches": 4}, "accumulate_grad_batches"),
+            ({"elastic": Elastic(keep_global_batch=True)}, "elastic.keep_global_batch"),
+        ],
+    )
+    def test_a_plain_loop_where_several_steps_may_make_an_update(
+        self, begin: Begin, setting: dict[str, Any], key: str
+    ) -> None:
         """Also in a group that is whole: it would else fail when it has lost a worker."""
         module = begin(**setting)
         batch = next(iter(loader_of(module, batch_size=2)))
         module.models.net(batch["x"]).sum().backward()
-        with pytest.raises(MlxError, match=rf"cfg.{next(iter(setting))} needs self.backward\(loss\) and"):
+        with pytest.raises(MlxError, match=rf"cfg.{key} needs self.backward\(loss\) and"):
             module.optimizers.sgd.step()
 
     def test_a_plain_step_with_scaled_gradients(self, begin: Begin) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mlx_runtime.sections import Preparation
 from mlx_runtime.training.planning import may_be_prepared
 
 
@@ -25,5 +26,5 @@ def test_prepared_datasets_are_looked_for_where_there_may_be_some(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "prepared").mkdir()
-    config: Any = SimpleNamespace(cfg=SimpleNamespace(prepared=how), prepared_root=root)
+    config: Any = SimpleNamespace(cfg=SimpleNamespace(preparation=Preparation(how)), prepared_root=root)
     assert may_be_prepared(config) is expected

@@ -57,7 +57,7 @@ class TestFastDevRun:
         assert not (digits / "runs").exists()
 
     def test_what_is_typed_wins(self, digits: Path, mlx: Mlx) -> None:
-        typed = ("cfg.limit_batches=3", "cfg.num_epochs=2")
+        typed = ("cfg.debug.limit_batches=3", "cfg.num_epochs=2")
         done = mlx(digits, "train", "run", "--fast-dev-run", *typed, *HERE)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "train     96 rows in 3 steps, global batch 32\n" in done.stdout
@@ -101,7 +101,7 @@ class TestOverfit:
         self.check(folder, table=64, val=16)
         assert "train     24 rows in 3 steps, global batch 8\n" in done.stdout
         for line in (folder / "runs" / "kinds" / "run_001" / "conf.yaml").read_text().splitlines():
-            assert "overfit_batches" not in line or line == "  overfit_batches: 3"
+            assert "overfit_batches" not in line or line == "    overfit_batches: 3"
 
     @pytest.mark.local
     def test_so_do_prepared_sets(self, experiment: Make, mlx: Mlx) -> None:
@@ -133,7 +133,7 @@ class TestOverfit:
 class TestProfile:
     @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.local)])
     def test_a_trace_of_training_steps_also_of_a_run_that_goes_on(self, digits: Path, mlx: Mlx, workers: int) -> None:
-        options = (f"cfg.start_workers={workers}", "cfg.limit_batches=4")
+        options = (f"cfg.start_workers={workers}", "cfg.debug.limit_batches=4")
         done = mlx(digits, "train", "run", "--profile", "cfg.num_epochs=2", *options)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr == ""

@@ -19,6 +19,7 @@ from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from mlx_runtime import BaseModule, MlxError, TrainConfig
 from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
+from mlx_runtime.sections import Debug
 from mlx_runtime.training.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
@@ -110,8 +111,8 @@ def run(
     session.begin()
     group = SimpleNamespace(train=Rows(12), val=Rows(4, first=1000.0))
     cfg = experiment.cfg
-    options = {"accumulate": cfg.accumulate_grad_batches, "eval_limit": cfg.limit_eval_batches, **options}
-    options |= {"train_limit": cfg.limit_train_batches}
+    options = {"accumulate": cfg.accumulate_grad_batches, "eval_limit": cfg.debug.limit_eval_batches, **options}
+    options |= {"train_limit": cfg.debug.limit_train_batches}
     shards = {
         name: DatasetShard(name, group, ALONE, LoaderOptions(**options), follow=session.watch) for name in vars(group)
     }
@@ -253,10 +254,12 @@ class TestEvery:
         attach(experiment, tmp_path)
         with pytest.raises(MlxError, match=r"^self.every\(0\) needs a number of steps, 1 or more, or None for never"):
             experiment.every(0)
-        assert TrainConfig.out_of_range(TrainConfig(evaluate_every_steps=0, max_steps=0, limit_train_batches=0)) == [
+        assert TrainConfig.out_of_range(
+            TrainConfig(evaluate_every_steps=0, max_steps=0, debug=Debug(limit_train_batches=0))
+        ) == [
             "cfg.max_steps is 0; the minimum is 1",
             "cfg.evaluate_every_steps is 0; the minimum is 1",
-            "cfg.limit_train_batches is 0; the minimum is 1",
+            "cfg.debug.limit_train_batches is 0; the minimum is 1",
         ]
 
     def test_a_setting_that_no_loop_reads_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,14 +532,18 @@ class TestCallbacks:
 
     def test_they_surround_batches_and_evaluations(self, tmp_path: Path) -> None:
         heard = self.Heard()
-        settings = {"limit_train_batches": 3, "limit_eval_batches": 1, "num_epochs": 1, "evaluate_every_steps": 2}
+        settings = {
+            "debug": Debug(limit_train_batches=3, limit_eval_batches=1),
+            "num_epochs": 1,
+            "evaluate_every_steps": 2,
+        }
         run(Experiment(callbacks={"heard": heard, "removed": None}, **settings), tmp_path)
         assert "".join(heard.calls) == "train[1]train[2(val[2])]train[3](val[3])"
 
     def test_an_evaluation_that_is_left_early_ends_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Experiment, "evaluate", lambda self, loader, epoch: next(iter(loader)))
         heard = self.Heard()
-        run(Experiment(callbacks={"heard": heard}, limit_train_batches=1, num_epochs=2), tmp_path)
+        run(Experiment(callbacks={"heard": heard}, debug=Debug(limit_train_batches=1), num_epochs=2), tmp_path)
         assert "".join(heard.calls) == "train[1](val[1)train[2](val[2)"
 
     def test_one_that_fails_is_reported_once(self, tmp_path: Path) -> None:
@@ -568,7 +575,7 @@ def test_limits_of_training_and_evaluation(tmp_path: Path) -> None:
 def test_two_workers_of_the_command(digits: Path, mlx: Mlx) -> None:
     """A run at its limit has succeeded; a higher limit continues it as if it had always been that high."""
     runs = digits / "runs" / "digits"
-    settings = ("cfg.limit_eval_batches=1", "cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
+    settings = ("cfg.debug.limit_eval_batches=1", "cfg.evaluate_every_steps=8", "cfg.log_every_steps=5")
     done = mlx(digits, "train", "run", "cfg.max_steps=30", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nfinished  step 30 of cfg.max_steps=30\n" in done.stdout

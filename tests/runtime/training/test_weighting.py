@@ -23,6 +23,7 @@ from mlx_runtime.data.sampling import ShardPlan
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.events import Notice
 from mlx_runtime.losses import Mean
+from mlx_runtime.sections import Sharding
 from mlx_runtime.training.strategies import strategy_of
 
 WORKERS = (1, 2, 4)
@@ -103,7 +104,7 @@ def expected(name: str, net: Net, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 def trained(rank: int, size: int, steps: int, strategy: str, name: str, folder: Path) -> tuple[float, int]:
     """Return the distance to a model that takes each update as one batch, and the collectives of one number."""
-    settings = {"strategy": strategy, "shard_size": size // 2} if strategy == "hsdp" else {"strategy": strategy}
+    settings = {"strategy": strategy, "sharding": Sharding(size // 2)} if strategy == "hsdp" else {"strategy": strategy}
     cfg = TrainConfig(accumulate_grad_batches=steps, **settings)
     topology = Topology(rank, size, torch.device("cpu"))
     torch.manual_seed(0)

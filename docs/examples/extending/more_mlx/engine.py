@@ -18,7 +18,7 @@ class Subprocesses:
     def refusal(cfg, *, in_job):
         if in_job:
             return "its workers are processes of one machine, not of a cluster"
-        return "the number of its workers is fixed" if cfg.min_workers or cfg.max_workers else None
+        return "the number of its workers is fixed" if cfg.elastic.min_workers or cfg.elastic.max_workers else None
 
     @staticmethod
     @contextlib.contextmanager

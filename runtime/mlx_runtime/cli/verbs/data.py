@@ -86,7 +86,7 @@ def remove(target: StoragePath, found: "Survey") -> None:
 
 def prepared_store() -> "Store":
     """Return the prepared datasets of the experiment in the working directory, or of `MLX_STORAGE`."""
-    path = lookup.conf_value("cfg.prepared_path")
+    path = lookup.conf_value("cfg.preparation.path")
     storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
     if storage is None and path is None:
         raise UsageError(lookup.NO_STORAGE)

@@ -146,16 +146,30 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config.schema import argument_texts
     from mlx_runtime.config.signatures import base_of, groups, settings_of
+    from mlx_runtime.config.suggestions import renamed
+    from mlx_runtime.config.targets import object_at
     from mlx_runtime.training.options import minimums
 
     experiment = main_class(AN_EXPERIMENT, folder)
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
-    defaults, least = settings_of(experiment), minimums()
-    names = [key.removeprefix("cfg.") for key in keys] or list(dict.fromkeys([*texts, *defaults]))
+    defaults, least, known = {}, minimums(), list(texts)
+    for name, value in settings_of(experiment).items():
+        known += [name] * (name not in known)
+        if not isinstance(value, dict):
+            defaults[name] = value
+            continue
+        inner = argument_texts(object_at(value.pop("_target_")))
+        texts |= {f"{name}.{item}": text for item, text in inner.items()}
+        defaults |= {f"{name}.{item}": default for item, default in value.items()}
+        known[known.index(name) + 1 : known.index(name) + 1] = [f"{name}.{item}" for item in value]
+    names = [key.removeprefix("cfg.") for key in keys]
     for name in names:
-        if name not in texts and name not in defaults:
-            near = suggest(name, [*texts, *defaults], "mlx train show --settings")
-            raise UsageError(f"there is no setting {name!r}.{near}")
+        if name not in known:
+            near = suggest(name, known, "mlx train show --settings")
+            raise UsageError(renamed(f"cfg.{name}") or f"there is no setting {name!r}.{near}")
+    for name in known:
+        if names and not any(f"{name}.".startswith(f"{wanted}.") for wanted in names):
+            continue
         value = f"={json.dumps(defaults[name], ensure_ascii=False)}" if name in defaults else ""
         minimum = f"  (at least {least[name]})" if name in least else ""
         yield f"cfg.{name}{value}{minimum}"

@@ -45,7 +45,7 @@ class MirroredRun:
         repository.require()
         found = cls.of(repository)
         if found is None or not found.begun:
-            raise UsageError(f"{repository.address} is empty; cfg.mirror or mlx xp push uploads a run to it")
+            raise UsageError(f"{repository.address} is empty; cfg.hub.mirror or mlx xp push uploads a run to it")
         return found
 
     @classmethod

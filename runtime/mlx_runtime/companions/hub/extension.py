@@ -49,22 +49,22 @@ def extension(config: RunConfig) -> Mirroring:
     if config.sweep:
         refuse_sweep(config.cfg)
     try:
-        mirror = Mirror(str(config.cfg.mirror))
+        mirror = Mirror(str(config.cfg.hub.mirror))
         mirror.check(config.run)
     except UnreachableError as error:
         error.hint = WITHOUT
         raise
-    return Mirroring(mirror, config.cfg.mirror_timeout_s)
+    return Mirroring(mirror, config.cfg.hub.timeout_s)
 
 
 def refuse_sweep(cfg: TrainConfig) -> None:
     """Raise a ConfigError, because only one run can be mirrored to a repository."""
     raise ConfigError(
-        f"cfg.mirror={cfg.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one when "
-        f"the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.mirror}"
+        f"cfg.hub.mirror={cfg.hub.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one "
+        f"when the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.hub.mirror}"
     )
 
 
 def latest(cfg: dict[str, Any], root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
     """Return the run to continue with `cfg.resume=auto`, downloaded if its mirror is ahead; see `restoring.latest`."""
-    return restoring.latest(str(cfg["mirror"]), root, experiment)
+    return restoring.latest(str(cfg["hub"]["mirror"]), root, experiment)

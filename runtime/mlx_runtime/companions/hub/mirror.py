@@ -28,7 +28,7 @@ RETRY_S = 15.0
 POLL_S = 0.2
 """Interval at which the end of a run notices that its wait for the mirror is interrupted from another thread."""
 
-WITHOUT = "To train without it: cfg.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
+WITHOUT = "To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
 """What to do if the Hub does not answer."""
 
 
@@ -271,7 +271,7 @@ class Follower:
                 pass
         except KeyboardInterrupt:
             interrupted = True
-        late = f"it was not done within cfg.mirror_timeout_s={timeout_s:g}"
+        late = f"it was not done within cfg.hub.timeout_s={timeout_s:g}"
         if interrupted:
             late = "the wait for it was interrupted"
         if self._done.is_set() and self._failure is None:

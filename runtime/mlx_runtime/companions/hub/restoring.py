@@ -43,12 +43,13 @@ def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list
     claim = mirrored.claim
     if claim.experiment != experiment:
         raise UsageError(
-            f"{uri} holds {claim.title}, which is not of cfg.name={experiment}; name another repository with cfg.mirror"
+            f"{uri} holds {claim.title}, which is not of cfg.name={experiment}; "
+            "name another repository with cfg.hub.mirror"
         )
     if SWEEP_RECORD in mirrored.files:
         raise UsageError(
             f"{uri} holds the best run of a sweep, which is not resumed; start a new run from its config "
-            f"(--from {uri}) or weights (cfg.restore_checkpoint_path={uri}), and another repository in cfg.mirror"
+            f"(--from {uri}) or weights (cfg.restore_checkpoint_path={uri}), and another repository in cfg.hub.mirror"
         )
     claim.refuse_held(repository)
     local = _known(root, experiment, claim.id)

@@ -15,14 +15,16 @@ import torch
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, importable
-from mlx_runtime.config.composition import override
 from mlx_runtime.config.nodes import RESERVED
+from mlx_runtime.config.overrides import override
 from mlx_runtime.config.signatures import convert, parameters, type_name
+from mlx_runtime.config.suggestions import renamed
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
 from mlx_runtime.runs.lookup import conf_value
 from mlx_runtime.runs.reader import Run, open_run
 from mlx_runtime.runs.tables import print_table
+from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.training.background import RunJob
 from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
@@ -39,7 +41,7 @@ MOST_VALUES = 1000
 
 FORMER = {
     "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
-    "max_retries": "It is max_failures",
+    "max_retries": "It is elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
 }
 """Arguments of the Trainer of Ray that this one continues, and what to write instead."""
 
@@ -111,8 +113,8 @@ class Trainer:
     Args:
         num_workers: number of workers, 1 or more.
         backend: `torch`, the only one.
-        settings: those of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`, `max_failures=0`,
-            `storage_path="runs"`. `name` is that of the function if it is not given.
+        settings: those of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
+            `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` is that of the function if it is not given.
 
     Raises:
         UsageError, ConfigError: there is no such setting or backend, or a value does not fit.
@@ -120,14 +122,14 @@ class Trainer:
 
     def __init__(self, num_workers: int = 1, *, backend: str = "torch", **settings: Any) -> None:
         if type(num_workers) is not int or num_workers < 1:
-            cure = "for a group that grows with the cluster, add max_workers=8"
+            cure = "for a group that grows with the cluster, add elastic=Elastic(max_workers=8)"
             raise UsageError(f"num_workers is {num_workers!r}; a Trainer needs a number of workers, 1 or more; {cure}")
         if backend != "torch":
             raise UsageError(f"backend is {backend!r}; the only one is 'torch', with torch.distributed set up")
         known = {item.name: item.annotation for item in parameters(TrainConfig) or [] if item.name not in OWN}
         for name, value in settings.items():
             if name not in known:
-                cure = FORMER.get(name) or suggest(name, known).lstrip()
+                cure = FORMER.get(name) or renamed(f"cfg.{name}") or suggest(name, known).lstrip()
                 raise UsageError(f"{name!r} is not a setting of Trainer. {cure}")
             try:
                 convert(value, known[name])
@@ -211,6 +213,8 @@ class Trainer:
             raise UsageError(f"checkpoint is {checkpoint!r:.60}; it takes a dict, or the path of a stored checkpoint")
         elif checkpoint is not None:
             values["checkpoint"] = dict(checkpoint)
+        for name in [name for name, value in values.items() if isinstance(value, Section)]:
+            values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
         overrides = [override(f"cfg.{name}", value) for name, value in values.items()]
         if resume is not None:
             overrides.append(f"--resume={resume}" if resume != "auto" else "cfg.resume=auto")

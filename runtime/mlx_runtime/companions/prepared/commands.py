@@ -31,7 +31,7 @@ def _prepare(overrides: Sequence[str]) -> None:
     folder = AN_EXPERIMENT.folder()
     projects.refuse_options(AN_EXPERIMENT, overrides, "prepare")
     projects.bind_first(AN_EXPERIMENT, folder)
-    prepare(load_config(main_class(AN_EXPERIMENT, folder), [*overrides, "cfg.prepared=make"]))
+    prepare(load_config(main_class(AN_EXPERIMENT, folder), [*overrides, "cfg.preparation.mode=make"]))
 
 
 def prepare(config: RunConfig) -> None:

@@ -20,20 +20,20 @@ from mlx_runtime.training.request import RunConfig
 
 
 def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
-    """Return the prepared datasets to read instead of samples, and make them first if `cfg.prepared` is `make`.
+    """Return the prepared datasets to read instead of samples, and make them first if `cfg.preparation.mode` is `make`.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
         StorageError: the store cannot be written.
     """
     cfg = config.cfg
-    if cfg.prepared == "never":
+    if cfg.preparation.mode == "never":
         return {}
-    if cfg.prepared == "auto":
+    if cfg.preparation.mode == "auto":
         sets = _find(config, project, lambda text: emit(Notice(text)))
     else:
         sets = _make(config, project, emit)
-    return {name: dataclasses.replace(item, cache_bytes=cfg.prepared_max_gb * 1e9) for name, item in sets.items()}
+    return {name: dataclasses.replace(item, cache_bytes=cfg.preparation.max_gb * 1e9) for name, item in sets.items()}
 
 
 def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
@@ -42,7 +42,7 @@ def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[]
     Calls `ray_needed`, which must start Ray unless it runs, before rows are read to compare them with prepared ones.
     """
     streams = stream_names(config.tree)
-    if not streams or config.cfg.prepared == "never":
+    if not streams or config.cfg.preparation.mode == "never":
         return streams
     prepared = _find(config, project, lambda _: None, ray_needed)
     return [name for name in streams if name not in prepared]
@@ -77,7 +77,7 @@ def _make(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> di
         cluster=lambda: start_ray(cfg),
     )
     keep = [item.manifest.name for item in sets.values()]
-    limits = {"max_age_s": cfg.prepared_max_days * 86_400, "max_bytes": cfg.prepared_max_gb * 1e9}
+    limits = {"max_age_s": cfg.preparation.max_days * 86_400, "max_bytes": cfg.preparation.max_gb * 1e9}
     for removed in Store(root).clean(**limits, keep=keep):
         size = f"{removed.size_bytes / 1e6:,.1f} MB"
         emit(Notice(f"removed the prepared dataset {removed.name}, {size}: not used recently"))
@@ -89,7 +89,7 @@ def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list
 
     The constructor of `Datasets` may replace the datasets of conf.yaml with others.
     """
-    tree, all_shown = (with_held_out(one, config.cfg.fold) for one in (config.tree, config.shown))
+    tree, all_shown = (with_held_out(one, config.cfg.cross_validation.fold) for one in (config.tree, config.shown))
     nodes, shown = dataset_nodes(tree), all_shown.get("datasets", {})
     try:
         group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}

@@ -112,7 +112,7 @@ def train_launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
-    implied = {"cfg.prepared=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
+    implied = {"cfg.preparation.mode=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
     implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *commands.variant_words(variants), *(option for option, given in implied.items() if given)]
     if many:  # the words that are no options here are those of `sweep`

@@ -41,7 +41,7 @@ class OnRay:
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         self._cfg, self._cluster, self._timeout_s = cfg, cluster, timeout_s
-        self._sizes = cfg.min_workers or cfg.start_workers, cfg.max_workers or cfg.start_workers
+        self._sizes = cfg.elastic.min_workers or cfg.start_workers, cfg.elastic.max_workers or cfg.start_workers
         self._elastic = self._sizes[0] != self._sizes[1]
         self._resources = {"CPU": float(cfg.cpus_per_worker)}  # of each worker
         self._resources |= {"GPU": cluster.gpu_share} if cluster.use_gpu else {}
@@ -119,9 +119,9 @@ class OnRay:
                 name=uuid.uuid4().hex,  # under a known name, Ray would look for its own checkpoints
                 storage_path=str(self._scratch.path),
                 logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
-                failure_config=ray.train.FailureConfig(max_failures=cfg.max_failures),
+                failure_config=ray.train.FailureConfig(max_failures=cfg.elastic.max_failures),
                 callbacks=[Failures(*job.receiver)],
             ),
             embedded=JOB_FLAG not in os.environ,
-            multiple_of=cfg.shard_size or 1,
+            multiple_of=cfg.sharding.shard_size or 1,
         )

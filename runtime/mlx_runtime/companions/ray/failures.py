@@ -46,7 +46,7 @@ def error_of(error: BaseException, cfg: Any) -> MlxError:
     if failures:
         origins = [cause for cause in causes if not isinstance(cause, WorkerLostError)] or causes
         starved = isinstance(origins[0], ray.exceptions.OutOfMemoryError)  # a worker that Ray killed to free memory
-        return lost(short_message(origins[0]), cfg.max_failures, ways_to_save(cfg) if starved else "")
+        return lost(short_message(origins[0]), cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
     return MlxError(f"Ray Train failed: {short_message(causes[0])}")
 
 

@@ -141,8 +141,8 @@ def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
     """Return what the process groups of a run depend on: its `workers`, and the `gpus` that they need, or None."""
     if isinstance(cfg, DataConfig):
         return {"workers": 0, "gpus": None}
-    gpus = None if cfg.use_gpu is False else max(1, cfg.min_workers or cfg.start_workers)
-    return {"workers": cfg.max_workers or cfg.start_workers, "gpus": gpus}
+    gpus = None if cfg.use_gpu is False else max(1, cfg.elastic.min_workers or cfg.start_workers)
+    return {"workers": cfg.elastic.max_workers or cfg.start_workers, "gpus": gpus}
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def _same_minor(one: str, another: str) -> bool:
 
 def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
     """Check that the workers fit into the whole cluster, whatever others use at present."""
-    cpus, gpus, workers = found["cpus"], found["gpus"], cfg.min_workers or cfg.start_workers
+    cpus, gpus, workers = found["cpus"], found["gpus"], cfg.elastic.min_workers or cfg.start_workers
     if lacking := shortage(cfg, cpus, gpus, cluster=True):
         return Check("capacity", *lacking)
     text = f"the cluster has {cpus:g} CPUs and {gpus:g} GPUs, for {workers} workers of {cfg.cpus_per_worker} CPU"

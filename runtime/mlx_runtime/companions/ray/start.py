@@ -87,7 +87,7 @@ def _start_embedded(cfg: TrainConfig | DataConfig, level: str) -> None:
     release_threads()  # processes of Ray are not limited to the cores of this one
     # Ray places workers by logical CPUs: with more of them than cores, any number of workers runs on a laptop.
     # Some are for Ray Data.
-    needed = (cfg.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
+    needed = (cfg.elastic.max_workers or cfg.start_workers) * (cfg.cpus_per_worker + 1) + 2
     cpus = max(os.cpu_count() or 1, needed)
     try:
         with environment(EMBEDDED_RAY if Settings.read().verbose else EMBEDDED_RAY | QUIET_WORKERS):

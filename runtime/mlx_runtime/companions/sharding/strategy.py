@@ -47,7 +47,7 @@ _CPU = torch.device("cpu")
 
 
 class Sharded:
-    """`fsdp` shards models over all workers; `hsdp` over `cfg.shard_size` of them, and replicates the shards.
+    """`fsdp` shards models over all workers; `hsdp` over `cfg.sharding.shard_size` of them, and replicates the shards.
 
     Models that are to be replicated are prepared as under `DDP`. `chosen` is the name of each model's strategy.
     """
@@ -58,10 +58,12 @@ class Sharded:
         self._cfg, self._topology, self._chosen = cfg, topology, chosen
         self._ddp = DDP(cfg, topology)
         self._mesh = cache(self._new_mesh)  # one per strategy
-        self._offloads = cfg.offload == "cpu" and topology.device.type != "cpu"
+        self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
         self._lines: list[str] = []
-        without_effect = cfg.offload == "cpu" and not self._offloads
-        self.notice = "cfg.offload=cpu has no effect: models are on the CPU already" if without_effect else None
+        without_effect = cfg.sharding.offload == "cpu" and not self._offloads
+        self.notice = (
+            "cfg.sharding.offload=cpu has no effect: models are on the CPU already" if without_effect else None
+        )
         after_import("ray", _keep_sharded_models)
 
     def build(self, node: Mapping[str, Any]) -> Any:
@@ -137,9 +139,9 @@ class Sharded:
         device, size = self._topology.device.type, self._topology.world_size
         if strategy == "fsdp":
             return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-        inner = self._cfg.shard_size
+        inner = self._cfg.sharding.shard_size
         if inner is None or size % inner:
-            raise ConfigError(f"cfg.shard_size is {inner}; under hsdp, it must divide the {size} workers")
+            raise ConfigError(f"cfg.sharding.shard_size is {inner}; under hsdp, it must divide the {size} workers")
         return init_device_mesh(device, (size // inner, inner), mesh_dim_names=("replicate", "shard"))
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:

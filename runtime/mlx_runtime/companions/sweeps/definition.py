@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_runtime import companions
 from mlx_runtime.companions.sweeps.folds import Fold, fold_rows
-from mlx_runtime.companions.sweeps.space import Space, check, parse, trial_count
+from mlx_runtime.companions.sweeps.space import Space, check, fold_overrides, parse, trial_count
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import RunFolder
@@ -17,7 +17,7 @@ from mlx_runtime.training.request import RunConfig, load_config
 CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
 
-OF_FOLDS = ("cfg.seed", "cfg.splitter")
+OF_FOLDS = ("cfg.seed", "cfg.cross_validation.splitter")
 """Settings that determine which rows a fold holds out."""
 
 
@@ -102,12 +102,12 @@ def plan(
     trials = trial_count(space, search, asked.trials or None, large=large)
     if asked.folds and (key := space.swept(*OF_FOLDS)):
         raise UsageError(f"{key} is the same for all runs of a sweep with folds, because it determines the folds")
-    folds = (f"++cfg.folds={asked.folds}", "++cfg.fold=0") if asked.folds else ()
+    folds = fold_overrides(asked.folds, 0) if asked.folds else ()
     overrides = [*space.applied(space.first), *folds, "++cfg.resume=null"]
     with conf_of(experiment) as conf:
         check(space, experiment, conf, look=look, title=asked.experiment)
         config = load_config(experiment, overrides, conf, look=look, title=asked.experiment or None)
-    for companion in companions.asked_for(vars(config.cfg)):
+    for companion in companions.asked_for(config.tree["cfg"]):
         companion.refuse_sweep(config.cfg)
     config = replace(config, overrides=space.fixed)
     rows = fold_rows(config) if asked.folds and split else ()

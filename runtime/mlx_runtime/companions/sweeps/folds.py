@@ -1,7 +1,7 @@
 """Cross-validation: a splitter of scikit-learn divides the rows of `datasets.train` into folds.
 
-A run with `cfg.folds` and `cfg.fold` trains on the rows of all folds but one. The rows of that fold take the place of
-`datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
+A run with `folds` and `fold` in `cfg.cross_validation` trains on the rows of all folds but one. The rows of that fold
+take the place of `datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
 """
 
 import contextlib
@@ -69,12 +69,12 @@ def with_held_out(tree: Tree, fold: int | None) -> Tree:
     group, node = tree.get("datasets", {}), dataset_nodes(tree).get("train")
     if node is None or "val" not in group:
         raise ConfigError(
-            "cfg.folds splits datasets.train, and the held-out rows replace datasets.val, but conf.yaml has no "
-            f"datasets.{'train' if node is None else 'val'}; add it to Datasets, then: mlx train bind"
+            "cfg.cross_validation splits datasets.train, and the held-out rows replace datasets.val, but conf.yaml has "
+            f"no datasets.{'train' if node is None else 'val'}; add it to Datasets, then: mlx train bind"
         )
     cls = object_at(node["_target_"])
     if hasattr(cls, "to_ray") or (isinstance(cls, type) and issubclass(cls, IterableDataset)):
-        raise ConfigError(f"cfg.folds cannot split datasets.train: {cls.__name__} is a stream, {UNNUMBERED}")
+        raise ConfigError(f"cfg.cross_validation cannot split datasets.train: {cls.__name__} is a stream, {UNNUMBERED}")
     changed = dict.fromkeys(_switches(node), False)
     val = group["val"]
     if isinstance(val, dict) and "batch_size" in val and "batch_size" in node:
@@ -94,29 +94,30 @@ def leak_warning(tree: Tree) -> str | None:
 
 
 def fold_rows(config: Config) -> list[Fold]:
-    """Split `datasets.train` of a config with `cfg.folds`. The folds depend on the dataset, the splitter and the seed.
+    """Split `datasets.train` into folds, which depend on the dataset, the splitter and the seed.
 
     Raises:
         ConfigError: The splitter cannot split the rows, for example because it needs labels.
         DatasetError: The dataset cannot be constructed, or has other rows in evaluation mode.
     """
-    cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.fold)
+    cfg, tree = config.cfg, with_held_out(config.tree, config.cfg.cross_validation.fold)
     nodes = tree["datasets"]
     group = build_group(nodes, "datasets", constructing_each(nodes, cfg.seed))
     try:
         train = adopted(group.train, "train", nodes["train"])
         if isinstance(train, IterableDataset):
-            raise ConfigError(f"cfg.folds cannot split datasets.train: it is a stream, {UNNUMBERED}")
+            raise ConfigError(f"cfg.cross_validation cannot split datasets.train: it is a stream, {UNNUMBERED}")
         rows = rows_of(train, "train")
         arrays = [_per_row(train, name, rows) for name in PER_ROW]
         if _switches(nodes["train"]):
             _check_same_rows(train, adopted(group.val, "val", nodes["val"]), rows, arrays)
     except USER_ERRORS as error:
-        raise dataset_error(error, "cfg.folds cannot split datasets.train") from error
-    if rows < cfg.folds:
-        raise ConfigError(f"cfg.folds is {cfg.folds}, but datasets.train has only {rows} rows; lower cfg.folds")
+        raise dataset_error(error, "cfg.cross_validation cannot split datasets.train") from error
+    wanted, key = cfg.cross_validation.folds, "cfg.cross_validation.folds"
+    if rows < wanted:
+        raise ConfigError(f"{key} is {wanted}, but datasets.train has only {rows} rows; lower it")
     splitter = _splitter(config)
-    title = f"cfg.splitter: {type(splitter).__name__}"
+    title = f"cfg.cross_validation.splitter: {type(splitter).__name__}"
     try:
         folds = _split(splitter, rows, cfg.seed, arrays)
     except USER_ERRORS as error:
@@ -128,9 +129,9 @@ def fold_rows(config: Config) -> list[Fold]:
             f"{_class_name(nodes['train'])} has no method "
             f"{methods}; write it to return an array with one item per row"
         ) from error
-    if len(folds) != cfg.folds:
-        cure = f"set cfg.folds={len(folds)}, or change the arguments of cfg.splitter"
-        raise ConfigError(f"{title} makes {len(folds)} folds, but cfg.folds is {cfg.folds}; {cure}")
+    if len(folds) != wanted:
+        cure = f"set {key}={len(folds)}, or change the arguments of the splitter"
+        raise ConfigError(f"{title} makes {len(folds)} folds, but {key} is {wanted}; {cure}")
     for number, fold in enumerate(folds):
         if not all(map(len, fold)) or np.intersect1d(*fold).size:
             raise ConfigError(f"{title}: one part of fold {number} is empty, or both have rows in common")
@@ -138,17 +139,17 @@ def fold_rows(config: Config) -> list[Fold]:
 
 
 def load_fold(datasets: Tree, cfg: Tree) -> Any:
-    """Build the datasets of a run with `cfg.fold`: `train` and `val` are the `Subset`s that it trains on and holds out.
+    """Build the datasets of a run of a fold: `train` and `val` are the `Subset`s that it trains on and holds out.
 
     Raises:
         ConfigError: As for `fold_rows`.
         DatasetError: As for `fold_rows`.
     """
-    splitter = build(cfg["splitter"], "cfg.splitter") if cfg.get("splitter") else None
-    settings = SimpleNamespace(seed=cfg["seed"], folds=cfg["folds"], fold=cfg["fold"], splitter=splitter)
+    section = build(cfg["cross_validation"], "cfg.cross_validation")
+    settings = SimpleNamespace(seed=cfg["seed"], cross_validation=section)
     config = Config({"datasets": datasets, "cfg": cfg}, {}, settings)
-    rows = fold_rows(config)[settings.fold]
-    nodes = with_held_out(config.tree, settings.fold)["datasets"]
+    rows = fold_rows(config)[section.fold]
+    nodes = with_held_out(config.tree, section.fold)["datasets"]
     group = build_group(nodes, "datasets", constructing_each(nodes, settings.seed))
     for name, numbers in (("train", rows.train), ("val", rows.held_out)):
         part = data.Subset(adopted(getattr(group, name), name, nodes[name]), numbers.tolist())
@@ -157,14 +158,14 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
 
 
 def _splitter(config: Config) -> Any:
-    cfg = config.cfg
-    if cfg.splitter is None:
+    section = config.cfg.cross_validation
+    if section.splitter is None:
         from sklearn.model_selection import KFold
 
-        return KFold(cfg.folds, shuffle=True, random_state=cfg.seed % 2**32)
-    splitter = copy.copy(cfg.splitter)
-    if hasattr(splitter, "n_splits") and "n_splits" not in (config.tree["cfg"].get("splitter") or {}):
-        splitter.n_splits = cfg.folds
+        return KFold(section.folds, shuffle=True, random_state=config.cfg.seed % 2**32)
+    splitter = copy.copy(section.splitter)
+    if hasattr(splitter, "n_splits") and "n_splits" not in config.tree["cfg"]["cross_validation"]["splitter"]:
+        splitter.n_splits = section.folds
     return splitter
 
 
@@ -205,8 +206,8 @@ def _check_same_rows(train: Any, val: Any, rows: int, arrays: Sequence[_PerRow])
     ):
         cls = type(train).__name__
         raise DatasetError(
-            f"cfg.folds cannot read the held-out rows through {cls} in evaluation mode, which has other rows than "
-            f"datasets.train. Give {cls} an argument training: bool that only turns off augmentation"
+            f"cfg.cross_validation cannot read the held-out rows through {cls} in evaluation mode, which has other "
+            f"rows than datasets.train. Give {cls} an argument training: bool that only turns off augmentation"
         )
 
 

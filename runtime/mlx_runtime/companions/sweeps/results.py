@@ -85,7 +85,7 @@ class SweepResult:
         chosen = {override.partition("=")[0]: override for override in self.best.overrides}
         given = self.definition["overrides"]
         if self.folds:  # it trains on all rows
-            given = [text for text in given if not re.match(r"[+~]*cfg\.splitter\b", text)]
+            given = [text for text in given if not re.match(r"[+~]*cfg\.cross_validation\b", text)]
         overrides = [chosen.pop(text.partition("=")[0], text) for text in given]
         overrides += chosen.values()
         if path := self.definition.get("experiment"):
@@ -100,7 +100,7 @@ class SweepResult:
         return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
 
     def best_config(self) -> dict[str, Any]:
-        """Return the conf.yaml of the best trial as plain dicts, for all rows: without folds and `cfg.splitter`.
+        """Return the conf.yaml of the best trial as plain dicts, for all rows: without folds and their splitter.
 
         Raises:
             UsageError: No trial has recorded the metric.
@@ -110,7 +110,7 @@ class SweepResult:
 
         config = Run(self.best.runs[0].row.folder).config
         if self.folds:
-            config["cfg"] |= {"folds": None, "fold": None, "splitter": None}
+            config["cfg"]["cross_validation"] |= {"folds": None, "fold": None, "splitter": None}
         return config
 
     def table(self, *, runs: bool = False) -> "pandas.DataFrame":

@@ -28,10 +28,17 @@ MOST_VALUES = 100_000
 """How many values one override may list."""
 
 COMMON = (
-    *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode", "cfg.folds", "cfg.fold"),
-    *("cfg.engine", "cfg.start_workers", "cfg.min_workers", "cfg.max_workers", "cfg.cpus_per_worker", "cfg.use_gpu"),
+    *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode"),
+    *("cfg.cross_validation.folds", "cfg.cross_validation.fold"),
+    *("cfg.engine", "cfg.start_workers", "cfg.elastic.min_workers", "cfg.elastic.max_workers"),
+    *("cfg.cpus_per_worker", "cfg.use_gpu"),
 )
 """Settings that all runs of a sweep have in common."""
+
+
+def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
+    """Return the overrides of a run that holds out one of several folds."""
+    return f"++cfg.cross_validation.folds={folds}", f"++cfg.cross_validation.fold={fold}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_runtime.companions.sweeps.definition import SweepPlan
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted, TrialEnded, TrialProgress, TrialStarted
 from mlx_runtime.companions.sweeps.scores import best_checkpoint
+from mlx_runtime.companions.sweeps.space import fold_overrides
 from mlx_runtime.companions.sweeps.states import TrialState, best_of, best_trial, read_record
 from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import TrialJob, begun_overrides
@@ -180,7 +181,7 @@ class Sweep:
         folder = self._claimed(trial, index)
         overrides = begun_overrides(folder.location)
         if not has_begun(folder):
-            of_fold = (f"++cfg.folds={folds}", f"++cfg.fold={fold}") if folds else ()
+            of_fold = fold_overrides(folds, index) if folds else ()
             overrides = (*self.plan.space.applied(trial.values), *of_fold, f"--run={folder.location}")
         trial.statuses[index] = "RUNNING"
         self._emit(TrialStarted(trial.number, fold, trial.values, folder.name))

@@ -65,7 +65,7 @@ class Job:
 
 
 class Group(Protocol):
-    """The workers of a run. The engine replaces lost workers, up to `cfg.max_failures` times."""
+    """The workers of a run. The engine replaces lost workers, up to `cfg.elastic.max_failures` times."""
 
     def poll(self) -> bool:
         """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
@@ -127,5 +127,5 @@ def backend_of(*, use_gpu: bool) -> str:
 
 def lost(why: str, max_failures: int, advice: str = "") -> WorkerLostError:
     """Return the error for a worker that is not replaced any more. `advice` is a line of its own."""
-    used = f"; no replacements are left (cfg.max_failures={max_failures})" if max_failures > 0 else ""
+    used = f"; no replacements are left (cfg.elastic.max_failures={max_failures})" if max_failures > 0 else ""
     return WorkerLostError(f"a worker was lost: {why}{used}\n{advice}".rstrip())

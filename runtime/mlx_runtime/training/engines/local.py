@@ -189,9 +189,9 @@ class LocalGroup:
 
         first, cfg = next(iter(errors.values())), self._engine.cfg
         why = short_message(first)
-        if 0 <= cfg.max_failures <= self._failures:
+        if 0 <= cfg.elastic.max_failures <= self._failures:
             starved = isinstance(first, _ProcessDied) and first.starved
-            raise lost(why, cfg.max_failures, ways_to_save(cfg) if starved else "")
+            raise lost(why, cfg.elastic.max_failures, ways_to_save(cfg) if starved else "")
         self._handle(WorkersLost(tuple(errors), why))
         left = ", ".join(map(str, self._kill()))
         if left:

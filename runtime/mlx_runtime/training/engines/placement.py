@@ -49,8 +49,10 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
 
 def changing_size(cfg: TrainConfig | DataConfig) -> str | None:
     """Return why the number of workers may change during a run, or None if it is fixed."""
-    limits = {"min_workers": cfg.min_workers, "max_workers": cfg.max_workers}
-    changing = [f"cfg.{name}={limit}" for name, limit in limits.items() if limit not in (None, cfg.start_workers)]
+    limits = {"min_workers": cfg.elastic.min_workers, "max_workers": cfg.elastic.max_workers}
+    changing = [
+        f"cfg.elastic.{name}={limit}" for name, limit in limits.items() if limit not in (None, cfg.start_workers)
+    ]
     return f"{changing[0]} lets the number of workers change" if changing else None
 
 
@@ -67,8 +69,8 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores.
     """
     holder = "the cluster" if cluster else "this machine"
-    name = "min_workers" if cfg.min_workers else "start_workers"
-    workers = max(1, cfg.min_workers or cfg.start_workers)
+    name = "elastic.min_workers" if cfg.elastic.min_workers else "start_workers"
+    workers = max(1, cfg.elastic.min_workers or cfg.start_workers)
     if cluster and workers * cfg.cpus_per_worker > cpus:
         text = f"cfg.{name}={workers} needs {workers * cfg.cpus_per_worker} CPUs; {holder} has {cpus:g} CPUs"
         return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
@@ -86,7 +88,7 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
 
 def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
     """Return True if each worker gets a GPU: as `cfg.use_gpu` specifies, or by default if there are enough."""
-    return gpus >= max(1, cfg.min_workers or cfg.start_workers) if cfg.use_gpu is None else cfg.use_gpu
+    return gpus >= max(1, cfg.elastic.min_workers or cfg.start_workers) if cfg.use_gpu is None else cfg.use_gpu
 
 
 def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> None:

@@ -22,7 +22,7 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
     Raises:
         ConfigError: `Models.strategies` names a model or a strategy that does not exist.
     """
-    chosen = strategies(node, cfg.shard_size)
+    chosen = strategies(node, cfg.sharding.shard_size)
     names = sorted({cfg.strategy, *chosen.values()} - {"ddp"})
     if not names:
         return DDP(cfg, topology)
@@ -40,5 +40,7 @@ def strategies(node: Mapping[str, Any] | None, shard_size: int | None) -> dict[s
         if strategy not in NAMES:
             raise ConfigError(f"{title}.{suggest(str(strategy), NAMES)}")
         if strategy == "hsdp" and shard_size is None:
-            raise ConfigError(f"{title}, which needs cfg.strategy=hsdp and cfg.shard_size; name the others instead")
+            raise ConfigError(
+                f"{title}, which needs cfg.strategy=hsdp and cfg.sharding.shard_size; name the others instead"
+            )
     return own

@@ -297,7 +297,7 @@ class TestWhatLeaves:
         assert "src/keys.py" not in text
         assert "read secrets from the environment: ${oc.env:NAME}" in text
         assert "later: newer checkpoints and metrics, and the weights of the best at the end" in text
-        assert "to change this: cfg.mirror, cfg.keep_checkpoints, cfg.code_files" in text
+        assert "to change this: cfg.hub.mirror, cfg.keep_checkpoints, cfg.code_files" in text
         assert "/alice/digits/settings" in text
         training.record.finish("SUCCEEDED")
         more = following.finish(60)
@@ -419,7 +419,7 @@ class TestEnd:
         started = time.monotonic()
         line = following.finish(1.0)[-1].text
         assert time.monotonic() - started < 10
-        assert "is unfinished: it was not done within cfg.mirror_timeout_s=1" in line
+        assert "is unfinished: it was not done within cfg.hub.timeout_s=1" in line
         assert line.endswith("complete it with: mlx xp push digits run_001")
         assert records.recorded(training.folder)["mirror"]["unfinished"] is True
         assert [run.name for run in pushing.unfinished(str(tmp_path))] == ["run_001"]
@@ -700,7 +700,7 @@ class TestContinuing:
 
         monkeypatch.setattr(MirroredRun, "download", terminated)
         (tmp_path / "conf.yaml").write_text(
-            f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+            f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
         )
         with pytest.raises(KeyboardInterrupt):
             request._choose(tmp_path / "conf.yaml", [], {})
@@ -760,7 +760,7 @@ def test_overrides_are_checked_before_a_download(server: Hub, tmp_path: Path) ->
     pushing.push(training.folder, URI)
     asked = len(server.requests)
     (tmp_path / "conf.yaml").write_text(
-        f"cfg: {{name: digits, mirror: '{URI}', storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+        f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
     )
     with pytest.raises(ConfigError, match="there is no key 'cfg.num_epoch'"):
         request.load_config(Digits, ["cfg.num_epoch=3"], tmp_path / "conf.yaml")
@@ -991,7 +991,7 @@ UNREADABLE = {
         "there is no revision 0123456789 in hf://alice/bert; hf://alice/bert is its latest state",
     ),
     "something else": ("hf://alice/bert", "hf://alice/bert holds something other than a run: config.json"),
-    "empty": ("hf://alice/empty", "hf://alice/empty is empty; cfg.mirror or mlx xp push uploads a run to it"),
+    "empty": ("hf://alice/empty", "hf://alice/empty is empty; cfg.hub.mirror or mlx xp push uploads a run to it"),
 }
 
 
@@ -1070,7 +1070,7 @@ def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkey
     server.faults = Faults(1, ("503",))
     with pytest.raises(UnreachableError) as caught:
         Following(opened, Training(tmp_path))
-    assert caught.value.hint.startswith("To train without it: cfg.mirror=null. To upload the run later: mlx xp push")
+    assert caught.value.hint.startswith("To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp")
 
 
 def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1090,8 +1090,8 @@ def test_a_hub_that_falls_silent_holds_up_neither_steps_nor_the_end(
     with Hub() as server:
         silent = lambda method, path: "/commit/" in path and len(server.commits("alice/faults")) > 0  # noqa: E731
         server.faults = Faults(1, ("silence",), silent)
-        limit = f"cfg.mirror_timeout_s={patience_s}"
-        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", limit)
+        limit = f"cfg.hub.timeout_s={patience_s}"
+        command = ("train", "run", "cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", limit)
         process = start(folder, *command, **server.variables())
         record = folder / "runs" / "faults" / "run_001" / "run.json"
         until(lambda: record.is_file() and json.loads(record.read_text())["status"] == "SUCCEEDED", 240)
@@ -1138,7 +1138,7 @@ def test_ctrl_c_while_the_end_is_recorded(
         server.faults = Faults(
             1, ("silence",), lambda method, path: "/commit/" in path and bool(server.commits("alice/faults"))
         )
-        command = ("train", "run", "cfg.start_workers=0", "cfg.mirror=hf://alice/faults", "cfg.mirror_timeout_s=1000")
+        command = ("train", "run", "cfg.start_workers=0", "cfg.hub.mirror=hf://alice/faults", "cfg.hub.timeout_s=1000")
         done = subprocess.run(
             [sys.executable, tmp_path / "script.py", *command],
             cwd=folder,
@@ -1162,7 +1162,7 @@ def test_the_second_of_two_machines_is_refused_until_the_first_is_released(
     two = Path(shutil.copytree(one, tmp_path / "two" / "faults"))
     with Hub() as server:
         uri = "hf://alice/faults"
-        command = ("train", "run", "cfg.start_workers=0", f"cfg.mirror={uri}", "cfg.checkpoint_every_steps=2")
+        command = ("train", "run", "cfg.start_workers=0", f"cfg.hub.mirror={uri}", "cfg.checkpoint_every_steps=2")
         first = start(one, *command, "cfg.num_epochs=500", "cfg.pause_s=0.1", **server.variables())
         until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 2, 240)
         refused = mlx(two, *command, **server.variables())
@@ -1198,7 +1198,7 @@ def test_killed_and_continued_on_another_machine(
         alone = Path(shutil.copytree(one, tmp_path / "alone" / "faults"))
         done = mlx(alone, *command)
         assert done.returncode == 0, done.stderr
-        mirrored = (*command, "cfg.mirror=hf://alice/faults", "cfg.resume=auto")
+        mirrored = (*command, "cfg.hub.mirror=hf://alice/faults", "cfg.resume=auto")
         killed = start(one, *mirrored, "cfg.checkpoint_every_steps=1", "cfg.pause_s=0.25", **server.variables())
         until(lambda: len(server.repositories) == 1 and len(server.commits("alice/faults")) >= 3, 240)
         killed.send_signal(signal.SIGKILL)
@@ -1219,7 +1219,7 @@ def test_killed_and_continued_on_another_machine(
 
 @pytest.mark.pure
 def test_the_card_of_a_class_elsewhere_trains_it_from_python(tmp_path: Path) -> None:
-    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.mirror=hf://a/b"]}
+    record = {"experiment_class": "src.notebook.Experiment", "overrides": ["cfg.seed=3", "cfg.hub.mirror=hf://a/b"]}
     text = card.text(record, tmp_path / "conf.yaml")
     call = 'if __name__ == "__main__":\n    run(Experiment, ["cfg.seed=3"])'
     assert f"from src.notebook import Experiment\n\n{call}" in text

@@ -19,12 +19,14 @@ from test_engines import marked
 from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
 from mlx_runtime.companions.notebook import function_runs
 from mlx_runtime.companions.notebook.functions import takes_config
-from mlx_runtime.config.composition import override, parse_overrides
+from mlx_runtime.config.composition import parse_overrides
+from mlx_runtime.config.overrides import override
 from mlx_runtime.errors import ConfigError, UsageError
 
 SCRIPT = """
 import json, os, sys, traceback
 from mlx_runtime import MlxError, Trainer
+from mlx_runtime.sections import Elastic
 from src import training
 from src.training import Execution
 
@@ -178,7 +180,7 @@ def nested():
 
 if __name__ == "__main__":
     engine, *names = sys.argv[1:]
-    trainer = Trainer(num_workers=2, engine=engine, max_failures=1)
+    trainer = Trainer(num_workers=2, engine=engine, elastic=Elastic(max_failures=1))
     print(json.dumps({name: globals()[name]() for name in names}))
 """
 
@@ -424,8 +426,12 @@ class TestBeforeARun:
         [
             ({"num_workers": 0}, UsageError, "num_workers is 0; a Trainer needs a number of workers, 1 or more"),
             ({"num_workers": -1}, UsageError, "num_workers is -1"),
-            ({"num_workers": (4, 8)}, UsageError, r"num_workers is \(4, 8\); .*; .* add max_workers=8"),
-            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. It is max_failures"),
+            (
+                {"num_workers": (4, 8)},
+                UsageError,
+                r"num_workers is \(4, 8\); .* elastic=Elastic\(max_workers=8\)",
+            ),
+            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. It is elastic=Elastic"),
             ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
             ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),

@@ -552,7 +552,12 @@ class TestMirror:
     def test_it_continues_in_another_storage(
         self, user: User, ray_cluster: RayCluster, hub: Hub, tmp_path: Path
     ) -> None:
-        settings = ("cfg.mirror=hf://alice/digits", "cfg.resume=auto", "cfg.secrets=[HF_TOKEN]", "cfg.start_workers=2")
+        settings = (
+            "cfg.hub.mirror=hf://alice/digits",
+            "cfg.resume=auto",
+            "cfg.secrets=[HF_TOKEN]",
+            "cfg.start_workers=2",
+        )
         for epochs in (1, 2):
             storage = str(tmp_path / f"storage_{epochs}")
             words = ("--ray-address", ray_cluster.url, "-f", *settings, f"cfg.num_epochs={epochs}")

@@ -21,6 +21,7 @@ from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
+from mlx_runtime.sections import Sharding
 from mlx_runtime.training.gradients import GradientMonitor
 from mlx_runtime.training.optimization import prepare_models
 from mlx_runtime.training.strategies import DDP, Strategy, strategy_of
@@ -310,8 +311,8 @@ def deferred(rank: int) -> dict[str, Any]:
 
 TRAINED: dict[str, dict[str, Any]] = {
     "fsdp": {},
-    "hsdp of one worker": {"strategy": "hsdp", "shard_size": 1},
-    "hsdp of two workers": {"strategy": "hsdp", "shard_size": 2},
+    "hsdp of one worker": {"strategy": "hsdp", "sharding": Sharding(1)},
+    "hsdp of two workers": {"strategy": "hsdp", "sharding": Sharding(2)},
     "recomputed": {"activation_checkpointing": True},
     "recomputed by a pattern": {"activation_checkpointing": "blocks.1"},
     "compiled": {"compile": "aot_eager", "activation_checkpointing": True},
@@ -571,7 +572,7 @@ class TestTraining:
     def test_all_workers_stop_at_a_nan_on_one(self, on_workers: dict[str, Any]) -> None:
         for found in everywhere(on_workers["gradients"]):
             tied = "net.embed (and 1 more layers)"
-            assert found["stop"] == f"the gradient of {tied} is not finite at step 4 (cfg.stop_on_nan)"
+            assert found["stop"] == f"the gradient of {tied} is not finite at step 4 (cfg.debug.stop_on_nan)"
 
 
 class TestUserCode:
@@ -595,7 +596,7 @@ class TestUserCode:
 
 def test_a_run_records_the_losses_of_one_process(mlx: Mlx, experiment: Callable[[str], Path]) -> None:
     folder, losses, norms = experiment("shards"), [], []
-    settings = ("cfg.gradient_clip=0.5", "cfg.accumulate_grad_batches=2", "cfg.watch_gradients=1")
+    settings = ("cfg.gradient_clip=0.5", "cfg.accumulate_grad_batches=2", "cfg.debug.watch_gradients=1")
     for workers, rows, strategy in ((2, 4, "fsdp"), (0, 8, "fsdp")):
         batch = f"datasets.train.batch_size={rows}"
         done = mlx(folder, "train", "run", f"cfg.start_workers={workers}", f"cfg.strategy={strategy}", batch, *settings)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     cells = [run.record["metrics"]["cells"] for run in of_cells.runs]
     cells += [of_cells.definition["experiment"], of_cells.command]
     refused, inner = [], type("Inner", (Cells,), {})
-    mirrored = [*given, "cfg.mirror=hf://alice/cells"]
+    mirrored = [*given, "cfg.hub.mirror=hf://alice/cells"]
     for cls, words, trials in ((inner, given, None), (Cells, LR, None), (Cells, given, 0), (Cells, mirrored, None)):
         try:
             sweep(cls, words, trials=trials)
@@ -120,6 +120,6 @@ def test_what_is_no_sweep_is_refused(found: dict[str, Any]) -> None:
         "workers cannot import Inner from a script; move it to a file in src/",
         "overrides is the string 'optimizers.adam.lr'; write a list: ['optimizers.adam.lr']",
         "trials is 0; the minimum is 1",
-        "cfg.mirror=hf://alice/cells is for one run, and a sweep has many; leave it out, and mirror the best one when "
-        "the sweep has ended: mlx xp push cells/SWEEP hf://alice/cells",
+        "cfg.hub.mirror=hf://alice/cells is for one run, and a sweep has many; leave it out, and mirror the best one "
+        "when the sweep has ended: mlx xp push cells/SWEEP hf://alice/cells",
     ]

@@ -11,7 +11,7 @@ from mlx_runtime import open_run
 
 pytestmark = pytest.mark.process
 
-FOLD = ("cfg.folds=5", "cfg.fold=1", "cfg.start_workers=0", "cfg.num_epochs=1")
+FOLD = ("cfg.cross_validation.folds=5", "cfg.cross_validation.fold=1", "cfg.start_workers=0", "cfg.num_epochs=1")
 
 TESTS = Path(__file__).parents[2]
 
@@ -50,7 +50,11 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
     assert [len(read.train), len(read.val)] == sizes
     assert sorted([*read.train.indices, *read.val.indices]) == [*range(ROWS)]
     assert (read.train.dataset.batch_size, read.val.dataset.batch_size, len(read.test)) == (32, 128, 270)
-    other = ("cfg.fold=2", "cfg.folds=6", "cfg.splitter={_target_: sklearn.model_selection.KFold}")
+    other = (
+        "cfg.cross_validation.fold=2",
+        "cfg.cross_validation.folds=6",
+        "cfg.cross_validation.splitter={_target_: sklearn.model_selection.KFold}",
+    )
     done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=2", *other)
     assert (done.returncode, done.stderr.count("it cannot change within a run")) == (1, 3), done.stderr
     done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=2")
@@ -64,7 +68,7 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
 
 
 def test_what_cannot_be_split_is_refused_before_anything_is_written(mlx: Mlx, digits: Path) -> None:
-    stratified = "cfg.splitter={_target_: sklearn.model_selection.StratifiedKFold}"
+    stratified = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.StratifiedKFold}"
     done = mlx(digits, "train", "run", *FOLD, stratified)
     assert done.returncode == 1
     assert "StratifiedKFold needs labels of the rows, but Digits has no method fold_labels" in done.stderr

@@ -23,6 +23,7 @@ from mlx_runtime.config.composition import Config
 from mlx_runtime.data.loaders import DatasetShard, Loader, LoaderOptions
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, DatasetError, MlxError
+from mlx_runtime.sections import CrossValidation
 
 pytestmark = pytest.mark.pure
 
@@ -126,14 +127,17 @@ def splitter(name: str, **arguments: Any) -> dict[str, Any]:
 def config(
     train: Any, folds: int = 5, fold: int = 0, split: dict[str, Any] | None = None, seed: int = 0, val: Any = None
 ) -> Config:
-    cfg = TrainConfig(folds=folds, fold=fold, splitter=build(split), seed=seed)
-    tree = {"cfg": {"splitter": split}, "datasets": node(Datasets, train=train, val=val)}
+    cfg = TrainConfig(cross_validation=CrossValidation(folds, fold, build(split)), seed=seed)
+    tree = {"cfg": {"cross_validation": {"splitter": split}}, "datasets": node(Datasets, train=train, val=val)}
     return Config(tree, tree, cfg)
 
 
 def shards(of: Config, fold: Fold, rank: int = 0, world_size: int = 1, **options: Any) -> list[DatasetShard]:
     """Return the shards of train and val that a worker of a fold gets."""
-    tree, topology = with_held_out(of.tree, of.cfg.fold), Topology(rank, world_size, torch.device("cpu"))
+    tree, topology = (
+        with_held_out(of.tree, of.cfg.cross_validation.fold),
+        Topology(rank, world_size, torch.device("cpu")),
+    )
     group = build_group(tree["datasets"], "datasets", lambda _: torch.random.fork_rng())
     return [
         DatasetShard(name, group, topology, LoaderOptions(seed=7, **options), subset=fold.subsets()[name])
@@ -186,7 +190,7 @@ def test_labels_and_groups_come_from_the_dataset() -> None:
 @pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.process)])
 def test_workers_of_any_number_read_the_rows_of_the_fold(processes: int) -> None:
     of = config(node(Rows, rows=41, batch_size=3), val=node(Rows, batch_size=4))
-    fold = fold_rows(of)[of.cfg.fold]
+    fold = fold_rows(of)[of.cfg.cross_validation.fold]
     for world_size in (1, 2, 3) if not processes else (2,):
         ranks = [shards(of, fold, rank, world_size, processes=processes) for rank in range(world_size)]
         loaders = [[shard.iter_torch_batches() for shard in of_rank] for of_rank in ranks]
@@ -262,17 +266,32 @@ class TestEvaluationMode:
 @pytest.mark.parametrize(
     ("train", "folds", "split", "message"),
     [
-        (Rows, 41, None, "cfg.folds is 41, but datasets.train has only 40 rows; lower cfg.folds"),
+        (
+            Rows,
+            41,
+            None,
+            "cfg.cross_validation.folds is 41, but datasets.train has only 40 rows; lower it",
+        ),
         (Plain, 5, splitter("StratifiedKFold"), "needs labels of the rows, but Plain has no method fold_labels;"),
         (Plain, 5, splitter("GroupKFold"), "needs groups of the rows, but Plain has no method fold_groups;"),
         (Plain, 5, splitter("StratifiedGroupKFold"), "Plain has no method fold_labels and fold_groups;"),
         (Labelled, 35, splitter("StratifiedKFold"), "cannot split the rows of datasets.train: n_splits=35"),
-        (Labelled, 5, splitter("KFold", n_splits=3), "KFold makes 3 folds, but cfg.folds is 5; set cfg.folds=3"),
-        (Labelled, 5, splitter("LeaveOneGroupOut"), "LeaveOneGroupOut makes 8 folds, but cfg.folds is 5"),
+        (
+            Labelled,
+            5,
+            splitter("KFold", n_splits=3),
+            "3 folds, but cfg.cross_validation.folds is 5; set cfg.cross_validation.folds=3",
+        ),
+        (
+            Labelled,
+            5,
+            splitter("LeaveOneGroupOut"),
+            "LeaveOneGroupOut makes 8 folds, but cfg.cross_validation.folds is",
+        ),
         (Plain, 2, node(Halves, wrong=True), "Halves: one part of fold 0 is empty, or both have rows in common"),
         (Fewer, 5, None, r"Fewer.fold_labels\(\) returned an array of shape \(2,\); datasets.train has 40 rows"),
-        (Broken, 5, None, "cfg.folds cannot split datasets.train: OSError: no such disk"),
-        (Stream, 5, None, "cfg.folds cannot split datasets.train: Stream is a stream"),
+        (Broken, 5, None, "cfg.cross_validation cannot split datasets.train: OSError: no such disk"),
+        (Stream, 5, None, "cfg.cross_validation cannot split datasets.train: Stream is a stream"),
     ],
 )
 def test_what_cannot_be_split_is_refused(train: type, folds: int, split: Any, message: str) -> None:
@@ -292,22 +311,25 @@ def test_both_datasets_are_needed(missing: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"folds": 5}, "cfg.folds is 5 and cfg.fold is None; set both, or neither"),
-        ({"fold": 1}, "cfg.folds is None and cfg.fold is 1; set both, or neither"),
-        ({"folds": 5, "fold": 5}, "cfg.fold is 5; with cfg.folds=5, it is from 0 to 4"),
-        ({"folds": 1, "fold": 0}, "cfg.folds is 1; the minimum is 2"),
-        ({"folds": 5, "fold": -1}, "cfg.fold is -1; the minimum is 0"),
-        ({"splitter": "KFold"}, "cfg.splitter is 'KFold'; it takes an object that splits rows"),
+        ({"folds": 5}, "cfg.cross_validation.folds is 5 and cfg.cross_validation.fold is None; set both, or neither"),
+        ({"fold": 1}, "cfg.cross_validation.folds is None and cfg.cross_validation.fold is 1; set both, or neither"),
+        (
+            {"folds": 5, "fold": 5},
+            "cfg.cross_validation.fold is 5; with cfg.cross_validation.folds=5, it is from 0 to",
+        ),
+        ({"folds": 1, "fold": 0}, "cfg.cross_validation.folds is 1; the minimum is 2"),
+        ({"folds": 5, "fold": -1}, "cfg.cross_validation.fold is -1; the minimum is 0"),
+        ({"splitter": "KFold"}, "cfg.cross_validation.splitter is 'KFold'; it takes an object that splits rows"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], problem: str) -> None:
-    (found,) = TrainConfig.out_of_range(TrainConfig(**settings))
+    (found,) = TrainConfig.out_of_range(TrainConfig(cross_validation=CrossValidation(**settings)))
     assert found.startswith(problem)
 
 
 def test_the_example_of_a_splitter_can_be_typed(tmp_path: Path) -> None:
-    (found,) = TrainConfig.out_of_range(TrainConfig(splitter="KFold"))
+    (found,) = TrainConfig.out_of_range(TrainConfig(cross_validation=CrossValidation(splitter="KFold")))
     (word,) = shlex.split(found.rpartition("like ")[2])
-    (tmp_path / "conf.yaml").write_text("cfg:\n  splitter: null\n")
-    node = composition.read(tmp_path / "conf.yaml", [word]).tree["cfg"]["splitter"]
-    assert type(build(node, "cfg.splitter")).__name__ == "StratifiedKFold"
+    (tmp_path / "conf.yaml").write_text("cfg:\n  cross_validation: {splitter: null}\n")
+    node = composition.read(tmp_path / "conf.yaml", [word]).tree["cfg"]["cross_validation"]["splitter"]
+    assert type(build(node, "cfg.cross_validation.splitter")).__name__ == "StratifiedKFold"

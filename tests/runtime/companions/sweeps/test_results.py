@@ -83,8 +83,8 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     trials[2]["runs"] = [runs[2][0], None]
     overrides = [
         "cfg.num_epochs=3",
-        "cfg.splitter={_target_: sklearn.model_selection.KFold}",
-        "+cfg.splitter.shuffle=true",
+        "cfg.cross_validation.splitter={_target_: sklearn.model_selection.KFold}",
+        "+cfg.cross_validation.splitter.shuffle=true",
     ]
     result = SweepResult(store_sweep(root, trials, folds=2, overrides=overrides))
     first, second, third = result.trials
@@ -99,7 +99,10 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     assert [*runs_table["fold"]] == [0, 1, 0, 1, 0]
     assert [*runs_table["val/loss"].iloc[:2]] == [0.4, 0.2]
     assert [*runs_table.index[:2]] == ["run_001", "run_002"]
-    assert result.best_config()["cfg"] == {"seed": 0, "folds": None, "fold": None, "splitter": None}
+    assert result.best_config()["cfg"] == {
+        "seed": 0,
+        "cross_validation": {"folds": None, "fold": None, "splitter": None},
+    }
     saved = Checkpoints(run_folder(root, "digits", runs[0][0]).checkpoints)
     kept = saved.save({}, Checkpoint(1, True, 19, {"val/loss": 0.4}))
     saved.save({}, Checkpoint(2, True, 29, {"val/loss": 0.5}))

@@ -88,7 +88,14 @@ def test_the_overrides_of_a_run_are_all_that_was_typed(tmp_path: Path) -> None:
     job = engine.seen[3]
     assert (job.sweep, job.trial, job.fold, dict(job.values)) == ("sweep_001", 2, 1, {"lr": "2"})
     run = tmp_path / "digits" / "run_004"
-    assert job.overrides == ("a=1", "lr=2", "b=2", "++cfg.folds=2", "++cfg.fold=1", f"--run={run}")
+    assert job.overrides == (
+        "a=1",
+        "lr=2",
+        "b=2",
+        "++cfg.cross_validation.folds=2",
+        "++cfg.cross_validation.fold=1",
+        f"--run={run}",
+    )
 
 
 def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:

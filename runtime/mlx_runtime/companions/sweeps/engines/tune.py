@@ -97,7 +97,7 @@ class TuneTrials:
                     verbose=0,
                     callbacks=[_Stop(runs)],
                     checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-                    failure_config=tune.FailureConfig(max_failures=self._cfg.max_failures),
+                    failure_config=tune.FailureConfig(max_failures=self._cfg.elastic.max_failures),
                 ),
             ).fit()
         if sweep.killing:

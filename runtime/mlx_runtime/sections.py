@@ -1,0 +1,122 @@
+"""Sections of `cfg`: settings that only some runs change, each part's below its own key.
+
+A class of yours changes the defaults of a section as a whole: `sharding: Sharding = Sharding(shard_size=2)`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def at_least(minimum: float, default: Any) -> Any:
+    """Return the field of a setting with a minimum."""
+    return field(default=default, metadata={"minimum": minimum})
+
+
+class Section:
+    """Base class of the settings below one key of `cfg`. They are frozen, since defaults are shared."""
+
+
+@dataclass(frozen=True)
+class CrossValidation(Section):
+    """Training without one of several folds of the rows, which is held out for validation.
+
+    Attributes:
+        folds: train on `datasets.train` without one of this many folds, whose rows take the place of `datasets.val`.
+            `mlx train sweep --folds` trains all; None means no cross-validation.
+        fold: number of the fold whose rows are held out, from 0.
+        splitter: splits the rows into folds: a class of `sklearn.model_selection`, or one with the same methods; labels
+            and groups come from the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`,
+            shuffled by `seed`.
+    """
+
+    folds: int | None = at_least(2, None)
+    fold: int | None = at_least(0, None)
+    splitter: Any = None
+
+
+@dataclass(frozen=True)
+class Debug(Section):
+    """Quick looks at a run, and the search for what is wrong with it.
+
+    Attributes:
+        limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
+        limit_train_batches: the same for training datasets only.
+        limit_eval_batches: the same for all other datasets.
+        overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
+            a model that does not fit them has a bug.
+        profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
+            snapshot of its memory then has the lines of code that have allocated it.
+        watch_gradients: updates between two records of each layer's gradient and weight norms; 0 means none. If
+            matplotlib is installed, TensorBoard shows a picture of them for each epoch.
+        stop_on_nan: check all gradients before each update, and end the run at the first that is not finite.
+    """
+
+    limit_batches: int | None = at_least(1, None)
+    limit_train_batches: int | None = at_least(1, None)
+    limit_eval_batches: int | None = at_least(1, None)
+    overfit_batches: int | None = at_least(1, None)
+    profile: bool = False
+    watch_gradients: int = at_least(0, 0)
+    stop_on_nan: bool = False
+
+
+@dataclass(frozen=True)
+class Elastic(Section):
+    """Workers that are lost, replaced or added while a run trains.
+
+    Attributes:
+        min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
+        max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
+        max_failures: how many times lost workers are replaced before the run fails; -1 means no limit.
+        keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
+            each update sees as many rows; for loops that call `self.backward` and `self.optimizer_step`.
+    """
+
+    min_workers: int | None = at_least(1, None)
+    max_workers: int | None = at_least(1, None)
+    max_failures: int = at_least(-1, 3)
+    keep_global_batch: bool = False
+
+
+@dataclass(frozen=True)
+class Hub(Section):
+    """The mirror of a run on the Hugging Face Hub.
+
+    Attributes:
+        mirror: repository, like `hf://user/name`, that the run is mirrored to while it trains.
+        timeout_s: seconds that the end of a run waits for its last upload.
+    """
+
+    mirror: str | None = None
+    timeout_s: float = at_least(0, 60)
+
+
+@dataclass(frozen=True)
+class Preparation(Section):
+    """Prepared datasets: batches that are computed before training, and mapped into memory.
+
+    Attributes:
+        mode: `auto` reads prepared datasets that match code, arguments and data; `make` prepares missing ones first
+            (`--prepare-batches`); `never` reads samples (`--no-prepared`).
+        path: folder or URI of prepared datasets; None means `.prepared` in the storage.
+        max_days: when preparing, remove prepared datasets not used for this many days.
+        max_gb: maximum total size of prepared datasets; the least recently used are removed first.
+    """
+
+    mode: Literal["auto", "make", "never"] = "auto"
+    path: str | None = None
+    max_days: float = at_least(0, 30)
+    max_gb: float = at_least(0, 200)
+
+
+@dataclass(frozen=True)
+class Sharding(Section):
+    """How `cfg.strategy` shards models.
+
+    Attributes:
+        shard_size: workers that hold one replica under `hsdp`; it divides the number of workers.
+        offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
+    """
+
+    shard_size: int | None = at_least(1, None)
+    offload: Literal["none", "cpu"] = "none"

@@ -1,0 +1,220 @@
+"""Sections of `cfg`: settings below a key of their own, which conf.yaml, overrides and user code change in part."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mlx_runtime import BaseModule, TrainConfig
+from mlx_runtime.config.binding import bind
+from mlx_runtime.config.composition import load
+from mlx_runtime.config.suggestions import MOVED
+from mlx_runtime.errors import ConfigError
+from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
+from mlx_runtime.training import resuming
+from mlx_runtime.training.options import minimums
+from mlx_runtime.training.request import load_config
+
+pytestmark = pytest.mark.pure
+
+MAX_FLAT = 35
+"""Settings of `TrainConfig` outside of sections. A change may lower this figure, not raise it."""
+
+
+class Plain(BaseModule):
+    cfg: TrainConfig
+
+
+class Halves:
+    def __init__(self, n_splits: int = 2) -> None:
+        self.n_splits = n_splits
+
+    def split(self, rows: Any) -> Any:
+        raise NotImplementedError
+
+
+@dataclass
+class OwnConfig(TrainConfig):
+    strategy: Any = "hsdp"
+    sharding: Sharding = Sharding(shard_size=2)
+    cross_validation: CrossValidation = CrossValidation(splitter=Halves(3))
+
+
+class Own(BaseModule):
+    cfg: OwnConfig
+
+
+class OfGroup(BaseModule):
+    cfg: TrainConfig = TrainConfig(elastic=Elastic(max_failures=7))
+
+
+class Foreign:
+    """Settings that do not inherit those of the runtime."""
+
+    def __init__(self, num_epochs: int = 1) -> None:
+        self.num_epochs = num_epochs
+
+
+class WithForeign(BaseModule):
+    cfg: Foreign
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("MLX_STORAGE", raising=False)
+    return tmp_path / "conf.yaml"
+
+
+def bound(experiment: type, conf: Path) -> dict[str, Any]:
+    """Bind, and return what conf.yaml lists of `cfg`."""
+    bind(experiment, conf).write()
+    cfg: dict[str, Any] = yaml.safe_load(conf.read_text())["cfg"]
+    return cfg
+
+
+def write(conf: Path, text: str) -> None:
+    """Add lines to `cfg` in a conf.yaml."""
+    conf.write_text(conf.read_text().replace("  trackers:\n", f"{text}  trackers:\n"))
+
+
+def sections() -> dict[str, Section]:
+    return {item.name: item.default for item in dataclasses.fields(TrainConfig) if isinstance(item.default, Section)}
+
+
+def test_few_settings_are_flat() -> None:
+    assert len(dataclasses.fields(TrainConfig)) - len(sections()) <= MAX_FLAT
+    assert len(sections()) <= 6
+
+
+def test_every_number_has_a_minimum() -> None:
+    numbers = {
+        f"{name}.{item.name}"
+        for name, section in sections().items()
+        for item in dataclasses.fields(section)  # type: ignore[arg-type]
+        if item.type in (int, float, int | None)
+    }
+    assert numbers == {name for name in minimums() if "." in name}
+
+
+def test_every_former_key_names_a_setting() -> None:
+    flat = {item.name for item in dataclasses.fields(TrainConfig)}
+    for former, key in MOVED.items():
+        section, _, name = key.partition(".")
+        assert former not in flat
+        assert hasattr(sections()[section], name)
+
+
+class TestOverrides:
+    def test_a_setting_of_a_section(self, conf: Path) -> None:
+        bound(Plain, conf)
+        config = load_config(Plain, ["cfg.elastic.max_failures=1", "cfg.debug.limit_batches=2"], conf)
+        assert (config.cfg.elastic, config.cfg.debug.limit_batches) == (Elastic(max_failures=1), 2)
+        assert config.cfg.elastic == load(Plain, ["cfg.elastic.max_failures=1"], conf, look=True).cfg.elastic
+
+    @pytest.mark.parametrize(
+        ("override", "problem"),
+        [
+            ("cfg.shard_size=4", "cfg.shard_size is cfg.sharding.shard_size now"),
+            ("++cfg.shard_size=4", "cfg.shard_size is cfg.sharding.shard_size now"),
+            ("cfg.prepared=never", "cfg.prepared is cfg.preparation.mode now"),
+            ("cfg.sharding.shards=4", "there is no key 'cfg.sharding.shards' in conf.yaml. Did you mean 'cfg.sharding"),
+            ("+cfg.sharding.sizes=4", "cfg.sharding.sizes: mlx_runtime.sections.Sharding has no such argument."),
+            ("cfg.debug.profile=3", "cfg.debug.profile is 3; mlx_runtime.sections.Debug takes bool"),
+            ("cfg.sharding.offload=gpu", "cfg.sharding.offload is 'gpu'; mlx_runtime.sections.Sharding takes Literal["),
+            ("cfg.debug.watch_gradients=-1", "cfg.debug.watch_gradients is -1; the minimum is 0"),
+            ("cfg.preparation.max_gb=-1", "cfg.preparation.max_gb is -1; the minimum is 0"),
+            ("cfg.hub=3", "cfg.hub is 3; mlx_runtime.TrainConfig takes Hub"),
+            ("cfg.hub=null", "cfg.hub is None; mlx_runtime.TrainConfig takes Hub"),
+        ],
+    )
+    def test_what_does_not_fit(self, conf: Path, monkeypatch: pytest.MonkeyPatch, override: str, problem: str) -> None:
+        bound(Plain, conf)
+        monkeypatch.chdir(conf.parent)
+        with pytest.raises(ConfigError) as caught:
+            load_config(Plain, [override], Path("conf.yaml"))
+        assert str(caught.value).startswith(f"override {override}: {problem}")
+        assert "\n" not in str(caught.value)
+
+
+class TestConfYaml:
+    def test_it_lists_no_section_that_nobody_has_changed(self, conf: Path) -> None:
+        assert not {*bound(Plain, conf)} & {*sections()}
+
+    def test_a_part_of_a_section_is_completed_and_stays_as_it_is(self, conf: Path) -> None:
+        bound(Plain, conf)
+        write(conf, "  elastic: {max_failures: 5} # flaky\n  hub:\n    timeout_s: 60\n")
+        before = conf.read_text()
+        assert bind(Plain, conf).stale == []
+        assert bound(Plain, conf)["elastic"] == {"max_failures": 5}
+        assert conf.read_text() == before
+        config = load_config(Plain, ["cfg.elastic.min_workers=1"], conf)
+        assert config.cfg.elastic == Elastic(min_workers=1, max_failures=5)
+        assert config.cfg.hub == Hub()
+        assert config.tree["cfg"]["elastic"]["keep_global_batch"] is False
+
+    def test_former_keys_are_refused(self, conf: Path) -> None:
+        bound(Plain, conf)
+        write(conf, "  max_failures: 5\n  mirror: hf://a/b\n")
+        with pytest.raises(ConfigError) as caught:
+            load_config(Plain, path=conf)
+        assert caught.value.problems == (
+            "cfg.max_failures is cfg.elastic.max_failures now",
+            "cfg.mirror is cfg.hub.mirror now",
+        )
+
+    def test_the_conf_yaml_of_a_run_has_all(self, conf: Path, tmp_path: Path) -> None:
+        bound(Plain, conf)
+        stored = tmp_path / "run.yaml"
+        config = load_config(Plain, ["cfg.elastic.max_failures=1"], conf)
+        stored.write_text(config.yaml())
+        listed = yaml.safe_load(stored.read_text())["cfg"]
+        for name, section in sections().items():
+            assert listed[name].keys() == {"_target_", *vars(section)}
+        again = load(Plain, [], stored)
+        assert (again.cfg, again.tree) == (config.cfg, config.tree)
+
+
+class TestUserCode:
+    def test_defaults_of_a_section(self, conf: Path) -> None:
+        cfg = bound(Own, conf)
+        assert cfg["sharding"] == {"_target_": "mlx_runtime.sections.Sharding", "shard_size": 2, "offload": "none"}
+        assert cfg["cross_validation"]["splitter"]["n_splits"] == 3
+        assert "elastic" not in cfg
+        config = load_config(Own, [], conf)
+        assert config.cfg.sharding == Sharding(2)
+        assert config.cfg.cross_validation.splitter.n_splits == 3
+        found = load_config(Own, ["cfg.sharding.shard_size=4", "cfg.start_workers=4"], conf).cfg.sharding
+        assert found == Sharding(4)
+
+    def test_defaults_of_the_whole_group(self, conf: Path) -> None:
+        assert bound(OfGroup, conf)["elastic"]["max_failures"] == 7
+        assert load_config(OfGroup, [], conf).cfg.elastic == Elastic(max_failures=7)
+
+    def test_a_class_that_inherits_no_settings(self, conf: Path) -> None:
+        assert "elastic" not in bound(WithForeign, conf)
+        cfg = load_config(WithForeign, ["cfg.elastic.max_failures=1"], conf).cfg
+        assert (cfg.elastic, cfg.hub) == (Elastic(max_failures=1), Hub())
+
+    def test_a_section_cannot_be_changed_in_place(self) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            TrainConfig().elastic.max_failures = 1  # type: ignore[misc]
+
+
+def test_settings_that_a_run_keeps(conf: Path) -> None:
+    bound(Plain, conf)
+    before = load_config(Plain, [], conf).tree
+    allowed = ("cfg.elastic.max_failures=1", "cfg.debug.profile=true", "cfg.hub.timeout_s=1")
+    kept = ("cfg.debug.limit_batches=1", "cfg.cross_validation.folds=2", "cfg.cross_validation.fold=0")
+    changes = resuming.changes(before, load_config(Plain, [*allowed, *kept], conf).tree)
+    assert [change.key for change in changes] == [
+        *("cfg.cross_validation.folds", "cfg.cross_validation.fold", "cfg.debug.limit_batches", "cfg.debug.profile"),
+        *("cfg.elastic.max_failures", "cfg.hub.timeout_s"),
+    ]
+    assert resuming.refusals(changes, TrainConfig) == [
+        "cfg.cross_validation.folds: None → 2 (it cannot change within a run)",
+        "cfg.cross_validation.fold: None → 0 (it cannot change within a run)",
+        "cfg.debug.limit_batches: None → 1 (it cannot change within a run)",
+    ]
