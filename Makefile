@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo/digits
+DEMO_EXTRAS := sweeps,views
+BENCH_EXTRAS := hub,sweeps,text
 NAME ?=
 OUT ?= .
 ARGS ?=
@@ -67,10 +69,10 @@ $(DEMO)/main.py: | $(VENV)/.complete
 	@$(BIN)/mlx train new digits -o demo >/dev/null
 
 $(VENV)/.demo: $(VENV)/.complete <<cookiecutter.experiment_name>>/requirements.txt
-	@$(call install,-r "<<cookiecutter.experiment_name>>/requirements.txt")
+	@$(call install,-e "runtime[$(DEMO_EXTRAS)]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
-$(VENV)/.complete: runtime/pyproject.toml
+$(VENV)/.complete: runtime/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
@@ -78,7 +80,7 @@ $(VENV)/.complete: runtime/pyproject.toml
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.complete benchmarks/requirements.txt
-	@$(call install,-r benchmarks/requirements.txt)
+	@$(call install,-e "runtime[$(BENCH_EXTRAS)]" -r benchmarks/requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.complete
@@ -86,7 +88,8 @@ $(VENV)/.dev: $(VENV)/.complete
 	@$(call install,-e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
-# Install $(1) with uv, or with pip if uv fails. uv does not read pip's settings, so pass it pip's package sources.
+# Install $(1) with uv, or with pip if uv fails, and constraints.txt. uv does not read pip's settings, so pass it pip's
+# package sources.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := s/^.*\.index-url=/UV_DEFAULT_INDEX=/p; /\.find-links=/y/ /,/; s/^.*\.find-links=/UV_FIND_LINKS=/p; \
 	s/^.*\.extra-index-url=/UV_INDEX_STRATEGY=unsafe-best-match UV_INDEX=/p; \
@@ -95,8 +98,8 @@ export UV_COMPILE_BYTECODE ?= $(if $(PYTHONDONTWRITEBYTECODE),1,0)# unless runs 
 define install
 ( $(PIP) install -q --retries 1 --only-binary uv uv && \
 	set -a && eval "$$($(PIP) config list | sort -r | sed -n '$(SOURCES)')" && \
-	$(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
-{ echo "uv failed (see $(VENV)/uv.log); installing with pip, which takes several minutes"; $(PIP) install -q $(1) 2>$(VENV)/pip.log; } || \
+	UV_CONSTRAINT="constraints.txt $$UV_CONSTRAINT" $(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
+{ echo "uv failed (see $(VENV)/uv.log); installing with pip, which takes several minutes"; $(PIP) install -q -c constraints.txt $(1) 2>$(VENV)/pip.log; } || \
 { if grep -q "connection broken" $(VENV)/pip.log; \
 	then echo "error: cannot reach the package index; check the network and pip's settings, then run make again" >&2; \
 	else cat $(VENV)/pip.log >&2; fi; exit 1; }

@@ -27,6 +27,7 @@ ROOMS = (
     "distributed",
     "storage",
     "events",
+    "extras",
     "errors",
     "settings",
     "importing",

@@ -20,6 +20,7 @@ from mlx_runtime.config.signatures import (
 )
 from mlx_runtime.config.targets import loaded_object_at, namesake, object_at, path_of
 from mlx_runtime.errors import suggest
+from mlx_runtime.extras import cure
 
 
 class Problem(NamedTuple):
@@ -108,7 +109,7 @@ class Checker:
         try:
             target = self._object_at(path)
         except (ImportError, AttributeError) as error:
-            why = str(error).splitlines()[-1]
+            why = "; ".join(filter(None, [str(error).splitlines()[-1], cure(error)]))
             there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
             yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}{there}")
             return

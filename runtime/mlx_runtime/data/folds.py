@@ -28,6 +28,7 @@ from mlx_runtime.data.sampling import Subset
 from mlx_runtime.data.streams import dataset_error
 from mlx_runtime.distributed.randomness import seeded
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
+from mlx_runtime.extras import require
 
 PER_ROW = ("fold_labels", "fold_groups")
 """Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
@@ -159,6 +160,7 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
 def _splitter(config: Config) -> Any:
     cfg = config.cfg
     if cfg.splitter is None:
+        require("sklearn", "cfg.folds without cfg.splitter")
         from sklearn.model_selection import KFold
 
         return KFold(cfg.folds, shuffle=True, random_state=cfg.seed % 2**32)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mlx_runtime.extras import require
 from mlx_runtime.runs.report import escaped
 from mlx_runtime.runs.tables import format_number
 from mlx_runtime.sweeps.scores import Trial
@@ -162,6 +163,7 @@ def importance(trials: Sequence[Trial], axes: Sequence[Axis]) -> list[Chart]:
 
 def _shares(scores: Mapping[int, float], axes: Sequence[Axis]) -> dict[str, float]:
     """Analyze the variance of the scores of some trials with fANOVA (Hutter, Hoos and Leyton-Brown, 2014)."""
+    require("optuna", "the importance of parameters in a report")
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 
