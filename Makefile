@@ -8,6 +8,7 @@ BENCH_EXTRAS := hub,sweeps,text
 NAME ?=
 OUT ?= .
 ARGS ?=
+DIST ?= dist
 
 # The inner rings of tests (see pyproject.toml), which need neither Ray nor a server, a browser or an installation.
 INNER := pure or process or local
@@ -15,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has its own settings
 
-.PHONY: help demo test test-all test-rest test-gpu check format bench chaos bake docs clean
+.PHONY: help demo test test-all test-rest test-gpu check format bench chaos bake docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -62,8 +63,11 @@ docs: $(VENV)/.dev ## update the command output and the pictures in README.md an
 	$(BIN)/python docs/screenshot.py
 	$(BIN)/python docs/tuning.py
 
-clean: ## delete the demo, the environment and caches
-	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
+dist: ## build the wheel of the runtime, which contains the templates, in dist/
+	@$(PYTHON) -m pip wheel -q --no-deps -w $(DIST) ./runtime
+
+clean: ## delete the demo, the wheel, the environment and caches
+	rm -rf demo dist $(VENV) .pytest_cache .ruff_cache .mypy_cache
 
 $(DEMO)/main.py: | $(VENV)/.complete
 	@$(BIN)/mlx train new digits -o demo >/dev/null
