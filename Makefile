@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo/digits
+DEMO_EXTRAS := sweeps,views
+BENCH_EXTRAS := hub,sweeps,text
 NAME ?=
 OUT ?= .
 ARGS ?=
+DIST ?= dist
 
 # The inner rings of tests (see pyproject.toml), which need neither Ray nor a server, a browser or an installation.
 INNER := pure or process or local
@@ -13,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 
 export RUFF_CACHE_DIR := $(CURDIR)/.ruff_cache# not in the template's folder, which has its own settings
 
-.PHONY: help demo test test-all test-rest test-gpu check format bench chaos bake docs clean
+.PHONY: help demo test test-all test-rest test-gpu check format bench chaos bake docs dist clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -60,17 +63,20 @@ docs: $(VENV)/.dev ## update the command output and the pictures in README.md an
 	$(BIN)/python docs/screenshot.py
 	$(BIN)/python docs/tuning.py
 
-clean: ## delete the demo, the environment and caches
-	rm -rf demo $(VENV) .pytest_cache .ruff_cache .mypy_cache
+dist: ## build the wheel of the runtime, which contains the templates, in dist/
+	@$(PYTHON) -m pip wheel -q --no-deps -w $(DIST) ./runtime
+
+clean: ## delete the demo, the wheel, the environment and caches
+	rm -rf demo dist $(VENV) .pytest_cache .ruff_cache .mypy_cache
 
 $(DEMO)/main.py: | $(VENV)/.complete
 	@$(BIN)/mlx train new digits -o demo >/dev/null
 
 $(VENV)/.demo: $(VENV)/.complete <<cookiecutter.experiment_name>>/requirements.txt
-	@$(call install,-r "<<cookiecutter.experiment_name>>/requirements.txt")
+	@$(call install,-e "runtime[$(DEMO_EXTRAS)]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
-$(VENV)/.complete: runtime/pyproject.toml
+$(VENV)/.complete: runtime/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "error: Python 3.10 or newer is needed, this is " + sys.version.split()[0])'
 	@echo "installing into $(VENV) (once; a minute or two)"
 	@$(PYTHON) -m venv $(VENV)
@@ -78,7 +84,7 @@ $(VENV)/.complete: runtime/pyproject.toml
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.complete benchmarks/requirements.txt
-	@$(call install,-r benchmarks/requirements.txt)
+	@$(call install,-e "runtime[$(BENCH_EXTRAS)]" -r benchmarks/requirements.txt)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.complete
@@ -86,7 +92,8 @@ $(VENV)/.dev: $(VENV)/.complete
 	@$(call install,-e "runtime[dev]" -r "<<cookiecutter.experiment_name>>/requirements.txt")
 	@touch $@
 
-# Install $(1) with uv, or with pip if uv fails. uv does not read pip's settings, so pass it pip's package sources.
+# Install $(1) with uv, or with pip if uv fails, and constraints.txt. uv does not read pip's settings, so pass it pip's
+# package sources.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := s/^.*\.index-url=/UV_DEFAULT_INDEX=/p; /\.find-links=/y/ /,/; s/^.*\.find-links=/UV_FIND_LINKS=/p; \
 	s/^.*\.extra-index-url=/UV_INDEX_STRATEGY=unsafe-best-match UV_INDEX=/p; \
@@ -95,8 +102,8 @@ export UV_COMPILE_BYTECODE ?= $(if $(PYTHONDONTWRITEBYTECODE),1,0)# unless runs 
 define install
 ( $(PIP) install -q --retries 1 --only-binary uv uv && \
 	set -a && eval "$$($(PIP) config list | sort -r | sed -n '$(SOURCES)')" && \
-	$(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
-{ echo "uv failed (see $(VENV)/uv.log); installing with pip, which takes several minutes"; $(PIP) install -q $(1) 2>$(VENV)/pip.log; } || \
+	UV_CONSTRAINT="constraints.txt $$UV_CONSTRAINT" $(BIN)/python -m uv pip install -q --python $(BIN)/python $(1) ) 2>$(VENV)/uv.log || \
+{ echo "uv failed (see $(VENV)/uv.log); installing with pip, which takes several minutes"; $(PIP) install -q -c constraints.txt $(1) 2>$(VENV)/pip.log; } || \
 { if grep -q "connection broken" $(VENV)/pip.log; \
 	then echo "error: cannot reach the package index; check the network and pip's settings, then run make again" >&2; \
 	else cat $(VENV)/pip.log >&2; fi; exit 1; }

@@ -34,7 +34,7 @@ def missing() -> list[str]:
 def problem() -> str | None:
     """Return why the tests cannot run with this Python, or None."""
     lacking = missing()
-    if any(item.startswith("torch=") for item in lacking):
+    if any(item.startswith("torch>") for item in lacking):
         return f"torch is not installed for {sys.executable}"
     import torch
 
@@ -50,9 +50,9 @@ def main(arguments: list[str]) -> int:
         return 2
     import torch
 
-    wanted = re.search(r'"torch==([\d.]+)"', (ROOT / "runtime" / "pyproject.toml").read_text())
-    if wanted and not torch.__version__.startswith(wanted[1]):
-        print(f"warning: torch is {torch.__version__}, and the runtime is made for {wanted[1]}", file=sys.stderr)
+    tested = re.search(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    if tested and not torch.__version__.startswith(tested[1]):
+        print(f"warning: torch is {torch.__version__}, and the runtime is tested with {tested[1]}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.jsonl")
         variables = {"PYTHONPATH": os.pathsep.join([str(ROOT / "runtime"), os.environ.get("PYTHONPATH", "")])}

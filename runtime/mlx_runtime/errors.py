@@ -6,6 +6,7 @@
     ├── BindError                      conf.yaml cannot describe a constructor
     ├── ConfigError                    conf.yaml or an override is wrong
     ├── DatasetError                   a dataset cannot be batched
+    ├── MissingLibraryError            an optional dependency is not installed
     ├── DataJobError                   user code raised an exception in a data job
     ├── StorageError                   a run folder cannot be read or written
     ├── WorkerLoopError                user code raised an exception on a worker
@@ -76,6 +77,10 @@ class ConfigError(MlxError):
 
 class DatasetError(MlxError):
     """The workers cannot read a dataset."""
+
+
+class MissingLibraryError(MlxError):
+    """An optional dependency is not installed. The message has the command that installs it."""
 
 
 class DataJobError(MlxError):

@@ -29,6 +29,7 @@ ROOMS = (
     "distributed",
     "storage",
     "events",
+    "extras",
     "errors",
     "settings",
     "sections",

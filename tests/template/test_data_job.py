@@ -24,6 +24,7 @@ FILES = [
     ".rayignore",
     "Makefile",
     "README.md",
+    "constraints.txt",
     "main.py",
     "pyproject.toml",
     "requirements.txt",

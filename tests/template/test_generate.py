@@ -15,6 +15,7 @@ FILES = [
     ".rayignore",
     "Makefile",
     "README.md",
+    "constraints.txt",
     "main.py",
     "notebook.ipynb",
     "pyproject.toml",

@@ -6,7 +6,6 @@ The fresh clone comes first, because it takes longest.
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import test_generate
 import torch
 from conftest import ROOT
 from test_generate import files
-from test_setup import downloads
+from test_setup import downloads, site_packages
 from test_template import make
 
 sys.path.insert(0, str(ROOT / "docs"))
@@ -95,32 +94,30 @@ def test_the_commands_work_in_a_fresh_clone_with_an_empty_home(bare: dict[str, s
     assert (tmp_path / "my-experiment" / "main.py").is_file()
 
 
-@pytest.mark.timeout(1200)
-def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
-    digits: Path, bare: dict[str, str], tmp_path: Path
-) -> None:
-    """Run `make setup` with a Python that has nothing installed, then `make bind` in the new environment."""
-    (digits / "src" / "conf.yaml").unlink()
-    environment = bare | {"HOME": str(tmp_path)}
-    python = f"PYTHON={Path(sys.base_prefix) / 'bin' / 'python3'}"
-    command = ["make", "-s", "setup", python]
-    done = subprocess.run(command, cwd=digits, env=environment, capture_output=True, text=True, timeout=1000)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "installing into .venv (once; a minute or two)\n"
-    done = make(digits, environment, "bind", python)
-    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
-    assert (digits / ".venv" / "bin" / "mlx").is_file()
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, as `make dist` builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = ["make", "-s", "dist", f"PYTHON={sys.executable}", f"DIST={folder}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=200)
+    (wheel,) = folder.iterdir()
+    return wheel
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The content of the wheel, built as for a release, in a folder for `sys.path`."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(ROOT / "runtime")]
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for `sys.path` with the installed wheel, without its dependencies."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel)]
     subprocess.run(command, check=True, timeout=200)
-    with zipfile.ZipFile(next(folder.glob("mlx_runtime-*.whl"))) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+    return folder
+
+
+def new(kind: str, installed: Path, parent: Path) -> "subprocess.CompletedProcess[str]":
+    """Run `mlx KIND new beta` with the installed wheel, in an interpreter that cannot see the checkout."""
+    script = f"import sys; sys.path.insert(0, {str(installed)!r}); from mlx_runtime.cli import mlx; mlx()"
+    command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(parent)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=parent, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +128,44 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_wheel_carries_the_templates_and_works_without_this_repository(
-    kind: str, template: str, wanted: list[str], wheel: Path, tmp_path: Path
+    kind: str, template: str, wanted: list[str], wheel: Path, installed: Path, tmp_path: Path
 ) -> None:
-    """The wheel is used by an interpreter that cannot see the checkout."""
-    assert files(wheel / "mlx_runtime" / "template" / template) == wanted
-    script = f"import sys; sys.path.insert(0, {str(wheel)!r}); from mlx_runtime.cli import mlx; mlx()"
-    command = [sys.executable, "-c", script, kind, "new", "beta", "-o", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.returncode == 0, done.stderr
+    """A project that it generates installs the same wheel, and the tested versions of torch and Ray."""
+    carried = files(installed / "mlx_runtime" / "template" / template)
+    assert [name for name in carried if "__pycache__" not in name] == wanted  # pip has compiled some of them
+    done = new(kind, installed, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     assert files(tmp_path / "beta") == wanted
-    assert "\nRUNTIME ?= mlx-runtime==0.1.0\n" in (tmp_path / "beta" / "Makefile").read_text()
+    assert f"\nRUNTIME ?= mlx-runtime @ {wheel.as_uri()}\n" in (tmp_path / "beta" / "Makefile").read_text()
+    assert (tmp_path / "beta" / "constraints.txt").read_text() == (ROOT / "constraints.txt").read_text()
+
+
+@pytest.mark.timeout(1200)
+def test_setup_makes_an_environment_of_its_own_where_the_runtime_is_not(
+    wheel: Path, installed: Path, bare: dict[str, str], tmp_path: Path
+) -> None:
+    """Generate an experiment with the wheel, run `make setup` with a Python that has nothing, then `make bind`.
+
+    The environment has the optional parts that the experiment promises, no others, and remembers the wheel.
+    """
+    assert new("train", installed, tmp_path).returncode == 0
+    beta, environment = tmp_path / "beta", bare | {"HOME": str(tmp_path)}
+    python = f"PYTHON={Path(sys.base_prefix) / 'bin' / 'python3'}"
+    command = ["make", "-s", "setup", python]
+    done = subprocess.run(command, cwd=beta, env=environment, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "installing into .venv (once; a minute or two)\n"
+    done = make(beta, environment, "bind", python)
+    assert (done.returncode, done.stdout) == (0, "wrote src/conf.yaml\n"), done.stderr
+    packages = {path.name.partition("-")[0].lower() for path in site_packages(beta).glob("*.dist-info")}
+    assert {"optuna", "scikit_learn", "plotly", "torch", "ray"} <= packages
+    assert not {"botocore", "huggingface_hub", "transformers", "wandb"} & packages
+    (torch_info,) = site_packages(beta).glob("torch-*.dist-info")
+    assert f"torch=={torch_info.name[6:-10].partition('+')[0]}\n" in (beta / "constraints.txt").read_text()
+    command = [str(beta / ".venv" / "bin" / "mlx"), "train", "new", "gamma"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert wheel.as_uri() in (tmp_path / "gamma" / "Makefile").read_text()
 
 
 WITH_LIBRARIES = """

@@ -28,10 +28,11 @@ WITH_PIP = "uv failed (see .venv/uv.log); installing with pip, which takes sever
 
 def write_wheel(folder: Path, name: str, version: str = "0.1.0", code: str = "") -> None:
     info = f"{name}-{version}.dist-info"
+    extras = "".join(f"Provides-Extra: {extra}\n" for extra in ("sweeps", "views"))
     files = {
         f"{name}/__init__.py": "",
         f"{name}/__main__.py": code,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{extras}",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])

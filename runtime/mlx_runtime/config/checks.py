@@ -20,6 +20,7 @@ from mlx_runtime.config.signatures import (
 )
 from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
 from mlx_runtime.errors import suggest
+from mlx_runtime.extras import cure
 
 
 class Problem(NamedTuple):
@@ -110,7 +111,7 @@ class Checker:
         except (ImportError, AttributeError) as error:
             from mlx_runtime.config.suggestions import namesake
 
-            why = str(error).splitlines()[-1]
+            why = "; ".join(filter(None, [str(error).splitlines()[-1], cure(error)]))
             there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
             yield Problem(target_key, f"{target_key} is {path!r}, which cannot be imported: {why}{there}")
             return

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from mlx_runtime.errors import USER_ERRORS, MlxError, UsageError, raised_in, short_message
+from mlx_runtime.extras import cure
 from mlx_runtime.importing import many_imports
 
 CONF = Path("src/conf.yaml")
@@ -56,9 +57,6 @@ class Kind:
 AN_EXPERIMENT = Kind("experiment", "an", "mlx train", EXPERIMENT, "Experiment", "BaseModule", ".")
 DATA_JOB = Kind("data job", "a", "mlx data", Path("src/job.py"), "Job", "DataJob", "data_job")
 
-EXTRAS = {"datasets": "text", "huggingface_hub": "hub", "transformers": "text", "wandb": "wandb"}
-"""The optional dependencies of this package that install a library, by its name."""
-
 
 def main_class(kind: Kind, folder: Path) -> type:
     """Import `src.experiment.Experiment` or `src.job.Job` of a folder."""
@@ -83,9 +81,7 @@ def project_module(name: str, folder: Path) -> ModuleType:
         lines = [f"src/{file.name}:{line}" for file, line in files if file.parent == folder / "src"]
         at = lines[-1] if lines else f"{name.replace('.', '/')}.py"
         message = f"{at}: {name} cannot be imported: {type(error).__name__}: {short_message(error)}"
-        extra = EXTRAS.get(str(error.name).partition(".")[0]) if isinstance(error, ModuleNotFoundError) else None
-        cure = f"; pip install 'mlx-runtime[{extra}]'" if extra else ""
-        raise MlxError(message + cure) from error
+        raise MlxError("; ".join(filter(None, [message, cure(error)]))) from error
 
 
 def commands(conf: Path = CONF) -> str:

@@ -64,7 +64,7 @@ def object_at(path: str) -> Any:
                 continue  # not a module: perhaps a class that holds the next name
             raise
         return functools.reduce(getattr, parts[split:], module)
-    raise ImportError(f"no module named {parts[0]!r}")
+    raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
 
 
 def loaded_object_at(path: str) -> Any | None:
@@ -76,7 +76,7 @@ def loaded_object_at(path: str) -> Any | None:
     if not split:
         if len(parts) > 1 and importlib.util.find_spec(parts[0]) is not None:
             return None
-        raise ImportError(f"no module named {parts[0]!r}")
+        raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
     module = sys.modules[".".join(parts[:split])]
     if parts[split] in vars(module):
         return functools.reduce(getattr, parts[split + 1 :], vars(module)[parts[split]])

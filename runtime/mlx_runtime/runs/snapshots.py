@@ -39,7 +39,10 @@ PREFIX = "_mlx_code_"
 
 
 WITH_CODE = GitIgnoreSpec.from_lines(
-    ("/main.py", "/src/conf.yaml", "/src/variants/**/*.yaml", "/requirements.txt", "/pyproject.toml", ".gitignore")
+    (
+        *("/main.py", "/src/conf.yaml", "/src/variants/**/*.yaml", ".gitignore"),
+        *("/requirements.txt", "/constraints.txt", "/pyproject.toml"),
+    )
 )
 """Files of an experiment that its code needs without importing them."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import StorageError
+from mlx_runtime.extras import require
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import Storage
 
@@ -77,6 +78,7 @@ def create_exclusively(storage: Storage, data: bytes, *parts: str) -> bool:
 
 def _put_new(storage: Storage, data: bytes, *parts: str) -> bool:
     """Put an object on S3 with `If-None-Match: *`, which pyarrow cannot do. Return False if it exists."""
+    require("botocore", "storage on S3")
     import botocore.config
     import botocore.exceptions
     import botocore.session

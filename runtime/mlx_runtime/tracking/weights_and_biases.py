@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.errors import UsageError
+from mlx_runtime.extras import require
 from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage.files import is_uri, parent_of
@@ -20,7 +20,7 @@ DATA_DIR = "WANDB_DATA_DIR"
 
 
 class WandB:
-    """Sends metrics to Weights & Biases (`pip install 'mlx-runtime[wandb]'`). A resumed run stays one run there.
+    """Sends metrics to Weights & Biases (`pip install "mlx-runtime[wandb]"`). A resumed run stays one run there.
 
     Offline, each attempt writes a folder `offline-run-…` of its own, in the folder `wandb` of the run.
 
@@ -50,10 +50,9 @@ class WandB:
         self._sending: list[Future[None]] = []
 
     def on_run_start(self, run: RunInfo) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise UsageError("it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'") from error
+        require("wandb", "it")
+        import wandb
+
         cfg = run.config.get("cfg") or {}
         self._monitor = cfg.get("monitor"), cfg.get("mode", "min")
         if not is_uri(run.place):

@@ -554,5 +554,5 @@ def test_a_library_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch
     (tmp_path / "without_library.py").write_text("from transformers import AutoModel\n")
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(MlxError, match=r"ModuleNotFoundError: .*; pip install 'mlx-runtime\[text\]'$"):
+    with pytest.raises(MlxError, match=r'ModuleNotFoundError: .*; type: pip install "mlx-runtime\[text\]"$'):
         project_module("without_library", tmp_path)

@@ -243,7 +243,7 @@ def test_mlflow_in_a_local_store(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tracker", "module", "why"),
     [
-        (WandB(), "wandb", "it needs wandb, which is not installed: pip install 'mlx-runtime[wandb]'"),
+        (WandB(), "wandb", 'it needs wandb; type: pip install "mlx-runtime[wandb]"'),
         (MLflow(), "mlflow.entities", "ModuleNotFoundError"),
     ],
 )

@@ -14,7 +14,6 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime import __version__
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError, suggest
 from mlx_runtime.exits import clean_exit
@@ -35,6 +34,8 @@ def new(kind: Kind, name: str, output: Path) -> Path:
     from cookiecutter.exceptions import CookiecutterException
     from cookiecutter.main import cookiecutter
 
+    from mlx_runtime.cli.verbs.origin import requirement
+
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(
             f"{name!r} is not a valid {kind.title} name; use up to 100 letters, digits, - and _, first a letter"
@@ -44,7 +45,7 @@ def new(kind: Kind, name: str, output: Path) -> Path:
         raise UsageError(f"{folder} already exists; choose another name, or another folder with -o")
     packaged = PACKAGED.is_dir()
     source = str((PACKAGED if packaged else CHECKOUT) / kind.template)
-    answers = {kind.question: name} | ({"_runtime": f"mlx-runtime=={__version__}"} if packaged else {})
+    answers = {kind.question: name} | ({"_runtime": requirement()} if packaged else {})
     try:
         return Path(cookiecutter(source, no_input=True, output_dir=str(output), extra_context=answers))
     except (CookiecutterException, OSError) as error:

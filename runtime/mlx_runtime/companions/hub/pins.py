@@ -14,6 +14,7 @@ from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
 from mlx_runtime.config.pretrained import offline
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import ConfigError, short_message
+from mlx_runtime.extras import require
 
 NAMES = ("pretrained_model_name_or_path", "model_id", "path")
 """Arguments that hold the name of a repository; else it is the first positional one."""
@@ -109,10 +110,9 @@ def commit_of(pin: Pin) -> str:
 @functools.cache
 def _looked_up(kind: str, repository: str, revision: str | None, asked: tuple[tuple[str, Any], ...]) -> str:
     subject = f"the {kind} {repository}"
-    try:
-        from huggingface_hub import errors, resolve_revision
-    except ImportError as error:
-        raise ConfigError(f"{subject} is on the Hugging Face Hub; pip install 'mlx-runtime[text]'") from error
+    require("huggingface_hub", f"{subject} on the Hugging Face Hub")
+    from huggingface_hub import errors, resolve_revision
+
     try:
         options = dict(asked) | ({"local_files_only": True} if offline() else {})
         return str(resolve_revision(repository, repo_type=kind, revision=revision, **options).resolved)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError, short_message
+from mlx_runtime.extras import require
 from mlx_runtime.storage.documents import stays_below
 
 PATIENCE_S = 60.0
@@ -90,12 +91,8 @@ class Repository:
 
     @cached_property
     def _api(self) -> Any:
-        try:
-            import huggingface_hub
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                f"{self.address} needs huggingface_hub, which is not installed: pip install 'mlx-runtime[hub]'"
-            ) from error
+        require("huggingface_hub", str(self.address))
+        import huggingface_hub
         from huggingface_hub import utils
 
         if "HF_HUB_VERBOSITY" not in os.environ:

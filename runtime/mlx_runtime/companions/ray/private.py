@@ -11,24 +11,30 @@ from typing import Any, NoReturn
 import ray
 import ray.train
 import ray.train.torch
-import ray.train.v2._internal.execution.context
 import ray.tune  # which Ray Train imports at its first call; that draws from `random`, in the middle of a loop
 import ray.util
 import torch.distributed
-from ray._private import auto_init_hook
 from ray.runtime_context import RuntimeContext
-from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
-from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
-from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
-from ray.train.v2.torch import train_loop_utils
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
+
+try:
+    import ray.train.v2._internal.execution.context
+    from ray._private import auto_init_hook
+    from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+    from ray.train.v2._internal.execution.controller import TrainController
+    from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
+    from ray.train.v2._internal.execution.train_fn_utils import LocalTrainFnUtils, set_train_fn_utils
+    from ray.train.v2.torch import train_loop_utils
+except ImportError as error:
+    raise MlxError(
+        f'Ray {ray.__version__} lacks a part of the private API of Ray 2.60: {error}; type: pip install "ray==2.60.*"'
+    ) from error
 
 
 def quiet_ray_train() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mlx_runtime.companions.sweeps.scores import Trial
 from mlx_runtime.companions.views.report import escaped
+from mlx_runtime.extras import require
 from mlx_runtime.runs.tables import format_number
 
 LOG_RATIO = 100
@@ -162,6 +163,7 @@ def importance(trials: Sequence[Trial], axes: Sequence[Axis]) -> list[Chart]:
 
 def _shares(scores: Mapping[int, float], axes: Sequence[Axis]) -> dict[str, float]:
     """Analyze the variance of the scores of some trials with fANOVA (Hutter, Hoos and Leyton-Brown, 2014)."""
+    require("optuna", "the importance of parameters in a report")
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 

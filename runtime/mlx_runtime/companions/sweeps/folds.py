@@ -28,6 +28,7 @@ from mlx_runtime.data.errors import dataset_error
 from mlx_runtime.data.sampling import Subset
 from mlx_runtime.distributed.randomness import seeded
 from mlx_runtime.errors import USER_ERRORS, ConfigError, DatasetError, short_message
+from mlx_runtime.extras import require
 
 PER_ROW = ("fold_labels", "fold_groups")
 """Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
@@ -160,6 +161,7 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
 def _splitter(config: Config) -> Any:
     section = config.cfg.cross_validation
     if section.splitter is None:
+        require("sklearn", "cfg.cross_validation.folds without a splitter")
         from sklearn.model_selection import KFold
 
         return KFold(section.folds, shuffle=True, random_state=config.cfg.seed % 2**32)

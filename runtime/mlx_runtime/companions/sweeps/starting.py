@@ -10,9 +10,11 @@ import numpy as np
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merged, plan
 from mlx_runtime.companions.sweeps.folds import rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState, read_trial
+from mlx_runtime.companions.sweeps.study import uses_optuna
 from mlx_runtime.companions.sweeps.sweep import Listener, Sweep, outcome
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.errors import UsageError
+from mlx_runtime.extras import require
 from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps
 from mlx_runtime.runs.listing import map_concurrently
@@ -98,9 +100,12 @@ def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listen
 
     Raises:
         UsageError: another driver has it, or there is a sweep with this name.
+        MissingLibraryError: it needs Optuna, which is not installed.
         StorageError: its folder cannot be written.
     """
     definition, cfg, project = plan.definition, plan.config.cfg, Path.cwd()
+    if uses_optuna(definition.search, definition.scheduler):
+        require("optuna", "a sweep other than a plain grid")  # before anything is written
     facts = provenance(definition.overrides) | {"status": "RUNNING", "start": documents.now()}
     facts |= {"definition": definition.as_json(), "monitor": definition.metric, "mode": definition.mode}
     if plan.folder is not None:

@@ -36,7 +36,7 @@ class Study:
         self._trials: dict[int, Any] = {}  # Optuna's, by number
         self._decisions: dict[int, tuple[int, bool]] = {}  # latest epoch of each trial, and whether it prunes
         self._study: Any = None
-        if search != "grid" or scheduler != "none":
+        if uses_optuna(search, scheduler):
             self._study = _optuna_study(mode, scheduler, epochs)
             self._distributions = {item.key: _distribution(item) for item in space.dimensions}
 
@@ -102,6 +102,11 @@ class Study:
         copy.add_trials(self._study.get_trials(deepcopy=False))
         parameters = copy.ask(self._distributions).params
         return {item.key: _text(item, parameters[item.key]) for item in self._space.dimensions}
+
+
+def uses_optuna(search: str, scheduler: str) -> bool:
+    """Return True unless a sweep only runs the points of its grid, one after the other."""
+    return search != "grid" or scheduler != "none"
 
 
 def _optuna_study(mode: str, scheduler: str, epochs: int) -> Any:

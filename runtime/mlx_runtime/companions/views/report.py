@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.extras import require
 from mlx_runtime.runs import logs
 from mlx_runtime.runs.checkpoint_index import list_checkpoints, position
 from mlx_runtime.runs.folder import RunFolder
@@ -113,10 +114,12 @@ def store(page: str, folder: RunFolder) -> str:
 
 def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values: Any) -> str:
     """Render a page in which no scripts can run except those that draw its charts."""
+    require("jinja2", "a report")
     from markupsafe import Markup
 
     scripts = []
     if charts:
+        require("plotly", "a report")
         from plotly.offline import get_plotlyjs
 
         scripts = [get_plotlyjs(), (PAGES / "charts.js").read_text()]

@@ -31,7 +31,7 @@ from mlx_runtime.companions.hub import card, claims, mirror, pushing, repository
 from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
 from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
-from mlx_runtime.errors import ConfigError, MlxError, UsageError
+from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import lookup, records, snapshots
 from mlx_runtime.runs.checkpoint_index import Checkpoint
@@ -1075,8 +1075,7 @@ def test_the_hub_is_down_when_the_run_begins(server: Hub, tmp_path: Path, monkey
 
 def test_the_library_is_missing(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    message = r"needs huggingface_hub, which is not installed: pip install 'mlx-runtime\[hub\]'"
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(MissingLibraryError, match=r'needs huggingface_hub; type: pip install "mlx-runtime\[hub\]"$'):
         Mirror(URI)
 
 

@@ -3,7 +3,10 @@
 import inspect
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +184,16 @@ class TestShardedModels:
     def test_prepare_model_looks_the_wrapper_up_by_this_name(self) -> None:
         assert ray.train.torch.prepare_model.__globals__ is vars(train_loop_utils)
         assert "DataParallel = DistributedDataParallel\n" in inspect.getsource(ray.train.torch.prepare_model)
+
+
+@pytest.mark.process
+def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
+    script = (
+        "import ray.train.torch, sys\nsys.modules['ray.train.v2._internal.execution.controller'] = None\n"
+        "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.distributed.ray_private"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: Ray {ray.__version__} lacks a part of the private API of Ray 2.60: ")
+    assert done.stderr.endswith('; type: pip install "ray==2.60.*"\n')
+    assert done.stderr.count("\n") == 1

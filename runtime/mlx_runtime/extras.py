@@ -1,0 +1,38 @@
+"""The optional dependencies of this package, and the one error that names the extra to install."""
+
+import importlib
+
+from mlx_runtime.errors import MissingLibraryError
+
+EXTRAS = {
+    "botocore": "stores",
+    "datasets": "text",
+    "huggingface_hub": "hub",
+    "jinja2": "views",
+    "optuna": "sweeps",
+    "plotly": "views",
+    "sklearn": "sweeps",
+    "transformers": "text",
+    "wandb": "wandb",
+}
+"""The extra that installs each library, by the name to import."""
+
+
+def require(library: str, user: str) -> None:
+    """Import a library of an extra, for a `user` such as "a report".
+
+    Raises:
+        MissingLibraryError: It is not installed. The message has the command to type.
+    """
+    try:
+        importlib.import_module(library)
+    except ModuleNotFoundError as error:
+        if error.name != library:  # the library is there, but one of its own dependencies is not
+            raise
+        raise MissingLibraryError(f"{user} needs {library}; {cure(error)}") from error
+
+
+def cure(error: BaseException) -> str | None:
+    """Return the command that installs the library without which an import failed, if it belongs to an extra."""
+    library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f'type: pip install "mlx-runtime[{EXTRAS[library]}]"' if library in EXTRAS else None

@@ -1,0 +1,148 @@
+"""Optional dependencies: what needs one that is not installed ends with one line, and what does not need it works.
+
+The libraries are hidden from real commands by a finder that Python installs first, as if they were not there:
+
+hidden/
+    sitecustomize.py
+"""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Mlx
+
+from mlx_runtime.extras import EXTRAS
+
+pytestmark = pytest.mark.process
+
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import DistributionFinder
+
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {libraries!r} else super().find_spec(name, path, target)
+
+    @classmethod
+    def find_distributions(cls, context=DistributionFinder.Context()):
+        return (found for found in super().find_distributions(context) if found.name not in {distributions!r})
+
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+"""Libraries whose distribution has another name."""
+
+Without = Callable[..., dict[str, str]]
+
+METRIC = ("--metric", "val/mse", "--mode", "min")
+SHORT = ("cfg.start_workers=0", "cfg.num_epochs=1")
+
+
+def distribution(library: str) -> str:
+    return DISTRIBUTIONS.get(library, library)
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Without:
+    """`without("optuna")` returns the variables of commands that cannot import some libraries."""
+
+    def variables(*libraries: str) -> dict[str, str]:
+        folder = tmp_path_factory.mktemp("hidden")
+        (folder / "sitecustomize.py").write_text(
+            HIDE.format(libraries=libraries, distributions=[*map(distribution, libraries)])
+        )
+        return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "runtime")])}
+
+    return variables
+
+
+@pytest.fixture(scope="module")
+def swept(
+    mlx: Mlx, make_in: Callable[[str, Path], Path], without: Without, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """An experiment with a sweep over a grid, by a command that could not import optional libraries."""
+    folder = make_in("faults", tmp_path_factory.mktemp("swept"))
+    hidden = without(*EXTRAS.keys() - {"jinja2"})  # which torch imports
+    done = mlx(folder, "train", "sweep", "cfg.seed=1,2", "--parallel", "1", *METRIC, *SHORT, **hidden)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_run_and_a_plain_grid_need_none(swept: Path) -> None:
+    assert len([*swept.glob("runs/faults/*/metrics.jsonl")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("library", "command", "line"),
+    [
+        (
+            "optuna",
+            ("train", "sweep", "cfg.seed=3,4", "--search=random", *METRIC),
+            'a sweep other than a plain grid needs optuna; type: pip install "mlx-runtime[sweeps]"',
+        ),
+        (
+            "sklearn",
+            ("train", "run", "cfg.cross_validation.folds=3", "cfg.cross_validation.fold=0"),
+            'cfg.cross_validation.folds without a splitter needs sklearn; type: pip install "mlx-runtime[sweeps]"',
+        ),
+        (
+            "plotly",
+            ("xp", "report", "faults", "run_001"),
+            'a report needs plotly; type: pip install "mlx-runtime[views]"',
+        ),
+        (
+            "huggingface_hub",
+            ("xp", "ls", "hf://alice/faults"),
+            'hf://alice/faults needs huggingface_hub; type: pip install "mlx-runtime[hub]"',
+        ),
+        pytest.param(
+            "botocore",
+            ("train", "run", "cfg.storage_path={s3}"),
+            'storage on S3 needs botocore; type: pip install "mlx-runtime[stores]"',
+            marks=pytest.mark.s3,
+        ),
+    ],
+)
+def test_what_needs_a_missing_library_ends_with_one_line(
+    library: str,
+    command: tuple[str, ...],
+    line: str,
+    swept: Path,
+    mlx: Mlx,
+    without: Without,
+    request: pytest.FixtureRequest,
+) -> None:
+    """It exits with 1 and writes no run."""
+    before = sorted(swept.rglob("run.json"))
+    words = [word.format(s3=request.getfixturevalue("s3").format("none") if "{s3}" in word else "") for word in command]
+    done = mlx(swept, *words, *(SHORT if command[0] == "train" else ()), **without(library))
+    assert (done.returncode, done.stderr) == (1, f"error: {line}\n"), done.stdout
+    assert sorted(swept.rglob("run.json")) == before
+
+
+def test_a_missing_library_that_conf_yaml_names_is_a_line_of_its_problems(
+    swept: Path, mlx: Mlx, without: Without
+) -> None:
+    override = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.KFold}"
+    done = mlx(swept, "train", "run", "cfg.cross_validation.folds=3", "cfg.cross_validation.fold=0", override, **without("sklearn"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("no module named 'sklearn'; type: pip install \"mlx-runtime[sweeps]\"\n")
+
+
+@pytest.mark.pure
+def test_each_library_is_in_its_extra() -> None:
+    text = (ROOT / "runtime" / "pyproject.toml").read_text().partition("optional-dependencies]")[2].partition("\n[")[0]
+    extras = dict(re.findall(r"^(\w+) = \[(\".*?\")\]", text, re.MULTILINE))
+    names = {extra: set(re.findall(r'"([\w-]+)>=', listed)) for extra, listed in extras.items()}
+    for library, extra in EXTRAS.items():
+        assert distribution(library) in names[extra]
+    assert extras["all"] == f'"mlx-runtime[{",".join(sorted(extras.keys() - {"all"}))}]"'
