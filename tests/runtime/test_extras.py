@@ -132,7 +132,15 @@ def test_a_missing_library_that_conf_yaml_names_is_a_line_of_its_problems(
     swept: Path, mlx: Mlx, without: Without
 ) -> None:
     override = "cfg.cross_validation.splitter={_target_: sklearn.model_selection.KFold}"
-    done = mlx(swept, "train", "run", "cfg.cross_validation.folds=3", "cfg.cross_validation.fold=0", override, **without("sklearn"))
+    done = mlx(
+        swept,
+        "train",
+        "run",
+        "cfg.cross_validation.folds=3",
+        "cfg.cross_validation.fold=0",
+        override,
+        **without("sklearn"),
+    )
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert done.stderr.endswith("no module named 'sklearn'; type: pip install \"mlx-runtime[sweeps]\"\n")
