@@ -24,7 +24,7 @@ from mlx_runtime.runs.checkpoints import Checkpoints, members
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.strategies import Strategy
+from mlx_runtime.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from mlx_runtime.data.stream_reader import StreamReader
@@ -115,12 +115,13 @@ def deterministic() -> Iterator[None]:
 
 
 def dataset_shards(
-    cfg: TrainConfig, datasets: Any, job: Job, topology: Topology, follow: Callable[[Loader], Loader]
+    cfg: TrainConfig, datasets: Any, job: Job, strategy: Strategy, follow: Callable[[Loader], Loader]
 ) -> DatasetShards:
     """Return one shard per argument of `Datasets`, in order. Every worker must call this.
 
     `follow` returns the loader to use instead of a new one.
     """
+    topology = strategy.topology
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     streams = _stream_readers(streamed, job, topology, cfg.seed)
@@ -131,7 +132,7 @@ def dataset_shards(
         prefetch=cfg.prefetch_batches,
         processes=reading_processes(cfg.loader),
         accumulate=cfg.accumulate_grad_batches,
-        wanted_workers=cfg.start_workers if keeps_global_batch else None,
+        wanted_workers=cfg.start_workers // topology.model_parallel_size if keeps_global_batch else None,
         limit=min(limits, default=None),
         train_limit=cfg.limit_train_batches,
         eval_limit=cfg.limit_eval_batches,
@@ -168,8 +169,8 @@ def _stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})
     assigners = {}
     if topology.writes:
-        size = topology.data_parallel_size
         for name, node in nodes.items():
-            assigners[name] = start_assigner(node, name, seed, job.project, size, actors[name])
+            assigners[name] = start_assigner(node, name, seed, job.project, topology, actors[name])
     broadcast(None)  # all have started
-    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name) for name in nodes}
+    copy = topology.rank % topology.model_parallel_size
+    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name, copy) for name in nodes}

@@ -1,5 +1,6 @@
 """Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -7,6 +8,7 @@ from mlx_runtime.errors import suggest
 from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.strategies import STRATEGIES
 
 
 def at_least(minimum: float, default: Any) -> Any:
@@ -32,10 +34,7 @@ class _Checked:
             limits = f"cfg.min_workers={least} and cfg.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        if cfg.engine not in engines and "." not in cfg.engine:
-            hint = suggest(cfg.engine, engines)
-            problems.append(f"cfg.engine is {cfg.engine!r}; write {', '.join(engines)}, or an import path.{hint}")
-        problems += _sharding_problems(cfg)
+        problems += [*_unknown("engine", cfg.engine, engines), *_strategy_problems(cfg)]
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
@@ -50,26 +49,22 @@ class _Checked:
         return problems
 
 
-def _sharding_problems(cfg: Any) -> list[str]:
-    """Return one line per setting that contradicts `cfg.strategy`."""
-    strategy, size = getattr(cfg, "strategy", "ddp"), getattr(cfg, "shard_size", None)
-    problems = []
-    if getattr(cfg, "offload", "none") != "none" and strategy == "ddp":
-        problems.append("cfg.offload=cpu is for sharded models, and cfg.strategy is ddp; use cfg.strategy=fsdp or hsdp")
-    if strategy != "hsdp":
-        if size is not None:
-            problems.append(f"cfg.shard_size={size} is for cfg.strategy=hsdp, and cfg.strategy is {strategy}")
-        return problems
-    if size is None:
-        cure = "set the number of workers that share one replica of the models, or use cfg.strategy=fsdp"
-        return [*problems, f"cfg.strategy=hsdp needs cfg.shard_size; {cure}"]
-    for name in ("start_workers", "min_workers", "max_workers"):
-        workers = getattr(cfg, name)
-        if size > 0 and workers is not None and workers % size:
-            below = workers - workers % size
-            fitting = f"{below} or {below + size}" if below else str(size)
-            problems.append(f"cfg.{name}={workers} is not a multiple of cfg.shard_size={size}; use {fitting}")
-    return problems
+def _strategy_problems(cfg: Any) -> list[str]:
+    """Return one line per setting that contradicts `cfg.strategy`. One that others program is asked once it may run."""
+    if not hasattr(cfg, "strategy"):
+        return []
+    if cfg.strategy in STRATEGIES:
+        from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
+
+        return problems(cfg)
+    return _unknown("strategy", cfg.strategy, STRATEGIES)
+
+
+def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:
+    """Return a line if a setting has neither a word that is known nor an import path."""
+    if name in known or "." in name:
+        return []
+    return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
 
 
 @dataclass
@@ -126,6 +121,7 @@ class TrainConfig(_Checked):
         prepared_max_gb: maximum total size of prepared datasets; the least recently used are removed first.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
             `shard_size` workers, with replicas of the shards; `Models.strategies = {"net": "ddp"}` overrides it.
+            The import path of a class names a strategy of your own.
         shard_size: workers that hold one replica under `hsdp`; it divides the number of workers.
         offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
         activation_checkpointing: recompute activations in the backward pass instead of storing them: true for the
@@ -196,7 +192,7 @@ class TrainConfig(_Checked):
     prepared_max_days: float = 30
     prepared_max_gb: float = 200
     seed: int = at_least(0, 0)
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    strategy: str = "ddp"
     shard_size: int | None = at_least(1, None)
     offload: Literal["none", "cpu"] = "none"
     activation_checkpointing: bool | str = False

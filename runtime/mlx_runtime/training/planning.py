@@ -28,6 +28,7 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.extensions import RunExtension
 from mlx_runtime.training.options import DataConfig, TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
+from mlx_runtime.training.strategies import selection
 
 if TYPE_CHECKING:
     from mlx_runtime.data.folds import Fold
@@ -71,11 +72,13 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
     Raises:
         DatasetError: a dataset cannot be batched.
-        ConfigError: the engine cannot train this, the checkpoints to resume from are gone, or the rows of
-            `datasets.train` cannot be split into folds.
+        ConfigError: the engine or the strategy cannot train this, the checkpoints to resume from are gone, or the rows
+            of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
     """
     _refuse_too_few_files(config.cfg)
+    if problems := selection.problems(config.cfg):
+        raise ConfigError("\n".join(problems))
     if config.cfg.fold is not None:
         from mlx_runtime.data.folds import with_held_out
 

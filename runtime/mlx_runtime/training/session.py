@@ -32,7 +32,7 @@ from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import Pass, PassTracker
 from mlx_runtime.training.reporting import EventSender, Reporter
 from mlx_runtime.training.stopping import LoopStopped, StopPoll
-from mlx_runtime.training.strategies import Strategy
+from mlx_runtime.training.strategies.base import Strategy
 
 
 class Session:
@@ -68,12 +68,13 @@ class Session:
     def begin(self) -> None:
         """Move everything to the device, and restore a checkpoint if there is one."""
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
-        for group in ("models", "losses", "metrics"):
+        spread = topology.model_parallel_size > 1  # then the strategy has put each part of the models where it belongs
+        for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
             for member in groups.members(group).values():
                 if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
-        seed_everything(cfg.seed + topology.rank)  # models were built from one seed; dropout must differ by rank
+        seed_everything(cfg.seed + topology.data_parallel_rank)  # models are alike, and dropout differs by replica
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:

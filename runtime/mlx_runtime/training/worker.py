@@ -32,7 +32,8 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
-from mlx_runtime.training.strategies import Strategy, strategy_of
+from mlx_runtime.training.strategies.base import Strategy
+from mlx_runtime.training.strategies.selection import strategy_of
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -68,6 +69,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            topology = stack.enter_context(strategy.topology.entered())
             groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
         torch.set_num_threads(cfg.cpus_per_worker)
         preempted = job.cluster.preempted
@@ -83,7 +85,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             if strategy.notice is not None:
                 session.reporter.events.notice(strategy.notice)
             session.begin()
-            shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
+            shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
             _run_loop(experiment, shards, job, stack)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))

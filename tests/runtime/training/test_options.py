@@ -15,36 +15,40 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"shard_size": 2}, "cfg.shard_size=2 is for cfg.strategy=hsdp, and cfg.strategy is ddp"),
+        ({"shard_size": 2}, "cfg.strategy=ddp cannot train this: cfg.shard_size=2 is for cfg.strategy=hsdp"),
         (
             {"strategy": "fsdp", "shard_size": 2},
-            "cfg.shard_size=2 is for cfg.strategy=hsdp, and cfg.strategy is fsdp",
+            "cfg.strategy=fsdp cannot train this: cfg.shard_size=2 is for cfg.strategy=hsdp",
         ),
         (
             {"strategy": "hsdp"},
-            "cfg.strategy=hsdp needs cfg.shard_size; set the number of workers that share one replica of the models, "
-            "or use cfg.strategy=fsdp",
+            "cfg.strategy=hsdp cannot train this: it needs cfg.shard_size; set the number of workers that share one "
+            "replica of the models, or use cfg.strategy=fsdp",
         ),
         ({"strategy": "hsdp", "shard_size": 0}, "cfg.shard_size is 0; the minimum is 1"),
         (
             {"strategy": "hsdp", "shard_size": 4, "start_workers": 6},
-            "cfg.start_workers=6 is not a multiple of cfg.shard_size=4; use 4 or 8",
+            "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4 or 8",
         ),
         (
             {"strategy": "hsdp", "shard_size": 4, "start_workers": 2},
-            "cfg.start_workers=2 is not a multiple of cfg.shard_size=4; use 4",
+            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4",
         ),
         (
             {"strategy": "hsdp", "shard_size": 2, "start_workers": 4, "min_workers": 3},
-            "cfg.min_workers=3 is not a multiple of cfg.shard_size=2; use 2 or 4",
+            "cfg.min_workers=3 is not a multiple of 2, as cfg.strategy=hsdp needs; use 2 or 4",
         ),
         (
             {"strategy": "hsdp", "shard_size": 2, "start_workers": 4, "max_workers": 7},
-            "cfg.max_workers=7 is not a multiple of cfg.shard_size=2; use 6 or 8",
+            "cfg.max_workers=7 is not a multiple of 2, as cfg.strategy=hsdp needs; use 6 or 8",
         ),
         (
             {"offload": "cpu"},
-            "cfg.offload=cpu is for sharded models, and cfg.strategy is ddp; use cfg.strategy=fsdp or hsdp",
+            "cfg.strategy=ddp cannot train this: cfg.offload=cpu is for sharded models; use cfg.strategy=fsdp or hsdp",
+        ),
+        (
+            {"strategy": "fdsp"},
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, or an import path. Did you mean 'fsdp'?",
         ),
     ],
 )

@@ -101,6 +101,7 @@ class OnRay:
 
         from mlx_runtime.distributed.ray_private import TrimmedTrainer
         from mlx_runtime.training.failures import Failures
+        from mlx_runtime.training.strategies.selection import strategy_class
         from mlx_runtime.training.worker import train
 
         assert self._scratch is not None, "a run has started"
@@ -123,5 +124,5 @@ class OnRay:
                 callbacks=[Failures(*job.receiver)],
             ),
             embedded=JOB_FLAG not in os.environ,
-            multiple_of=cfg.shard_size or 1,
+            multiple_of=strategy_class(cfg.strategy).multiple_of(cfg),
         )
