@@ -87,11 +87,7 @@ def loaded_object_at(path: str) -> Any | None:
 
 
 def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterable[str]) -> Any:
-    """Return the class that a setting names, by a word for its import path or by this path.
-
-    Raises:
-        ConfigError: it cannot be imported, or has no such methods.
-    """
+    """Return the class that a setting names, by a word or its import path; ConfigError if it lacks what it needs."""
     path, title = known.get(name, name), f"cfg.{setting}={name}"
     try:
         found = object_at(path)

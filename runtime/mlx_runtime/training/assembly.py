@@ -24,14 +24,14 @@ from mlx_runtime.runs.checkpoints import Checkpoints, members
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from mlx_runtime.data.stream_reader import StreamReader
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 def build_experiment(
-    job: Job, topology: Topology, cfg: Any, strategy: Strategy, stack: contextlib.ExitStack
+    job: Job, topology: Topology, cfg: Any, strategy: "Strategy", stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], BaseModule]:
     """Return the groups of conf.yaml as live objects, and the experiment made of them.
 
@@ -115,7 +115,7 @@ def deterministic() -> Iterator[None]:
 
 
 def dataset_shards(
-    cfg: TrainConfig, datasets: Any, job: Job, strategy: Strategy, follow: Callable[[Loader], Loader]
+    cfg: TrainConfig, datasets: Any, job: Job, strategy: "Strategy", follow: Callable[[Loader], Loader]
 ) -> DatasetShards:
     """Return one shard per argument of `Datasets`, in order. Every worker must call this.
 

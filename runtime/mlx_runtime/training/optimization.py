@@ -16,11 +16,11 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.losses import Mean
 from mlx_runtime.training.reporting import Reporter
-from mlx_runtime.training.strategies.base import Strategy
 from mlx_runtime.training.weighting import Weight, WeightedLosses, checked_weight, without_gradient
 
 if TYPE_CHECKING:
     from mlx_runtime.training.gradients import GradientMonitor
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Accumulation:
 class Optimization:
     """Gradients and updates of one worker."""
 
-    def __init__(self, context: RunContext, reporter: Reporter, strategy: Strategy) -> None:
+    def __init__(self, context: RunContext, reporter: Reporter, strategy: "Strategy") -> None:
         cfg = context.cfg
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()

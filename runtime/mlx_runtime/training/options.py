@@ -51,13 +51,11 @@ class _Checked:
 
 def _strategy_problems(cfg: Any) -> list[str]:
     """Return one line per setting that contradicts `cfg.strategy`. One that others program is asked once it may run."""
-    if not hasattr(cfg, "strategy"):
-        return []
-    if cfg.strategy in STRATEGIES:
-        from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
+    if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
+        return [] if name is None else _unknown("strategy", name, STRATEGIES)
+    from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
 
-        return problems(cfg)
-    return _unknown("strategy", cfg.strategy, STRATEGIES)
+    return problems(cfg)
 
 
 def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri
-from mlx_runtime.training.engines.base import Cluster, Engine
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.engines.placement import engine_class, engine_for
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.extensions import RunExtension
@@ -32,6 +32,7 @@ from mlx_runtime.training.strategies import selection
 
 if TYPE_CHECKING:
     from mlx_runtime.data.folds import Fold
+    from mlx_runtime.training.engines.protocol import Engine
 
 OPEN_FILES = 48, 16
 """Files that a driver has open at once: without workers, and for each of them."""
@@ -44,7 +45,7 @@ class RunPlan:
     experiment: type[BaseModule]  # importable by name
     config: RunConfig
     cluster: Cluster
-    engine: Engine
+    engine: "Engine"
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
@@ -161,7 +162,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
         yield cluster
 
 
-def _engine(config: RunConfig, cluster: Cluster) -> Engine:
+def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first

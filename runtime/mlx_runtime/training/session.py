@@ -7,7 +7,7 @@ in which order, is defined here; how, in the parts.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -32,14 +32,16 @@ from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import Pass, PassTracker
 from mlx_runtime.training.reporting import EventSender, Reporter
 from mlx_runtime.training.stopping import LoopStopped, StopPoll
-from mlx_runtime.training.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 class Session:
     """A run as one worker takes part in it. Every worker must construct it; only rank 0 has `tracking`."""
 
     def __init__(
-        self, context: RunContext, strategy: Strategy, sink: Sink, tracking: ReportWriter | None = None
+        self, context: RunContext, strategy: "Strategy", sink: Sink, tracking: ReportWriter | None = None
     ) -> None:
         self.context, self.passes, self.send = context, PassTracker(), sink.send
         self.progress = context.progress

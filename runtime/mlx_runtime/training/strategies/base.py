@@ -1,4 +1,4 @@
-"""The protocol of strategies."""
+"""The protocol of strategies. Only for annotations."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol

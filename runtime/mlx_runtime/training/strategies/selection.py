@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
@@ -10,11 +10,13 @@ from mlx_runtime.config.targets import named_class, object_at
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, suggest
 from mlx_runtime.training.strategies import STRATEGIES
-from mlx_runtime.training.strategies.base import Strategy, StrategyClass
 from mlx_runtime.training.strategies.ddp import DDP
 
+if TYPE_CHECKING:
+    from mlx_runtime.training.strategies.base import Strategy, StrategyClass
 
-def strategy_class(name: str) -> StrategyClass:
+
+def strategy_class(name: str) -> "StrategyClass":
     """Return the class of a strategy by its name or its import path; ConfigError if it is none."""
     needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
     found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
@@ -38,12 +40,8 @@ def problems(cfg: Any) -> list[str]:
     return found
 
 
-def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> Strategy:
-    """Return the strategy of a run. `node` is the group `models` in conf.yaml; None if there is none.
-
-    Raises:
-        ConfigError: `Models.strategies` names a strategy that does not exist.
-    """
+def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> "Strategy":
+    """Return the strategy of a run. `node` is the group `models` in conf.yaml; None if there is none."""
     names = sorted({cfg.strategy, *own_strategies(node, cfg).values()})
     kinds = {name: strategy_class(name) for name in names}
     if not torch.distributed.is_initialized():
