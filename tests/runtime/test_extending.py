@@ -283,7 +283,6 @@ def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(split: Run, tmp_p
         assert encode(one[group]) == encode(other[group])
 
     split("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=pairs", "cfg.num_epochs=2", "cfg.max_steps=4")
-    assert latest(tmp_path / "pairs")["numbers"]["latest"]["train/rows"] == 8
     split("train", "run", "--resume=pairs/run_001", "cfg.strategy=ddp", "cfg.start_workers=1", "cfg.max_steps=null")
     assert latest(tmp_path / "pairs")["numbers"]["latest"]["train/rows"] == 22
 
