@@ -48,6 +48,8 @@ SECTIONS = {
         *("mlx_runtime.engines.WorkerJob", "mlx_runtime.engines.run_worker", "mlx_runtime.engines.load_results"),
         *("mlx_runtime.engines.Remote", "mlx_runtime.engines.train_to", "mlx_runtime.engines.this_machine"),
         *("mlx_runtime.engines.changing_size", "mlx_runtime.engines.lost", "mlx_runtime.data.readers.Reader"),
+        *("mlx_runtime.strategies.StrategyClass", "mlx_runtime.strategies.Strategy", "mlx_runtime.strategies.DDP"),
+        *("mlx_runtime.strategies.data_parallel_group", "mlx_runtime.strategies.gather"),
         *("mlx_runtime.training.extensions.RunExtension", "mlx_runtime.training.extensions.AccompaniedRun"),
     ),
     "Errors": ("mlx_runtime.MlxError",),

@@ -12,7 +12,8 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.context import Groups, RunContext
 from mlx_runtime.training.session import Session
-from mlx_runtime.training.strategies import DDP, Strategy
+from mlx_runtime.training.strategies.base import Strategy
+from mlx_runtime.training.strategies.ddp import DDP
 
 ALONE = Topology(0, 1, torch.device("cpu"))
 

@@ -2,8 +2,9 @@
 
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.training.connections import Remote
-from mlx_runtime.training.engines.base import Cluster, Engine, EngineClass, Group, Job, lost
+from mlx_runtime.training.engines.base import Cluster, Job, lost
 from mlx_runtime.training.engines.placement import changing_size, this_machine
+from mlx_runtime.training.engines.protocol import Engine, EngineClass, Group
 from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker
 from mlx_runtime.training.worker import train_to
 

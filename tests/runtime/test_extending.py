@@ -4,11 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from conftest import Mlx
+
+from mlx_runtime.distributed.messages import encode
+from mlx_runtime.runs import checkpoints
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "extending"
@@ -62,6 +68,79 @@ class Experiment(mlx_runtime.BaseModule):
 """
 
 
+TWO_LAYERS = """
+import mlx_runtime
+import torch
+from torchmetrics import MeanMetric, SumMetric
+from mlx_runtime.losses import Mean
+from more_mlx.csv_folder import CSVFolder
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self, width: int = 8):
+        super().__init__(torch.nn.Linear(2, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
+
+
+class Datasets:
+    def __init__(self, train: CSVFolder = CSVFolder("rows", batch_size=4)):
+        self.train = train
+
+
+class Models:
+    map_params_to_optimizers = {"net": "adam"}
+
+    def __init__(self, net: Net = Net()):
+        self.net = net
+
+
+class Optimizers:
+    def __init__(self, adam: torch.optim.Adam = torch.optim.Adam(mlx_runtime.DUMMY_PARAMS, lr=0.1)):
+        self.adam = adam
+
+
+class Losses:
+    def __init__(self, entropy: Mean = Mean(torch.nn.functional.cross_entropy)):
+        self.entropy = entropy
+
+
+class Metrics:
+    def __init__(self, rows: SumMetric = SumMetric()):
+        self.rows = rows
+
+
+class Experiment(mlx_runtime.BaseModule):
+    def __init__(self, cfg: mlx_runtime.TrainConfig = mlx_runtime.TrainConfig(num_epochs=4, gradient_clip=0.5),
+                 datasets: Datasets = Datasets(), models: Models = Models(), losses: Losses = Losses(),
+                 optimizers: Optimizers = Optimizers(), metrics: Metrics = Metrics()):
+        self.cfg, self.datasets, self.models, self.losses = cfg, datasets, models, losses
+        self.optimizers, self.metrics = optimizers, metrics
+
+    def worker_loop(self, shards):
+        net = mlx_runtime.prepare_model(self.models.net)
+        (loader,) = self.generate_loaders(shards)
+        for epoch in range(self.cfg.start_epoch, self.cfg.num_epochs):
+            self.reset_all_metrics_and_losses()
+            rows = []
+            for number, batch in enumerate(loader):
+                loss = self.losses.entropy(net(batch["x"]), batch["y"])
+                self.backward(loss)
+                self.optimizer_step()
+                self.metrics.rows.update(len(batch["x"]))
+                rows += batch["x"][:, 1].tolist()
+                self.save_metrics_and_losses(number, epoch)
+            print("read", epoch, hash(tuple(rows)), len(rows))
+            self.save_checkpoint(epoch, {})
+
+    def eval_loop(self, shards):
+        with torch.no_grad():
+            for number, batch in enumerate(shards.train.iter_torch_batches()):
+                self.losses.entropy(self.models.net(batch["x"]), batch["y"])
+                self.save_losses(number, 0)
+"""
+
+SPLIT = "cfg.strategy=more_mlx.split.Split"
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the example is installed in."""
@@ -75,9 +154,19 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def extended(installed: Path, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An experiment that reads a folder of CSV files."""
-    folder = tmp_path_factory.mktemp("extended") / "lines"
+    return experiment(tmp_path_factory.mktemp("extended") / "lines", baked, EXPERIMENT)
+
+
+@pytest.fixture(scope="module")
+def layered(installed: Path, baked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An experiment whose model can be split, which reads the same rows."""
+    return experiment(tmp_path_factory.mktemp("layered") / "layers", baked, TWO_LAYERS)
+
+
+def experiment(folder: Path, baked: Path, code: str) -> Path:
+    """Write an experiment with this code, and the rows that it reads."""
     shutil.copytree(baked, folder, ignore=shutil.ignore_patterns("runs", "conf.yaml"))
-    (folder / "src" / "experiment.py").write_text(EXPERIMENT)
+    (folder / "src" / "experiment.py").write_text(code)
     (folder / "rows").mkdir()
     for number in range(2):
         lines = ["a,b,label", *(f"{number}.{row},{row},{row % 2}" for row in range(11))]
@@ -95,9 +184,18 @@ def settings(installed: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def run(extended: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     """Call `mlx` there, with the example on the path."""
+    return caller(extended, mlx, settings)
 
+
+@pytest.fixture
+def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
+    """The same in the experiment whose model can be split."""
+    return caller(layered, mlx, settings)
+
+
+def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
     def call(*words: str) -> str:
-        done = mlx(extended, *words, **settings)
+        done = mlx(folder, *words, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return str(done.stdout)
 
@@ -139,6 +237,106 @@ def test_an_engine_refuses_what_it_cannot_train(extended: Path, mlx: Mlx, settin
     done = mlx(extended, "train", "run", *words, **settings)
     line = "cfg.engine=more_mlx.engine.Subprocesses cannot train this: the number of its workers is fixed"
     assert (done.returncode, done.stderr) == (1, f"error: {line}; use cfg.engine=auto\n")
+
+
+def latest(folder: Path) -> dict[str, Any]:
+    """The state in the newest checkpoint of a run, read without the strategy that saved it."""
+    return checkpoints.read(str(max((folder / "run_001" / "checkpoints").glob("epoch_*"))))
+
+
+def orders(printed: str) -> Counter[str]:
+    """What workers read, in which order: the lines that they print, and how many print the same."""
+    return Counter(line for line in printed.splitlines() if line.startswith("read "))
+
+
+@pytest.mark.local
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_strategy_splits_a_model(split: Run, tmp_path: Path, replicas: int) -> None:
+    """The result is that of as many workers as there are replicas, each with the whole model."""
+    there = split("train", "run", SPLIT, f"cfg.start_workers={2 * replicas}", "cfg.name=split")
+    here = split("train", "run", f"cfg.start_workers={replicas}", "cfg.name=whole")
+    assert f"workers   {2 * replicas} Split workers on" in there
+    assert "42 parameters" in there
+    assert f"train     22 rows in {6 // replicas} steps, global batch {4 * replicas}" in there
+    assert orders(there) == dict.fromkeys(orders(here), 2)
+    assert len(orders(here)) == 4 * replicas
+
+    one, other = latest(tmp_path / "split"), latest(tmp_path / "whole")
+    assert one["numbers"]["latest"]["train/rows"] == 22
+    assert list(one["models"]["net"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert sorted(one["optimizers"]["adam"]["state"]) == [0, 1, 2, 3]
+    for group in ("models", "optimizers"):
+        torch.testing.assert_close(one[group], other[group], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        one["numbers"]["latest"]["train/entropy"], other["numbers"]["latest"]["train/entropy"], rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.local
+def test_a_split_run_goes_on_as_if_it_had_not_been_interrupted(split: Run, tmp_path: Path) -> None:
+    """Within an epoch, and bit by bit; under another strategy and number of replicas, it reads each row once."""
+    split("train", "run", SPLIT, "cfg.name=whole", "cfg.num_epochs=3")
+    split("train", "run", SPLIT, "cfg.name=halves", "cfg.num_epochs=3", "cfg.max_steps=8")
+    split("train", "run", "--resume=halves/run_001", SPLIT, "cfg.max_steps=null")
+    one, other = latest(tmp_path / "halves"), latest(tmp_path / "whole")
+    for group in ("models", "optimizers", "ranks"):
+        assert encode(one[group]) == encode(other[group])
+
+    split("train", "run", SPLIT, "cfg.start_workers=4", "cfg.name=pairs", "cfg.num_epochs=2", "cfg.max_steps=4")
+    split("train", "run", "--resume=pairs/run_001", "cfg.strategy=ddp", "cfg.start_workers=1", "cfg.max_steps=null")
+    assert latest(tmp_path / "pairs")["numbers"]["latest"]["train/rows"] == 22
+
+
+@pytest.mark.local
+def test_the_checkpoint_of_a_split_run_needs_no_strategy(
+    split: Run, layered: Path, settings: dict[str, str], tmp_path: Path
+) -> None:
+    split("train", "run", SPLIT, "cfg.name=split", "cfg.num_epochs=1")
+    code = (
+        "import mlx_runtime\n"
+        f"models = mlx_runtime.open_run({str(tmp_path / 'split' / 'run_001')!r}).load_models()\n"
+        "print([round(float(item.sum()), 6) for item in models.net.parameters()])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=layered, env=os.environ | settings, capture_output=True, text=True, check=True
+    )
+    weights = latest(tmp_path / "split")["models"]["net"].values()
+    assert done.stdout == f"{[round(float(item.sum()), 6) for item in weights]}\n"
+    whole = split("train", "eval", "split/run_001", "cfg.strategy=ddp", "cfg.start_workers=0")
+    halves = split("train", "eval", "split/run_001")
+    (value,) = [line for line in whole.splitlines() if line.startswith("train/entropy")]
+    assert value in halves
+
+
+@pytest.mark.local
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["cfg.start_workers=3"],
+            "cfg.start_workers=3 is not a multiple of 2, as cfg.strategy=more_mlx.split.Split needs; use 2 or 4",
+        ),
+        (
+            ["cfg.precision=fp16"],
+            "cfg.strategy=more_mlx.split.Split cannot train this: it has no scaler for cfg.precision=fp16",
+        ),
+        (
+            ["cfg.strategy=more_mlx.split.Spilt"],
+            "cfg.strategy=more_mlx.split.Spilt cannot be imported: module 'more_mlx.split' has no attribute 'Spilt'. "
+            "Did you mean 'more_mlx.split.Split'?",
+        ),
+        (
+            ["cfg.strategy=more_mlx.heartbeat.Heartbeat"],
+            "cfg.strategy=more_mlx.heartbeat.Heartbeat has no method refusal, which every strategy has",
+        ),
+    ],
+)
+def test_what_a_strategy_cannot_train_is_refused_before_there_is_a_run(
+    layered: Path, mlx: Mlx, settings: dict[str, str], tmp_path: Path, words: list[str], line: str
+) -> None:
+    done = mlx(layered, "train", "run", SPLIT, *words, **settings)
+    assert (done.returncode, done.stderr) == (1, f"error: {line}\n")
+    assert not (tmp_path / "experiment").exists()
 
 
 @pytest.mark.process

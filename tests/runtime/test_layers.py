@@ -37,7 +37,7 @@ ROOMS = (
 )
 """From highest to lowest. A room imports only from those after it."""
 
-DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "trackers"}
+DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "strategies", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {

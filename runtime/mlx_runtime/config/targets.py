@@ -5,11 +5,11 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from typing import Any
 
-from mlx_runtime.errors import BindError
+from mlx_runtime.errors import BindError, ConfigError
 
 PUBLIC = {
     "mlx_runtime.training.losses": "mlx_runtime.losses",
@@ -84,6 +84,21 @@ def loaded_object_at(path: str) -> Any | None:
     if "__getattr__" in vars(module) or (below and PathFinder.find_spec(f"{module.__name__}.{parts[split]}", below)):
         return None
     raise AttributeError(f"module {module.__name__!r} has no attribute {parts[split]!r}")
+
+
+def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterable[str]) -> Any:
+    """Return the class that a setting names, by a word or its import path; ConfigError if it lacks what it needs."""
+    path, title = known.get(name, name), f"cfg.{setting}={name}"
+    try:
+        found = object_at(path)
+    except (ImportError, AttributeError) as error:
+        from mlx_runtime.config.suggestions import namesake
+
+        there = f". Did you mean {near!r}?" if (near := namesake(path)) else ""
+        raise ConfigError(f"{title} cannot be imported: {str(error).splitlines()[-1]}{there}") from error
+    if missing := [item for item in needs if not callable(getattr(found, item, None))]:
+        raise ConfigError(f"{title} has no method {missing[0]}, which every {setting} has")
+    return found
 
 
 def targets_of(tree: Any) -> Iterator[str]:

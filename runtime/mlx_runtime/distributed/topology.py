@@ -23,15 +23,15 @@ class Topology:
     world_size: int
     device: torch.device  # of the models and batches of this worker
     local_rank: int = 0  # among the workers on this machine
-    model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model
+    model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model; see `Strategy`
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Iterator["Topology"]:
         """Make this the position of the process within the block."""
         global _current
         before, _current = _current, self
         try:
-            yield
+            yield self
         finally:
             _current = before
 

@@ -22,8 +22,8 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
     """Prepare a model for training on all workers. Every worker must call this, with the same models in the same order.
 
     The model is moved to the device of this worker. With several workers, it is wrapped in DistributedDataParallel,
-    which averages its gradients, unless the strategy of the run has sharded it. Its forward pass takes and returns the
-    same tensors as before, those of this worker.
+    which averages its gradients, unless the strategy of the run has sharded or split it. Its forward pass takes and
+    returns the same tensors as before, those of this worker.
 
     Args:
         model: one with parameters to train. For others, use `model.to(get_device())`.
@@ -37,6 +37,8 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
         RuntimeError: with several workers, no parameter of the model requires a gradient, or the models differ.
     """
     topology = current("prepare_model")
+    if topology.model_parallel_size > 1:
+        return model
     device = topology.device
     model = model.to(device)
     if topology.world_size == 1 or is_sharded(model):

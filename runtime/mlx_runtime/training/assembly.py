@@ -24,14 +24,13 @@ from mlx_runtime.runs.checkpoints import Checkpoints, members
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.strategies import Strategy
 
 if TYPE_CHECKING:
-    pass
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 def build_experiment(
-    job: Job, topology: Topology, cfg: Any, strategy: Strategy, stack: contextlib.ExitStack
+    job: Job, topology: Topology, cfg: Any, strategy: "Strategy", stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], BaseModule]:
     """Return the groups of conf.yaml as live objects, and the experiment made of them.
 
@@ -115,12 +114,13 @@ def deterministic() -> Iterator[None]:
 
 
 def dataset_shards(
-    cfg: TrainConfig, datasets: Any, job: Job, topology: Topology, follow: Callable[[Loader], Loader]
+    cfg: TrainConfig, datasets: Any, job: Job, strategy: "Strategy", follow: Callable[[Loader], Loader]
 ) -> DatasetShards:
     """Return one shard per argument of `Datasets`, in order. Every worker must call this.
 
     `follow` returns the loader to use instead of a new one.
     """
+    topology = strategy.topology
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
     streams = companions.part("ray.stream_reader").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
@@ -131,7 +131,7 @@ def dataset_shards(
         prefetch=cfg.prefetch_batches,
         processes=reading_processes(cfg.loader),
         accumulate=cfg.accumulate_grad_batches,
-        wanted_workers=cfg.start_workers if keeps_global_batch else None,
+        wanted_workers=cfg.start_workers // topology.model_parallel_size if keeps_global_batch else None,
         limit=min(limits, default=None),
         train_limit=cfg.debug.limit_train_batches,
         eval_limit=cfg.debug.limit_eval_batches,

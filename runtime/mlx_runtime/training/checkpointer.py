@@ -25,6 +25,9 @@ SAVED_ONCE = ("models", "optimizers", "tools", "own")
 SAVED_PER_RANK = ("metrics", "losses")
 """Groups that it holds for every rank, like `per_worker`, the objects of `tools` and `own` with this attribute."""
 
+SIZES = ("world_size", "model_parallel_size")
+"""Sizes of the group that has saved a checkpoint; those of the one that restores it may differ."""
+
 MADE_BY_LOOP = ("tools", "own")
 """Groups that `worker_loop` may add to; what it adds is restored when the first pass begins."""
 
@@ -74,14 +77,19 @@ class Checkpointer:
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
         checkpoint = Checkpoint(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
+        groups: State = {}
+        if parts is not None or self._optimization.strategy.shards:
+            groups = self._optimization.strategy.consolidate(self._group_states())
+        elif self._saver is not None:
+            groups = self._group_states()
         if parts is not None:
-            groups = {name: parts.without(part, name) for name, part in self._group_states().items()}
+            groups = {name: parts.without(part, name) for name, part in groups.items()}
             if self._saver is None:
                 self._saver = AsyncCheckpointer(self._context.checkpoints, lambda checkpoint: None, lambda: None)
             state = None if ranks is None else self._state(ranks, groups) | ends
             self._saver.save_sharded(state, checkpoint, parts)
         elif self._saver is not None and ranks is not None:
-            self._saver.save(self._state(ranks, self._group_states()) | ends, checkpoint)
+            self._saver.save(self._state(ranks, groups) | ends, checkpoint)
 
     def _has_shards(self) -> bool:
         return checkpoints.has_shards(*(self._context.groups.members(name) for name in SAVED_ONCE))
@@ -114,7 +122,8 @@ class Checkpointer:
         """Return what a checkpoint holds, given what belongs to each rank and the states of groups."""
         context = self._context
         state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
-        state |= {"world_size": context.topology.world_size, "config": dict(context.shown_config)} | groups
+        state |= {name: getattr(context.topology, name) for name in SIZES} | groups
+        state["config"] = dict(context.shown_config)
         state["on_device"] = checkpoints.on_device(context.groups["tools"])
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
@@ -326,7 +335,7 @@ class Checkpointer:
         """Restore objects of which each worker has its own, unless the number of workers has changed."""
         topology, group = self._context.topology, self._context.groups["per_worker"]
         only = {*names} & set(checkpoints.members(group))
-        if topology.world_size != state["world_size"]:
+        if not self._has_sizes_of(state):
             for name in sorted(only):
                 text = f"{name} starts over: each worker had its own, and the number of workers has changed"
                 self._reporter.events.notice(text)
@@ -339,6 +348,10 @@ class Checkpointer:
         for text in checkpoints.load_into(group, saved, "per_worker", only=only, moved=moved):
             self._reporter.events.notice(text.removeprefix("per_worker."))
 
+    def _has_sizes_of(self, state: State) -> bool:
+        """Return True if a checkpoint was saved by as many workers and replicas as there are."""
+        return all(getattr(self._context.topology, name) == state.get(name, 1) for name in SIZES)
+
     def _set_group_values(self, state: State) -> None:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
@@ -350,14 +363,16 @@ class Checkpointer:
     def _load_rank(self, state: State, *, metrics: bool) -> None:
         """Restore random numbers and, if wanted, metrics of this rank; after a change of size, what can be merged."""
         topology, ranks = self._context.topology, state["ranks"]
-        if topology.world_size == state["world_size"]:
+        replicas, size = topology.data_parallel_size, state.get("model_parallel_size", 1)
+        if self._has_sizes_of(state):
             randomness.load_random_state_dict(ranks[topology.rank]["random"], topology.device)
         else:
-            randomness.seed_everything(mix_seeds(state["seed"], topology.rank, state["global_step"]))
-        mine = ranks[topology.rank :: topology.world_size]
-        for name in SAVED_PER_RANK if metrics and mine else ():  # else there are more workers than at save time
+            randomness.seed_everything(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
+        of_replicas = ranks[topology.rank % topology.model_parallel_size % size :: size]
+        mine = of_replicas[topology.data_parallel_rank :: replicas]
+        for name in SAVED_PER_RANK if metrics and mine else ():  # else there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
-            if topology.world_size < state["world_size"]:
+            if replicas < len(of_replicas):
                 saved = checkpoints.merged([part[name] for part in mine], group)
                 for item, metric in checkpoints.members(group).items():
                     if item in ranks[0][name] and is_metric(metric) and not is_mergeable(metric):

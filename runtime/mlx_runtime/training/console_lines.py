@@ -15,6 +15,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.planning import RunPlan
+from mlx_runtime.training.strategies import STRATEGIES
 
 
 class ConsoleLines:
@@ -91,7 +92,7 @@ class ConsoleLines:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine
         number, (fewest, most) = cfg.start_workers, self._sizes
         elastic = f"{fewest} to " if fewest < most else ""
-        workers = f"{elastic}{counted(most, f'{cfg.strategy.upper()} worker')} " if number else ""
+        workers = f"{elastic}{counted(most, f'{_class_name(cfg.strategy)} worker')} " if number else ""
         self._print(f"workers   {workers}{cluster.title}{f' ({cluster.why})' if cluster.why else ''}")
         if engine.notice:
             self._print(f"          {engine.notice}")
@@ -148,6 +149,10 @@ class ConsoleLines:
         self._print(always=True)
         for name, value in rows.items():
             self._print(f"{name:<{width}}{value}", always=True)
+
+
+def _class_name(strategy: str) -> str:
+    return STRATEGIES.get(strategy, strategy).rpartition(".")[2]
 
 
 def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:

@@ -92,12 +92,14 @@ def snapshot(folder: RunFolder, topology: Topology) -> str:
 
 def ways_to_save(cfg: Any) -> str:
     """Return the settings that reduce the memory of a worker, as the end of an error message."""
+    from mlx_runtime.training.strategies.selection import strategy_class  # here, because strategies use this module
+
     ways = []
-    if cfg.strategy == "ddp":
+    if not strategy_class(cfg.strategy).shards:
         more = "" if cfg.start_workers > 1 else " and more workers"
         ways.append(f"cfg.strategy=fsdp{more}, to share parameters, gradients and optimizer states among the workers")
     else:
-        setting = "start_workers" if cfg.strategy == "fsdp" else "sharding.shard_size"
+        setting = "start_workers" if cfg.sharding.shard_size is None else "sharding.shard_size"
         ways.append(f"a higher cfg.{setting}")
         ways += ["cfg.sharding.offload=cpu, for the memory of GPUs"] * (cfg.sharding.offload == "none")
     ways += ["cfg.activation_checkpointing=true"] * (cfg.activation_checkpointing is False)

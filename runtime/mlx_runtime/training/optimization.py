@@ -16,11 +16,11 @@ from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.training.context import RunContext
 from mlx_runtime.training.losses import Mean
 from mlx_runtime.training.reporting import Reporter
-from mlx_runtime.training.strategies import Strategy
 from mlx_runtime.training.weighting import Weight, WeightedLosses, checked_weight, without_gradient
 
 if TYPE_CHECKING:
     from mlx_runtime.training.gradients import GradientMonitor
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 @dataclass
@@ -41,9 +41,9 @@ class Accumulation:
 class Optimization:
     """Gradients and updates of one worker."""
 
-    def __init__(self, context: RunContext, reporter: Reporter, strategy: Strategy) -> None:
+    def __init__(self, context: RunContext, reporter: Reporter, strategy: "Strategy") -> None:
         cfg, debug = context.cfg, context.cfg.debug
-        self._context, self._reporter, self._strategy = context, reporter, strategy
+        self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()
         self._divisor = 1.0  # of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted = WeightedLosses()
@@ -62,7 +62,7 @@ class Optimization:
         from mlx_runtime.training.gradients import GradientMonitor
 
         debug, topology = self._context.cfg.debug, self._context.topology
-        report = self._report_norms if topology.writes or self._strategy.shards else None
+        report = self._report_norms if topology.writes or self.strategy.shards else None
         return GradientMonitor(debug.watch_gradients, debug.stop_on_nan, report, self._reporter.events.notice)
 
     # -- called by user code
@@ -91,7 +91,7 @@ class Optimization:
 
     def _set_aside(self, name: str) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
         """Remove the gradients of all parameters but those of an optimizer. Return them, to be restored."""
-        if self._strategy.shards and self.accumulation.steps > 1:
+        if self.strategy.shards and self.accumulation.steps > 1:
             raise MlxError(
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
                 "cfg.accumulate_grad_batches=1 and cfg.elastic.keep_global_batch=false, or use cfg.strategy=ddp"
@@ -170,7 +170,7 @@ class Optimization:
         cfg = self._context.cfg
         if cfg.gradient_clip is not None:
             self._scaler.unscale_(optimizer)
-            self._strategy.clip_grad_norm_(list(_params(optimizer)), cfg.gradient_clip)
+            self.strategy.clip_grad_norm_(list(_params(optimizer)), cfg.gradient_clip)
         self._stepping = True
         try:
             self._scaler.step(optimizer)
@@ -206,7 +206,7 @@ class Optimization:
         if self._managed and not self.accumulation.last:
             for optimizer in self._context.groups.optimizers.values():
                 optimizer.zero_grad()
-            self._strategy.drop_gradients(self._models())
+            self.strategy.drop_gradients(self._models())
         self.accumulation, self._divisor, self._weighted = Accumulation(), 1.0, WeightedLosses()
 
     def begin_step(self, part: WorkerPass, per_update: int) -> None:
@@ -216,7 +216,7 @@ class Optimization:
         self._divisor = part.loss_divisor(per_update)
         if per_update > 1:
             self.accumulation.begin_step(part.given, part.plan.steps - part.skip, per_update)
-            self._strategy.sync_gradients(self._models(), self.accumulation.last)
+            self.strategy.sync_gradients(self._models(), self.accumulation.last)
             if self.accumulation.first:
                 self._weighted = WeightedLosses()
 

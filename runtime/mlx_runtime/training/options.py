@@ -1,6 +1,7 @@
 """Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, cast
 
@@ -9,6 +10,7 @@ from mlx_runtime.sections import CrossValidation, Debug, Elastic, Hub, Preparati
 from mlx_runtime.storage.documents import LARGEST
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
+from mlx_runtime.training.strategies import STRATEGIES
 
 
 class _Checked:
@@ -29,18 +31,31 @@ class _Checked:
             limits = f"cfg.elastic.min_workers={least} and cfg.elastic.max_workers={most}"
             problems.append(f"cfg.start_workers is {cfg.start_workers}, not between {limits}")
         engines = ("auto", *(name for name in ENGINES if name != "in_process"))
-        if cfg.engine not in engines and "." not in cfg.engine:
-            hint = suggest(cfg.engine, engines)
-            problems.append(f"cfg.engine is {cfg.engine!r}; write {', '.join(engines)}, or an import path.{hint}")
+        problems += [*_unknown("engine", cfg.engine, engines), *_strategy_problems(cfg)]
         clip = getattr(cfg, "gradient_clip", None)
         if clip is not None and not clip > 0:  # NaN is refused, too
             problems.append(f"cfg.gradient_clip is {clip!r}; write a norm above 0, or null for no clipping")
-        plain = {"strategy": "ddp", "sharding": Sharding(), "cross_validation": CrossValidation()}
-        if any(getattr(cfg, name, value) != value for name, value in plain.items()):
+        if getattr(cfg, "cross_validation", CrossValidation()) != CrossValidation():
             from mlx_runtime.training.contradictions import contradictions
 
-            problems += contradictions(cfg)
+            problems += contradictions(cfg.cross_validation)
         return problems
+
+
+def _strategy_problems(cfg: Any) -> list[str]:
+    """Return one line per setting that contradicts `cfg.strategy`. One that others program is asked once it may run."""
+    if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
+        return [] if name is None else _unknown("strategy", name, STRATEGIES)
+    from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
+
+    return problems(cfg)
+
+
+def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:
+    """Return a line if a setting has neither a word that is known nor an import path."""
+    if name in known or "." in name:
+        return []
+    return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
 
 
 @dataclass
@@ -74,6 +89,7 @@ class TrainConfig(_Checked):
             draws from the global random generators: it would change the numbers that the loop draws.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
             `sharding.shard_size` of them, with replicas; `Models.strategies = {"net": "ddp"}` overrides it.
+            The import path of a class names a strategy of your own.
         activation_checkpointing: recompute activations in the backward pass instead of storing them: true for the
             blocks that repeat, or a pattern of module paths like `layers.*`.
         precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type, and all of a sharded
@@ -127,7 +143,7 @@ class TrainConfig(_Checked):
     loader: str = "auto"
     prefetch_batches: int | None = at_least(0, None)
     seed: int = at_least(0, 0)
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    strategy: str = "ddp"
     activation_checkpointing: bool | str = False
     precision: Literal[32, "bf16", "fp16"] = 32
     accumulate_grad_batches: int = at_least(1, 1)

@@ -22,15 +22,17 @@ from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import Storage, is_uri
-from mlx_runtime.training.engines.base import Cluster, Engine
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.engines.placement import engine_class, engine_for
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.extensions import RunExtension
 from mlx_runtime.training.options import DataConfig, TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
+from mlx_runtime.training.strategies import selection
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
+    from mlx_runtime.training.engines.protocol import Engine
 
 OPEN_FILES = 48, 16
 """Files that a driver has open at once: without workers, and for each of them."""
@@ -43,7 +45,7 @@ class RunPlan:
     experiment: type[BaseModule]  # importable by name
     config: RunConfig
     cluster: Cluster
-    engine: Engine
+    engine: "Engine"
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
@@ -71,11 +73,13 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
 
     Raises:
         DatasetError: a dataset cannot be batched.
-        ConfigError: the engine cannot train this, the checkpoints to resume from are gone, or the rows of
-            `datasets.train` cannot be split into folds.
+        ConfigError: the engine or the strategy cannot train this, the checkpoints to resume from are gone, or the rows
+            of `datasets.train` cannot be split into folds.
         UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
     """
     _refuse_too_few_files(config.cfg)
+    if problems := selection.problems(config.cfg):
+        raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
         folds = companions.part("sweeps.folds")
         config = dataclasses.replace(config, tree=folds.with_held_out(config.tree, config.cfg.cross_validation.fold))
@@ -157,7 +161,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
         yield cluster
 
 
-def _engine(config: RunConfig, cluster: Cluster) -> Engine:
+def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first

@@ -7,7 +7,7 @@ in which order, is defined here; how, in the parts.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -32,14 +32,16 @@ from mlx_runtime.training.optimization import Optimization, prepare_models
 from mlx_runtime.training.passes import Pass, PassTracker
 from mlx_runtime.training.reporting import EventSender, Reporter
 from mlx_runtime.training.stopping import LoopStopped, StopPoll
-from mlx_runtime.training.strategies import Strategy
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.strategies.base import Strategy
 
 
 class Session:
     """A run as one worker takes part in it. Every worker must construct it; only rank 0 has `tracking`."""
 
     def __init__(
-        self, context: RunContext, strategy: Strategy, sink: Sink, tracking: ReportWriter | None = None
+        self, context: RunContext, strategy: "Strategy", sink: Sink, tracking: ReportWriter | None = None
     ) -> None:
         self.context, self.passes, self.send = context, PassTracker(), sink.send
         self.progress = context.progress
@@ -68,12 +70,13 @@ class Session:
     def begin(self) -> None:
         """Move everything to the device, and restore a checkpoint if there is one."""
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
-        for group in ("models", "losses", "metrics"):
+        spread = topology.model_parallel_size > 1  # then the strategy has put each part of the models where it belongs
+        for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
             for member in groups.members(group).values():
                 if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
-        seed_everything(cfg.seed + topology.rank)  # models were built from one seed; dropout must differ by rank
+        seed_everything(cfg.seed + topology.data_parallel_rank)  # models are alike, and dropout differs by replica
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:

@@ -29,7 +29,7 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.session import Session
 from mlx_runtime.training.stopping import LoopStopped
-from mlx_runtime.training.strategies import Strategy, strategy_of
+from mlx_runtime.training.strategies.selection import strategy_of
 
 if TYPE_CHECKING:
     from mlx_runtime.training.connections import Remote
@@ -59,6 +59,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
             cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
             strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            topology = stack.enter_context(strategy.topology.entered())
             groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
         torch.set_num_threads(cfg.cpus_per_worker)
         preempted = job.cluster.preempted
@@ -70,11 +71,11 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         _observe(session, job, sink, stack)
         with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_here, groups))):
             if topology.writes:
-                sink.send(_started(groups, topology, strategy))
+                sink.send(_started(groups, topology, strategy.described()))
             if strategy.notice is not None:
                 session.reporter.events.notice(strategy.notice)
             session.begin()
-            shards = dataset_shards(cfg, groups.get("datasets"), job, topology, session.watch)
+            shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
             _run_loop(experiment, shards, job, stack)
             stopped = session.stopping.stopped
             result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
@@ -207,9 +208,9 @@ def _position(session: Session) -> WorkerPosition:
     return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
 
 
-def _started(groups: Mapping[str, Any], topology: Topology, strategy: Strategy) -> WorkersStarted:
+def _started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
     models = members(groups.get("models"), torch.nn.Module)
     parameters = sum(item.numel() for model in models.values() for item in model.parameters())
     on_cpu = topology.device.type == "cpu"
     device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
-    return WorkersStarted(device, parameters, topology.world_size, strategy.described())
+    return WorkersStarted(device, parameters, topology.world_size, sharded)

@@ -25,7 +25,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.assembly import build_experiment
 from mlx_runtime.training.request import load_config
-from mlx_runtime.training.strategies import DDP
+from mlx_runtime.training.strategies.ddp import DDP
 
 pytestmark = pytest.mark.pure
 
@@ -138,7 +138,7 @@ def test_storage_of_the_environment_wins_over_the_file_and_loses_to_the_command_
         ),
         (
             ["cfg.strategy=zero3"],
-            "cfg.strategy is 'zero3'; mlx_runtime.TrainConfig takes Literal['ddp', 'fsdp', 'hsdp']",
+            "cfg.strategy is 'zero3'; write ddp, fsdp, hsdp, or an import path. Available: ddp, fsdp, hsdp.",
         ),
         (
             ["cfg.sharding.offload=nvme"],

@@ -26,7 +26,7 @@ from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
 from mlx_runtime.training.assembly import matmul_precision
 from mlx_runtime.training.forward import in_half_precision
-from mlx_runtime.training.strategies import DDP
+from mlx_runtime.training.strategies.ddp import DDP
 
 pytestmark = pytest.mark.pure
 

@@ -16,36 +16,44 @@ pytestmark = pytest.mark.pure
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"sharding": Sharding(2)}, "cfg.sharding.shard_size=2 is for cfg.strategy=hsdp, and cfg.strategy is ddp"),
+        (
+            {"sharding": Sharding(2)},
+            "cfg.strategy=ddp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
+        ),
         (
             {"strategy": "fsdp", "sharding": Sharding(2)},
-            "cfg.sharding.shard_size=2 is for cfg.strategy=hsdp, and cfg.strategy is fsdp",
+            "cfg.strategy=fsdp cannot train this: cfg.sharding.shard_size=2 is for cfg.strategy=hsdp",
         ),
         (
             {"strategy": "hsdp"},
-            "cfg.strategy=hsdp needs cfg.sharding.shard_size; set the number of workers that share one replica of the "
-            "models, or use cfg.strategy=fsdp",
+            "cfg.strategy=hsdp cannot train this: it needs cfg.sharding.shard_size; set the number of workers that share "
+            "one replica of the models, or use cfg.strategy=fsdp",
         ),
         ({"strategy": "hsdp", "sharding": Sharding(0)}, "cfg.sharding.shard_size is 0; the minimum is 1"),
         (
             {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 6},
-            "cfg.start_workers=6 is not a multiple of cfg.sharding.shard_size=4; use 4 or 8",
+            "cfg.start_workers=6 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4 or 8",
         ),
         (
             {"strategy": "hsdp", "sharding": Sharding(4), "start_workers": 2},
-            "cfg.start_workers=2 is not a multiple of cfg.sharding.shard_size=4; use 4",
+            "cfg.start_workers=2 is not a multiple of 4, as cfg.strategy=hsdp needs; use 4",
         ),
         (
             {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(3)},
-            "cfg.elastic.min_workers=3 is not a multiple of cfg.sharding.shard_size=2; use 2 or 4",
+            "cfg.elastic.min_workers=3 is not a multiple of 2, as cfg.strategy=hsdp needs; use 2 or 4",
         ),
         (
             {"strategy": "hsdp", "sharding": Sharding(2), "start_workers": 4, "elastic": Elastic(max_workers=7)},
-            "cfg.elastic.max_workers=7 is not a multiple of cfg.sharding.shard_size=2; use 6 or 8",
+            "cfg.elastic.max_workers=7 is not a multiple of 2, as cfg.strategy=hsdp needs; use 6 or 8",
         ),
         (
             {"sharding": Sharding(offload="cpu")},
-            "cfg.sharding.offload=cpu is for sharded models, and cfg.strategy is ddp; use cfg.strategy=fsdp or hsdp",
+            "cfg.strategy=ddp cannot train this: cfg.sharding.offload=cpu is for sharded models; use cfg.strategy=fsdp "
+            "or hsdp",
+        ),
+        (
+            {"strategy": "fdsp"},
+            "cfg.strategy is 'fdsp'; write ddp, fsdp, hsdp, or an import path. Did you mean 'fsdp'?",
         ),
     ],
 )

@@ -17,8 +17,10 @@ from torch import nn
 from mlx_runtime import TrainConfig
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.assembly import build_experiment
-from mlx_runtime.training.strategies import DDP, Strategy, strategy_of
+from mlx_runtime.training.strategies.base import Strategy
 from mlx_runtime.training.strategies.blocks import planned_blocks, repeated_blocks, selected, without_shared
+from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.training.strategies.selection import strategy_of
 
 pytestmark = pytest.mark.pure
 
@@ -248,7 +250,7 @@ class Late(Models):
 def test_without_workers_models_are_not_sharded() -> None:
     strategy = strategy_of(TrainConfig(strategy="fsdp"), ALONE, TREE["models"])
     assert isinstance(strategy, DDP)
-    assert strategy.notice == "without workers, models are not sharded: fsdp has no effect"
+    assert strategy.notice == "without workers, models are whole: fsdp has no effect"
 
 
 def test_sharding_is_imported_only_by_runs_that_shard() -> None:

@@ -24,7 +24,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.events import Notice
 from mlx_runtime.losses import Mean
 from mlx_runtime.sections import Sharding
-from mlx_runtime.training.strategies import strategy_of
+from mlx_runtime.training.strategies.selection import strategy_of
 
 WORKERS = (1, 2, 4)
 

@@ -102,6 +102,7 @@ class OnRay:
         from mlx_runtime.companions.ray.failures import Failures
         from mlx_runtime.companions.ray.private import TrimmedTrainer
         from mlx_runtime.companions.ray.worker import train
+        from mlx_runtime.training.strategies.selection import strategy_class
 
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
@@ -123,5 +124,5 @@ class OnRay:
                 callbacks=[Failures(*job.receiver)],
             ),
             embedded=JOB_FLAG not in os.environ,
-            multiple_of=cfg.sharding.shard_size or 1,
+            multiple_of=strategy_class(cfg.strategy).multiple_of(cfg),
         )

@@ -51,8 +51,8 @@ class BlockAssigner:
     Used as a Ray actor, or directly within one process.
     """
 
-    def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path) -> None:
-        self._name = name
+    def __init__(self, node: Mapping[str, Any], name: str, seed: int, project: Path, copies: int = 1) -> None:
+        self._name, self._copies = name, copies
         self._arguments = (node, name, seed, project)
         self._passes: dict[int, _Pass] = {}
         self._ended = 0
@@ -76,23 +76,24 @@ class BlockAssigner:
         except Exception as error:  # of user code
             raise dataset_error(error, f"datasets.{self._name} cannot be read") from error
 
-    def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None) -> Share | None:
+    def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None, copy: int = 0) -> Share | None:
         """Return the next rows of one worker in a pass, or None after the last.
 
-        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`.
+        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`. Each
+        of the `copies` with the same rank, which hold one replica of the models together, gets the same rows.
         """
         with self._lock:
             if number <= self._ended:
                 return None  # requested ahead, in a pass that all workers have left since
             if number not in self._passes:
                 stream = stream_of(self._dataset, self._name, seed)
-                self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name)
+                self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name, self._copies)
             for earlier in [other for other in self._passes if other < number]:
-                self._passes[earlier].left.add(rank)
-                if len(self._passes[earlier].left) == plan.world_size:
+                self._passes[earlier].left.add((rank, copy))
+                if len(self._passes[earlier].left) == plan.world_size * self._copies:
                     self._end(earlier)
             current = self._passes[number]
-        return current.take(rank)
+        return current.take((rank, copy))
 
     def close(self) -> None:
         """Stop reading, while Ray still runs."""
@@ -111,26 +112,28 @@ class _Pass:
     Workers in `left` will not come back.
     """
 
-    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str) -> None:
-        self.left: set[int] = set()
+    def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str, copies: int) -> None:
+        self.left: set[tuple[int, int]] = set()  # by rank and copy, as below
+        self._copies = range(copies)
         self._shares = _assigned(blocks, plan, name)
-        self._waiting: dict[int, collections.deque[Share]] = collections.defaultdict(collections.deque)
+        self._waiting: dict[tuple[int, int], collections.deque[Share]] = collections.defaultdict(collections.deque)
         self._error: Exception | None = None
         self._lock = threading.Lock()
 
-    def take(self, rank: int) -> Share | None:
+    def take(self, reader: tuple[int, int]) -> Share | None:
         with self._lock:
             try:
-                while not self._waiting[rank] and self._error is None:
+                while not self._waiting[reader] and self._error is None:
                     owner, share = next(self._shares)
-                    self._waiting[owner].append(share)
+                    for copy in self._copies:
+                        self._waiting[owner, copy].append(share)
             except StopIteration:
                 return None
             except Exception as error:
                 self._error = error
             if self._error is not None:
                 raise self._error  # the same for every worker
-            return self._waiting[rank].popleft()
+            return self._waiting[reader].popleft()
 
     def close(self) -> None:
         """Stop the execution of the stream."""
@@ -165,25 +168,26 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
             raise DatasetError(f"datasets.{name}: to_ray() returned more rows than its __len__, {plan.rows}")
 
 
-def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, workers: int, actor: str) -> Any:
+def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, topology: Topology, actor: str) -> Any:
     """Start a `BlockAssigner` in a separate process on this node, an actor with this name in Ray."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
-    options = {"num_cpus": 0, "max_concurrency": workers + 1, "scheduling_strategy": here, "name": actor}
-    return ray.remote(BlockAssigner).options(**options).remote(node, name, seed, project)
+    options = {"num_cpus": 0, "max_concurrency": topology.world_size + 1, "scheduling_strategy": here, "name": actor}
+    return ray.remote(BlockAssigner).options(**options).remote(node, name, seed, project, topology.model_parallel_size)
 
 
 class StreamReader:
     """Reads the rows that a `BlockAssigner`, or an actor that is one, assigns to this worker.
 
-    All loaders of a dataset share one, which counts its passes.
+    All loaders of a dataset share one, which counts its passes. `copy` is the number of this worker among those that
+    read the same rows.
     """
 
     window_rows = WINDOW_ROWS
     advice = "prepare it once with --prepare-batches"
 
-    def __init__(self, assigner: Any, name: str) -> None:
-        self._assigner, self._name = assigner, name
+    def __init__(self, assigner: Any, name: str, copy: int = 0) -> None:
+        self._assigner, self._name, self._copy = assigner, name, copy
         self._passes = 0
 
     def rows(self) -> int:
@@ -227,7 +231,7 @@ class StreamReader:
 
     def _shares(self, plan: ShardPlan, rank: int, seed: int | None) -> Iterator[Share]:
         """Yield the shares of this worker, requesting the next while one is read."""
-        arguments = (self._passes, plan, rank, seed)
+        arguments = (self._passes, plan, rank, seed, self._copy)
         if isinstance(self._assigner, BlockAssigner):
             while (share := self._assigner.take(*arguments)) is not None:
                 yield share
@@ -262,8 +266,8 @@ def stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed:
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})
     assigners = {}
     if topology.writes:
-        size = topology.data_parallel_size
         for name, node in nodes.items():
-            assigners[name] = start_assigner(node, name, seed, job.project, size, actors[name])
+            assigners[name] = start_assigner(node, name, seed, job.project, topology, actors[name])
     broadcast(None)  # all have started
-    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name) for name in nodes}
+    copy = topology.rank % topology.model_parallel_size
+    return {name: StreamReader(assigners.get(name) or ray.get_actor(actors[name]), name, copy) for name in nodes}

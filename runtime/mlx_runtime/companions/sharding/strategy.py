@@ -1,15 +1,17 @@
-"""Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2)."""
+"""Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2).
+
+Torch's FSDP is imported by what uses it: the driver asks these classes what they refuse, and the import takes seconds.
+"""
 
 import functools
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -26,7 +28,7 @@ from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import by_mesh, local_part, raised_by_shards, total_norm
+from mlx_runtime.distributed.wrapping import by_mesh, is_sharded, local_part, raised_by_shards, total_norm
 from mlx_runtime.errors import ConfigError, MlxError, short_message
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
@@ -37,6 +39,10 @@ from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
 from mlx_runtime.training.strategies.recomputation import recompute_blocks
+from mlx_runtime.training.strategies.selection import own_strategies, strategy_class
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.strategies.base import StrategyClass
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
 """Those of torch that take sharded parameters; Adafactor and Rprop do not."""
@@ -46,16 +52,36 @@ _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 _CPU = torch.device("cpu")
 
 
-class Sharded:
-    """`fsdp` shards models over all workers; `hsdp` over `cfg.sharding.shard_size` of them, and replicates the shards.
-
-    Models that are to be replicated are prepared as under `DDP`. `chosen` is the name of each model's strategy.
-    """
+class FSDP:
+    """Shards models over all workers. Those that have another strategy are sharded, or replicated, as this one says."""
 
     shards = True
+    preloads = ("mlx_runtime.companions.sharding.sharing", "torch.distributed.fsdp")
+    needs: tuple[str, ...] = ()
 
-    def __init__(self, cfg: Any, topology: Topology, chosen: Mapping[str, str]) -> None:
-        self._cfg, self._topology, self._chosen = cfg, topology, chosen
+    @staticmethod
+    def refusal(cfg: Any) -> str | None:
+        return (
+            None
+            if cfg.sharding.shard_size is None
+            else f"cfg.sharding.shard_size={cfg.sharding.shard_size} is for cfg.strategy=hsdp"
+        )
+
+    @staticmethod
+    def multiple_of(cfg: Any) -> int:
+        return 1
+
+    @staticmethod
+    def model_parallel_size(cfg: Any, workers: int) -> int:
+        return 1  # each reads its own rows
+
+    @staticmethod
+    def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
+        """Return the number of replicas, unless there is only one, and that of workers that share one."""
+        return (workers,)
+
+    def __init__(self, cfg: Any, topology: Topology) -> None:
+        self._cfg, self.topology = cfg, topology
         self._ddp = DDP(cfg, topology)
         self._mesh = cache(self._new_mesh)  # one per strategy
         self._offloads = cfg.sharding.offload == "cpu" and topology.device.type != "cpu"
@@ -67,7 +93,8 @@ class Sharded:
         after_import("ray", _keep_sharded_models)
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        topology, deferred = self._topology, deferred_models(node)
+
+        topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
         drawn = broadcast(random_state_dict(_CPU))  # of rank 0, which has drawn the values of models
         load_random_state_dict(drawn, _CPU)
@@ -77,31 +104,36 @@ class Sharded:
         blocks = blocks_of(group, models)
         recompute_blocks(models, blocks, self._cfg.activation_checkpointing)
         blocks = {name: without_shared(model, blocks[name]) for name, model in models.items()}
-        strategies = {name: self._chosen.get(name, self._cfg.strategy) for name in models}
+        own = own_strategies(node, self._cfg)
+        strategies: dict[str, Any] = {name: strategy_class(own.get(name, self._cfg.strategy)) for name in models}
         _check_unshared(models, blocks, strategies)
         for name, model in models.items():
-            if strategies[name] != "ddp" and not isinstance(model, FSDPModule):
+            if strategies[name].shards and not is_sharded(model):
                 self._shard(name, model, blocks[name], strategies[name])
         for name, model in models.items():
             if name in deferred:
                 self._initialize(name, model)
                 continue
             check_values(name, model, elsewhere=not topology.writes)
-            place(model, topology.device, offloads=self._offloads and isinstance(model, FSDPModule))
+            place(model, topology.device, offloads=self._offloads and is_sharded(model))
             if topology.world_size > 1:
                 share(model, whole.pop(name), topology)
         return group
 
     def _initialize(self, name: str, model: nn.Module) -> None:
-        if not isinstance(model, FSDPModule):
+
+        if not is_sharded(model):
             self._ddp.place({name: model}, {name})
             return
-        place(model, self._topology.device, offloads=self._offloads)
+        place(model, self.topology.device, offloads=self._offloads)
         with AsIfWhole():
-            initialize(name, model, self._topology.device)
+            initialize(name, model, self.topology.device)
 
-    def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: str) -> None:
-        mesh, half = self._mesh(strategy), HALF.get(self._cfg.precision)
+    def _shard(self, name: str, model: nn.Module, blocks: list[str], strategy: "type[FSDP]") -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        mesh = self._mesh(strategy.mesh_shape(self._cfg, self.topology.world_size))
+        half = HALF.get(self._cfg.precision)
         offload = CPUOffloadPolicy() if self._offloads else OffloadPolicy()
         inside, outside = (
             MixedPrecisionPolicy(half, torch.float32 if half else None, output) for output in (None, torch.float32)
@@ -120,7 +152,7 @@ class Sharded:
                     full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
                     fully_shard(module, mesh=mesh, mp_policy=full, offload_policy=offload)
             for module in parts:  # blocks within blocks come first
-                if not isinstance(module, FSDPModule):
+                if not is_sharded(module):
                     fully_shard(module, mesh=mesh, mp_policy=inside, offload_policy=offload)
             fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
         except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
@@ -135,26 +167,21 @@ class Sharded:
         if next(model.parameters(), None) is not None:
             self._lines.append(_line(name, model, blocks, strategy, mesh))
 
-    def _new_mesh(self, strategy: str) -> DeviceMesh:
-        device, size = self._topology.device.type, self._topology.world_size
-        if strategy == "fsdp":
-            return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-        inner = self._cfg.sharding.shard_size
-        if inner is None or size % inner:
-            raise ConfigError(f"cfg.sharding.shard_size is {inner}; under hsdp, it must divide the {size} workers")
-        return init_device_mesh(device, (size // inner, inner), mesh_dim_names=("replicate", "shard"))
+    def _new_mesh(self, shape: tuple[int, ...]) -> DeviceMesh:
+        return init_device_mesh(self.topology.device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         models = list(models)
         self._ddp.sync_gradients(models, enabled)
         for model in models:
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(enabled)
-                model.set_is_last_backward(enabled)
+            if is_sharded(model):
+                sharded: Any = model
+                sharded.set_requires_gradient_sync(enabled)
+                sharded.set_is_last_backward(enabled)
 
     def drop_gradients(self, models: Iterable[object]) -> None:
         for model in models:
-            if isinstance(model, FSDPModule):
+            if is_sharded(model):
                 drop_unreduced_gradients(model)
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -165,7 +192,7 @@ class Sharded:
         return norm
 
     def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
-        return ShardScaler(self._topology.device.type, enabled=enabled)
+        return ShardScaler(self.topology.device.type, enabled=enabled)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         for optimizer in optimizers.values():
@@ -174,8 +201,34 @@ class Sharded:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
             _explain_errors(optimizer)
 
+    def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
+        return states  # each worker stores its shards
+
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
+
+
+class HSDP(FSDP):
+    """Shards models over `cfg.sharding.shard_size` workers, and replicates the shards."""
+
+    needs = ("sharding.shard_size",)
+
+    @staticmethod
+    def refusal(cfg: Any) -> str | None:
+        cure = "set the number of workers that share one replica of the models, or use cfg.strategy=fsdp"
+        return f"it needs cfg.sharding.shard_size; {cure}" if cfg.sharding.shard_size is None else None
+
+    @staticmethod
+    def multiple_of(cfg: Any) -> int:
+        size: int = cfg.sharding.shard_size
+        return size
+
+    @staticmethod
+    def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
+        size = cfg.sharding.shard_size
+        if workers % size:
+            raise ConfigError(f"cfg.sharding.shard_size is {size}; under hsdp, it must divide the {workers} workers")
+        return workers // size, size
 
 
 def _keep_sharded_models() -> None:
@@ -185,7 +238,7 @@ def _keep_sharded_models() -> None:
 
 
 def _check_unshared(
-    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: Mapping[str, str]
+    models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: "Mapping[str, StrategyClass]"
 ) -> None:
     """Check that models to be sharded have no parameter of another model: each would train its own copy.
 
@@ -196,7 +249,7 @@ def _check_unshared(
     for name, model in models.items():
         for param in model.parameters() if id(model) not in done else ():
             other = owners.setdefault(id(param), name)
-            if other != name and {strategies[name], strategies[other]} != {"ddp"}:
+            if other != name and (strategies[name].shards or strategies[other].shards):
                 raise ConfigError(
                     f"models.{name} shares parameters with models.{other}, so neither can be sharded; {_CURE}"
                 )
@@ -232,8 +285,8 @@ def _no_copy(*_: Any) -> NoReturn:
 
 def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
     """Shard a model again after a forward pass without gradients, which no backward pass follows."""
-    if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
-        module.reshard()
+    if is_sharded(module) and not torch.is_grad_enabled():
+        module.reshard()  # type: ignore[operator]
 
 
 class _Alias(torch.autograd.Function):
@@ -259,11 +312,11 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda item: alias.apply(item) if item._is_view() else item, output)
 
 
-def _line(name: str, model: nn.Module, blocks: list[str], strategy: str, mesh: DeviceMesh) -> str:
+def _line(name: str, model: nn.Module, blocks: list[str], strategy: type[FSDP], mesh: DeviceMesh) -> str:
     """Return a line like `net: fsdp over 2 workers, 12 blocks and the rest; 124.0 MB of 248.0 MB each`."""
     params = list(model.parameters())
     whole = sum(param.numel() * param.element_size() for param in params)
     local = sum(local_part(param).nbytes for param in params)
     parts = f"{len(blocks)} blocks and the rest" if blocks else "in one piece"
-    workers = f"{strategy} over {' x '.join(map(str, mesh.shape))} {'worker' if mesh.size() == 1 else 'workers'}"
-    return f"{name}: {workers}, {parts}; {size_text(local)} of {size_text(whole)} each"
+    workers = f"{' x '.join(map(str, mesh.shape))} {'worker' if mesh.size() == 1 else 'workers'}"
+    return f"{name}: {strategy.__name__.lower()} over {workers}, {parts}; {size_text(local)} of {size_text(whole)} each"

@@ -17,7 +17,8 @@ holds those of the shards' blocks. Any number of workers can load a checkpoint: 
 
 `state.pt` is a dict; what belongs to one rank is in `ranks`, one entry per worker:
 
-    {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "config": saved conf.yaml,
+    {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "model_parallel_size": 1,
+     "config": saved conf.yaml,
      "models": {name: state}, "optimizers": {name: state}, "tools": {name: state}, "own": {name: state},
      "loaders": {name: position in its pass}, "numbers": {"latest": ..., "unreported": ...},
      "tracking": {"sizes": {file: length in bytes}, "reports": count, "seconds": trained}, "scaler": state,

@@ -1,10 +1,9 @@
-"""The protocol of all engines: start a group of workers for a job, report its state, and end it."""
+"""What engines and the runtime pass to each other: a cluster, a job for its workers, and the error if one is lost."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import WorkerLostError
 from mlx_runtime.events import Event, RunInfo
@@ -62,62 +61,6 @@ class Job:
         from mlx_runtime.runs.folder import run_folder  # here: the fork server of spawned workers loads little
 
         return run_folder(self.root, self.run.experiment, self.run.name)
-
-
-class Group(Protocol):
-    """The workers of a run. The engine replaces lost workers, up to `cfg.elastic.max_failures` times."""
-
-    def poll(self) -> bool:
-        """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""
-        ...
-
-    def waits_for(self) -> str | None:
-        """Return the resources that are missing while workers cannot be placed, like `3 CPUs, 2 free`."""
-        ...
-
-    def close(self) -> None:
-        """Kill the remaining workers. Those of Ray end when Ray is shut down."""
-        ...
-
-
-class Engine(Protocol):
-    """Starts the workers of one run."""
-
-    @property
-    def notice(self) -> str | None:
-        """A start line about how workers are started, or None."""
-
-    def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
-        """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
-        ...
-
-    def close(self) -> None:
-        """Release what the engine holds, such as a fork server."""
-        ...
-
-
-class EngineClass(Protocol):
-    """A class of engines, which `cfg.engine` names."""
-
-    def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
-        """Return why the engine cannot train with these settings, or None. `in_job`: in a job of a Ray cluster.
-
-        A static method, like `connect`.
-        """
-        ...
-
-    def connect(self, cfg: Any, why: str) -> AbstractContextManager[Cluster]:
-        """Provide the machine or cluster that workers are started on. `why` says why the engine was chosen."""
-        ...
-
-    def start(self, *args: Any) -> Group: ...
-
-    def __call__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> Engine:
-        """Construct the engine for one run, in the main thread and before other threads are started.
-
-        Collectives are to time out after `timeout_s`.
-        """
-        ...
 
 
 def backend_of(*, use_gpu: bool) -> str:

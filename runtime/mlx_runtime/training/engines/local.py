@@ -30,9 +30,6 @@ UNWIND_S = 5.0
 EXIT_S = 10.0
 """How long a worker may take to exit after it has finished or was killed."""
 
-SHARDING = ("mlx_runtime.companions.sharding.strategy",)
-"""Modules that only the workers of sharded models import, which takes seconds."""
-
 RAY = ("mlx_runtime.companions.ray.private",)
 """Module that workers import once the experiment has imported Ray."""
 
@@ -82,9 +79,11 @@ class Local:
         yield this_machine(cfg, "local", "local engine")
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
+        from mlx_runtime.training.strategies.selection import strategy_class
+
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.server = warm_server()
-        self.server.preload(*(SHARDING if cfg.strategy != "ddp" else ()), *(RAY if "ray" in sys.modules else ()))
+        self.server.preload(*strategy_class(cfg.strategy).preloads, *(RAY if "ray" in sys.modules else ()))
 
     @property
     def notice(self) -> str | None:

@@ -2,24 +2,24 @@
 
 import math
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.targets import named_class
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.training.engines import ENGINES
-from mlx_runtime.training.engines.base import Cluster, EngineClass
+from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.options import DataConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.engines.protocol import EngineClass
 
 JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of a submitted job: its driver joins the cluster that it runs on."""
 
 
-def engine_class(name: str) -> EngineClass:
+def engine_class(name: str) -> "EngineClass":
     """Return the class of an engine by its name or its import path; ConfigError if it is none."""
-    found: EngineClass = object_at(ENGINES.get(name, name))
-    missing = [item for item in ("refusal", "connect", "start") if not callable(getattr(found, item, None))]
-    if missing:
-        raise ConfigError(f"cfg.engine={name} is not an engine: it has no method {missing[0]}")
+    found: EngineClass = named_class("engine", name, ENGINES, ("refusal", "connect", "start"))
     return found
 
 

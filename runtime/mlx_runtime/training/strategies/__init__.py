@@ -1,7 +1,8 @@
-"""How the models of a run are spread over its workers: replicated by `ddp`, sharded by `fsdp` and `hsdp`."""
+"""How the models of a run are spread over its workers: replicated, sharded, or as others program it."""
 
-from mlx_runtime.training.strategies.base import Strategy
-from mlx_runtime.training.strategies.ddp import DDP
-from mlx_runtime.training.strategies.selection import strategy_of
-
-__all__ = ["DDP", "Strategy", "strategy_of"]
+STRATEGIES = {
+    "ddp": "mlx_runtime.training.strategies.ddp.DDP",
+    "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
+    "hsdp": "mlx_runtime.companions.sharding.strategy.HSDP",
+}
+"""The classes of strategies by name. `cfg.strategy` names others by their import paths."""

@@ -18,9 +18,26 @@ class DDP:
     """Averages the gradients of replicas; user code applies the wrapper, with `prepare_model`."""
 
     shards = False
+    preloads: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # settings without which models cannot have this strategy
+
+    @staticmethod
+    def refusal(cfg: Any) -> str | None:
+        if cfg.sharding.offload != "none":
+            return f"cfg.sharding.offload={cfg.sharding.offload} is for sharded models; use cfg.strategy=fsdp or hsdp"
+        size = cfg.sharding.shard_size
+        return None if size is None else f"cfg.sharding.shard_size={size} is for cfg.strategy=hsdp"
+
+    @staticmethod
+    def multiple_of(cfg: Any) -> int:
+        return 1
+
+    @staticmethod
+    def model_parallel_size(cfg: Any, workers: int) -> int:
+        return 1
 
     def __init__(self, cfg: Any, topology: Topology, notice: str | None = None) -> None:
-        self._cfg, self._device, self.notice = cfg, topology.device, notice
+        self.cfg, self.topology, self.notice = cfg, topology, notice
 
     def build(self, node: Mapping[str, Any]) -> Any:
         deferred: Collection[str] = ()
@@ -31,11 +48,11 @@ class DDP:
         else:
             group = build(node, "models")
         models = members(group, nn.Module)
-        if self._cfg.activation_checkpointing:
+        if self.cfg.activation_checkpointing:
             from mlx_runtime.training.strategies.blocks import blocks_of
             from mlx_runtime.training.strategies.recomputation import recompute_blocks
 
-            recompute_blocks(models, blocks_of(group, models), self._cfg.activation_checkpointing)
+            recompute_blocks(models, blocks_of(group, models), self.cfg.activation_checkpointing)
         self.place(models, deferred)
         return group
 
@@ -43,7 +60,7 @@ class DDP:
         """Move models to the device. The deferred ones are initialized on the CPU, as on any number of workers."""
         for name, model in models.items():
             if name not in deferred and not any(item.is_meta for item in (*model.parameters(), *model.buffers())):
-                model.to(self._device)
+                model.to(self.topology.device)
                 continue
             from mlx_runtime.training.strategies.building import check_values, initialize, place
 
@@ -51,7 +68,7 @@ class DDP:
                 place(model, torch.device("cpu"))
                 initialize(name, model, torch.device("cpu"))
             check_values(name, model)
-            place(model, self._device)
+            place(model, self.topology.device)
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         for model in models:
@@ -65,10 +82,13 @@ class DDP:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def scaler(self, *, enabled: bool) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self._device.type, enabled=enabled)
+        return torch.amp.GradScaler(self.topology.device.type, enabled=enabled)
 
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
         pass
+
+    def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
+        return states
 
     def described(self) -> tuple[str, ...]:
         return ()

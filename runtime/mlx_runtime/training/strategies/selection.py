@@ -1,46 +1,70 @@
 """The choice of a strategy: `cfg.strategy` for all models, `Models.strategies = {"net": "ddp"}` for some of them."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from mlx_runtime import companions
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.targets import named_class, object_at
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError, suggest
-from mlx_runtime.training.strategies.base import Strategy
+from mlx_runtime.training.strategies import STRATEGIES
 from mlx_runtime.training.strategies.ddp import DDP
 
-NAMES = ("ddp", "fsdp", "hsdp")
-"""Values of `cfg.strategy` and of `Models.strategies`."""
+if TYPE_CHECKING:
+    from mlx_runtime.training.strategies.base import Strategy, StrategyClass
 
 
-def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> Strategy:
-    """Return the strategy of a run. `node` is the group `models` in conf.yaml; None if there is none.
+def strategy_class(name: str) -> "StrategyClass":
+    """Return the class of a strategy by its name or its import path; ConfigError if it is none."""
+    needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
+    found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
+    return found
 
-    Raises:
-        ConfigError: `Models.strategies` names a model or a strategy that does not exist.
-    """
-    chosen = strategies(node, cfg.sharding.shard_size)
-    names = sorted({cfg.strategy, *chosen.values()} - {"ddp"})
-    if not names:
-        return DDP(cfg, topology)
+
+def problems(cfg: Any) -> list[str]:
+    """Return one line per setting that `cfg.strategy` cannot train with."""
+    kind = strategy_class(cfg.strategy)
+    if reason := kind.refusal(cfg):
+        return [f"cfg.strategy={cfg.strategy} cannot train this: {reason}"]
+    found, size = [], kind.multiple_of(cfg)
+    for name in ("start_workers", "elastic.min_workers", "elastic.max_workers"):
+        workers = attrgetter(name)(cfg)
+        if size > 1 and workers is not None and workers % size:
+            below = workers - workers % size
+            fitting = f"{below} or {below + size}" if below else str(size)
+            found.append(
+                f"cfg.{name}={workers} is not a multiple of {size}, as cfg.strategy={cfg.strategy} needs; use {fitting}"
+            )
+    return found
+
+
+def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> "Strategy":
+    """Return the strategy of a run. `node` is the group `models` in conf.yaml; None if there is none."""
+    names = sorted({cfg.strategy, *own_strategies(node, cfg).values()})
+    kinds = {name: strategy_class(name) for name in names}
     if not torch.distributed.is_initialized():
-        return DDP(cfg, topology, f"without workers, models are not sharded: {' and '.join(names)} has no effect")
-    strategy: Strategy = companions.part("sharding.strategy").Sharded(cfg, topology, chosen)
-    return strategy
+        without = [name for name in names if kinds[name] is not DDP]
+        notice = f"without workers, models are whole: {' and '.join(without)} has no effect" if without else None
+        return DDP(cfg, topology, notice)
+    kind = next((item for item in kinds.values() if item.shards), kinds[cfg.strategy])
+    size = kind.model_parallel_size(cfg, topology.world_size)
+    return kind(cfg, replace(topology, model_parallel_size=size))
 
 
-def strategies(node: Mapping[str, Any] | None, shard_size: int | None) -> dict[str, str]:
+def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:
     """Return the strategies of the models that have their own; ConfigError if there is no such strategy."""
     own = dict(getattr(object_at(node["_target_"]), "strategies", {})) if node is not None else {}
+    if own and cfg.strategy not in STRATEGIES:
+        raise ConfigError(f"Models.strategies is for {', '.join(STRATEGIES)}, and cfg.strategy is {cfg.strategy}")
     for name, strategy in own.items():
         title = f"Models.strategies[{name!r}] is {strategy!r}"
-        if strategy not in NAMES:
-            raise ConfigError(f"{title}.{suggest(str(strategy), NAMES)}")
-        if strategy == "hsdp" and shard_size is None:
-            raise ConfigError(
-                f"{title}, which needs cfg.strategy=hsdp and cfg.sharding.shard_size; name the others instead"
-            )
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"{title}.{suggest(str(strategy), STRATEGIES)}")
+        for setting in strategy_class(strategy).needs:  # type: ignore[attr-defined]  # ours have it
+            if attrgetter(setting)(cfg) is None:
+                with_it = f"cfg.strategy={strategy} and cfg.{setting}"
+                raise ConfigError(f"{title}, which needs {with_it}; name the others instead")
     return own

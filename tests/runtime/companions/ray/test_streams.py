@@ -55,22 +55,30 @@ def with_ray() -> Iterator[None]:
 ASSIGNERS: list[BlockAssigner] = []
 
 
-def assign(name: str = "train", **arguments: object) -> BlockAssigner:
-    assigner = BlockAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent)
+def assign(name: str = "train", copies: int = 1, **arguments: object) -> BlockAssigner:
+    assigner = BlockAssigner({"_target_": f"{__name__}.Numbers", **arguments}, name, 0, Path(__file__).parent, copies)
     ASSIGNERS.append(assigner)
     return assigner
 
 
 def loaders(
-    workers: int = 2, name: str = "train", batch_size: int = 50, ahead: int | None = None, **arguments: object
+    workers: int = 2,
+    name: str = "train",
+    batch_size: int = 50,
+    ahead: int | None = None,
+    copies: int = 1,
+    **arguments: object,
 ) -> list[Loader]:
-    assigner = assign(name, batch_size=batch_size, **arguments)
+    assigner = assign(name, copies, batch_size=batch_size, **arguments)
     group = SimpleNamespace(**{name: Numbers(batch_size)})
     return [
         DatasetShard(
-            name, group, Topology(rank, workers, torch.device("cpu")), stream=StreamReader(assigner, name)
+            name,
+            group,
+            Topology(rank, workers * copies, torch.device("cpu"), model_parallel_size=copies),
+            stream=StreamReader(assigner, name, rank % copies),
         ).iter_torch_batches(prefetch_batches=ahead)
-        for rank in range(workers)
+        for rank in range(workers * copies)
     ]
 
 
@@ -92,6 +100,13 @@ def test_every_row_once_in_equal_steps_and_in_another_order_each_epoch() -> None
         assert sorted(row for batches in seen for batch in batches for row in batch) == list(range(ROWS))
     assert first != second
     assert together(loaders()) == first
+
+
+def test_workers_that_hold_a_replica_together_read_the_same_rows() -> None:
+    replicas = loaders(copies=2)
+    for seen in (together(replicas), together(replicas)):
+        assert seen[0] == seen[1] != seen[2] == seen[3]
+        assert sorted(row for batches in seen[::2] for batch in batches for row in batch) == list(range(ROWS))
 
 
 def test_a_set_that_is_not_trained_on_comes_in_its_own_order() -> None:

@@ -24,7 +24,9 @@ from mlx_runtime.errors import MlxError
 from mlx_runtime.sections import Sharding
 from mlx_runtime.training.gradients import GradientMonitor
 from mlx_runtime.training.optimization import prepare_models
-from mlx_runtime.training.strategies import DDP, Strategy, strategy_of
+from mlx_runtime.training.strategies.base import Strategy
+from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.training.strategies.selection import strategy_of
 
 pytestmark = pytest.mark.local
 
@@ -602,7 +604,7 @@ def test_a_run_records_the_losses_of_one_process(mlx: Mlx, experiment: Callable[
         done = mlx(folder, "train", "run", f"cfg.start_workers={workers}", f"cfg.strategy={strategy}", batch, *settings)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("net: fsdp over 2 workers, 3 blocks and the rest;" in done.stdout) == (workers == 2)
-        assert ("without workers, models are not sharded: fsdp has no effect" in done.stdout) == (workers == 0)
+        assert ("without workers, models are whole: fsdp has no effect" in done.stdout) == (workers == 0)
         losses.append(json.loads((folder / "seen" / "losses.json").read_text()))
         lines = (folder / "runs" / "shards" / f"run_00{len(losses)}" / "metrics.jsonl").read_text().splitlines()
         norms.append(
