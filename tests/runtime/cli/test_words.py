@@ -36,7 +36,8 @@ def test_an_empty_word_names_nothing(words: list[str]) -> None:
         (["run", "--folds", "5"], "it belongs to: mlx train sweep --folds"),
         (["sweep", "--overfit", "5"], "it belongs to: mlx train run --overfit"),
         (["run", "--resum"], "did you mean --resume?"),
-        (["run", "--whatever"], "see: mlx train run --help"),
+        (["run", "--fast_dev_run"], "did you mean --fast-dev-run?"),
+        (["run", "--lr", "1"], "see: mlx train run --help"),
     ],
 )
 def test_an_unknown_option_names_what_was_meant(

@@ -265,7 +265,7 @@ class TestLs:
         assert order("min", "val/f1", "max") == [2, 4, 1, 3]
         assert order("max", "loss") == [1, 2, 4, 3]  # no run defines which is best: smallest first
         assert order("max", "loss", "max") == [4, 2, 1, 3]
-        with pytest.raises(UsageError, match=r"^no run has recorded best. These monitor: --sort val/f1$"):
+        with pytest.raises(UsageError, match=r"^no run has recorded best. Sort by what runs monitor: --sort val/f1$"):
             order("max", "best")
         assert listing.list_rows("max", sort="loss")[0].cells("loss") | {"age": "", "duration": ""} == {
             "experiment": "max",

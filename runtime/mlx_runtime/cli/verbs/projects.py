@@ -219,9 +219,10 @@ def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
 
     settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
     if setting not in settings:
-        own = [text for item in context.command.params for text in item.opts if text.startswith("--")]
-        if near := difflib.get_close_matches(name, own, n=1):
-            return f"did you mean {near[0]}?"
+        texts = [text for item in context.command.params for text in item.opts if text.startswith("--")]
+        own = {text.lstrip("-").replace("-", "_"): text for text in texts}
+        if near := difflib.get_close_matches(setting, own, n=1):
+            return f"did you mean {own[near[0]]}?"
         setting = next(iter(difflib.get_close_matches(setting, settings, n=1)), "")
     following = [item for item in overrides[overrides.index(option) + 1 :][:1] if item.isalnum()]
     return f"write cfg.{setting}={value or ''.join(following) or '…'}" if setting else None
