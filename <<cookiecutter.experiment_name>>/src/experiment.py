@@ -1,6 +1,7 @@
 """The experiment. Edit: list its parts in the groups below, and train them in worker_loop.
 
-`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file.
+`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file. A default that
+you change here takes effect after the next `make bind`, unless you have edited its value in the file.
 """
 
 from collections.abc import Callable

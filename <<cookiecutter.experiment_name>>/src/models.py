@@ -1,4 +1,7 @@
-"""Models. Edit: write plain torch modules. Give every argument a type and a default, which bind writes to conf.yaml."""
+"""Models. Edit: write plain torch modules. Give every argument a type and a default, which bind writes to conf.yaml.
+
+Runs read the values from conf.yaml: bind again after changing a default.
+"""
 
 import torch
 from torch import nn

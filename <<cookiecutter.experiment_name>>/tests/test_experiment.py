@@ -43,7 +43,7 @@ def test_conf_yaml_matches_the_code(storage: Path) -> None:
 def test_one_epoch_trains(storage: Path) -> None:
     record = json.loads((storage / "run_001" / "run.json").read_text())
     assert record["status"] == "SUCCEEDED"
-    assert any(name.startswith("train/") and math.isfinite(value) for name, value in record["metrics"].items())
+    assert any(math.isfinite(value) for value in record["metrics"].values())
 
 
 def test_training_continues_from_a_checkpoint(storage: Path) -> None:

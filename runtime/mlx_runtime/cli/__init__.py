@@ -48,6 +48,16 @@ class LazyGroup(click.Group):
             return added
         return self.commands.get(name)
 
+    def resolve_command(
+        self, context: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if self.get_command(context, name := args[0]) is None and not context.resilient_parsing:
+            groups = {title: self.get_command(context, title) for title in sorted(GROUPS, reverse=True)}
+            found = [title for title, group in groups.items() if name in group.list_commands(context)]  # type: ignore[union-attr]
+            if found:
+                context.fail(f"No such command {name!r}. Did you mean {' or '.join(f'mlx {x} {name}' for x in found)}?")
+        return super().resolve_command(context, args)
+
     def invoke(self, context: click.Context) -> Any:
         with clean_exit():
             return super().invoke(context)

@@ -87,7 +87,7 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
             raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
         found = companions.part("sweeps.results").SweepResult(folder).summary()
     else:
-        found = ranking.best(name, metric, mode, folder)
+        found = ranking.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
     else:

@@ -96,6 +96,8 @@ class Checker:
             except TypeError:
                 names = ", ".join(self._variants.get(key, ())) if isinstance(value, str) else ""
                 choice = f", or one of the variants: {names}" if names else ""
+                if not names and isinstance(value, str) and value.isidentifier() and _takes_objects(hint):
+                    choice = f", and there is no src/variants/{key}/{value}.yaml"
                 words = [word for word in choices(hint) if isinstance(word, str)] if isinstance(value, str) else []
                 near = difflib.get_close_matches(value, words, n=1, cutoff=0.54) if words else []
                 meant = f". Did you mean {near[0]}?" if near else ""
@@ -158,6 +160,11 @@ class Checker:
 def _takes_scalars(hint: Any) -> bool:
     """Return True for a type or a union of types of numbers and text."""
     return all(item in (bool, float, int, str, type(None)) for item in alternatives(hint))
+
+
+def _takes_objects(hint: Any) -> bool:
+    """Return True for a class that is not one of Python's own, or a union with one: conf.yaml has nodes there."""
+    return any(isinstance(item, type) and item.__module__ != "builtins" for item in alternatives(hint))
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

@@ -209,6 +209,12 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
     storage = Settings.read().storage
     words = [] if storage is None else [storage_override(storage)]
     items = parse_overrides([*words, *(item for item in overrides if item not in options)])
+    if several := next((item for item in items if item.is_sweep_override()), None):
+        key, _, values = str(several.input_line).partition("=")
+        raise ConfigError(
+            f"the override {several.input_line!r} has several values, which need: mlx train sweep. If it is one value, "
+            f"write a list as {key}=[{values}], and quote text: '{key}=\"{values}\"'"
+        )
     by_depth = sorted(items, key=lambda item: item.key_or_group.count("."))
     chosen = [item for item in by_depth if not item.is_delete() and selection.choose(item.key_or_group, item.value())]
     selection.chosen += [*options, *(str(item.input_line) for item in chosen)]
@@ -231,7 +237,8 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create().parse_overrides([_quote_value(item) for item in overrides])
     except OverrideParseException as error:
         key, mark, _ = str(error.override).partition("=")
-        cure = f"close its brackets and quotes, or quote its whole value: '{key}=\"…\"'" if mark else "write key=value"
+        cure = f"close its brackets and quotes, or quote its whole value: '{key}=\"…\"'"
+        cure = cure if mark else "write key=value, or key=a,b in a sweep, without spaces"
         why = f": {short_message(error.__cause__)}" if error.__cause__ else f"; {cure}"
         raise ConfigError(f"the override {error.override!r} is not understood{why}") from error
 

@@ -328,7 +328,8 @@ class Loader:
         if drop_last is None:
             drop_last = bool(shard.attribute("drop_last", False))
         workers, limit = shard.topology.data_parallel_size, shard.limit
-        limit = None if limit is None else limit * self.accumulate * size * workers
+        if limit is not None:  # in a group that has lost workers, each reads for several
+            limit *= max(1, self.accumulate // shard.options.accumulate) * size * workers
         chunk = max(1, self.reader.window_rows // size)
         total = self.reader.rows() if shard.subset is None else len(shard.subset.rows)
         group = workers * size if shard.lengths is not None else 0
@@ -348,9 +349,8 @@ class Loader:
 
     @property
     def rows(self) -> int:
-        """Number of rows in a whole pass, over all workers."""
-        plan = self._whole_pass
-        return plan.rows if plan.limit is None else min(plan.rows, plan.limit)
+        """Number of rows that a whole pass reads, over all workers."""
+        return self._whole_pass.assigned
 
     def __len__(self) -> int:
         """Return the number of steps in a whole pass, the same on every worker."""

@@ -1,7 +1,7 @@
 """The best checkpoint of an experiment or of a run, by a metric."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
@@ -12,12 +12,18 @@ from mlx_runtime.runs.tables import format_number
 from mlx_runtime.storage.files import joined
 
 
-def best(name: str, metric: str | None = None, mode: str | None = None, run: RunFolder | None = None) -> dict[str, Any]:
+def best(
+    name: str,
+    metric: str | None = None,
+    mode: str | None = None,
+    run: RunFolder | None = None,
+    warn: Callable[[str], object] = lambda text: None,
+) -> dict[str, Any]:
     """Find the run and the checkpoint of an experiment in which a metric is best, or the checkpoint of one run.
 
     Metric and mode (`max` or `min`) default to those of the runs. A value that no checkpoint was saved with, like
     the result of a final test, comes with the latest checkpoint of the run. Folds of a cross-validation are left out:
-    only their mean compares with other results.
+    only their mean compares with other results. `warn` receives a line about them.
     """
     rows = [row for row in (list_rows(name) if run is None else summarize([run])) if run or row.problem is None]
     if run is not None and rows[0].problem is not None:
@@ -47,12 +53,15 @@ def best(name: str, metric: str | None = None, mode: str | None = None, run: Run
 
     folds = [row for row in rows if row.record.get("fold") and run is None]
     found = [item for item in map_concurrently(best_of, [row for row in rows if row not in folds]) if item is not None]
+    sweep = folds[-1].sweep.get("name") if folds else None
     if not found and folds:
-        sweep = folds[-1].sweep.get("name")
         cure = f"the mean of each trial: mlx xp best {name} {sweep}" if sweep else "compare the means of their values"
         raise UsageError(f"all runs of {name} with {chosen} are folds of a cross-validation; {cure}")
     if not found:
         raise UsageError(f"{chosen} is not recorded in {where}.{suggest_metric(rows, chosen)}")
+    if folds:
+        see = f"; see: mlx xp best {name} {sweep}" if sweep else ""
+        warn(f"folds of a cross-validation are not compared{see}")
     sign = 1 if chosen_mode == "max" else -1
     return max(reversed(found), key=lambda item: sign * item["value"])  # the later one of equals
 

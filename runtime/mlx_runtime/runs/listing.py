@@ -310,7 +310,9 @@ def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
     sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
     known = [(sign * value, row) for row in rows if (value := row.value(metric)) is not None]
     if rows and not known:
-        raise UsageError(f"no run has recorded {metric}.{suggest_metric(rows, metric)}")
+        monitored = dict.fromkeys(row.monitor for row in rows if row.monitor)
+        cure = f" Sort by what runs monitor: --sort {' or '.join(monitored)}" if metric == "best" and monitored else ""
+        raise UsageError(f"no run has recorded {metric}.{cure or suggest_metric(rows, metric)}")
     known.sort(key=lambda pair: pair[0])
     return [row for _, row in known] + [row for row in rows if row.value(metric) is None]
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from mlx_runtime import companions
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.data.sampling import mix_seeds
 from mlx_runtime.distributed import collectives, randomness
@@ -67,7 +68,7 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        parts = checkpoints.Parts() if self._has_shards() else None
+        parts = companions.part("sharding.shards").Parts() if self._has_shards() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
@@ -288,11 +289,12 @@ class Checkpointer:
             raise (checkpoints.DamagedError if damaged else StorageError)(text)
         return prepared
 
-    def _layouts(self) -> "checkpoints.Layouts | None":
+    def _layouts(self) -> Any:
         """Return where the tensors of a state belong, or None if neither they nor those of the run are sharded."""
         if not self._from_shards and not self._has_shards():
             return None
-        return checkpoints.Layouts(self._context.groups.members("models"), whole=not self._from_shards)
+        layouts = companions.part("sharding.layouts").Layouts
+        return layouts(self._context.groups.members("models"), whole=not self._from_shards)
 
     def _load_what_fits(self, saved: State) -> list[str]:
         """Load the weights that fit; see `checkpoints.load_what_fits`."""

@@ -41,7 +41,7 @@ class ConsoleLines:
                 self._workers_started(event)
             case events.LoaderOpened(name, training, rows, steps, global_batch, updates):
                 if training:
-                    number = f"{steps:,} steps" if updates == steps else f"{steps:,} steps, {updates:,} updates"
+                    number = counted(steps, "step") + (f", {counted(updates, 'update')}" if updates != steps else "")
                     self._print(f"{name:<9} {rows:,} rows in {number}, global batch {global_batch:,}")
             case events.WorkersLost(ranks, why):
                 self._print(f"lost      rank {', '.join(map(str, ranks))}: {why:.200}")

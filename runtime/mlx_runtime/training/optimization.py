@@ -244,6 +244,11 @@ class Optimization:
         """True if the loop has optimizers, so that training means updates."""
         return bool(self._context.groups.optimizers) or self._updated is not None
 
+    @property
+    def lacks_step(self) -> bool:
+        """True if the loop calls `self.backward`, but has never stepped an optimizer."""
+        return self._managed and not self._owners and self._updated is None
+
     def before_update(self, optimizer: Optimizer) -> None:
         """Check that an optimizer may step now, with gradients that are not scaled or incomplete, and inspect them."""
         if not self._stepping:

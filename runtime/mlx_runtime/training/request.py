@@ -314,7 +314,10 @@ def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: 
     more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
     if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
         limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
-        further = f", with {limits}. To train further, raise it" if epochs else ""  # 0: a function decides
+        saved = list_checkpoints(run.checkpoints)
+        at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
+        raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
+        further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
         raise RunFinished(
             f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
             + ("resume=" if hasattr(cfg, "function") else "--resume and cfg.resume")

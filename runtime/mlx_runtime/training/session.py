@@ -216,7 +216,12 @@ class Session:
 
     def _warn_of_missing_update(self) -> None:
         item, self._without_update = self._without_update, None
-        if item is not None:
+        if item is not None and self.optimization.lacks_step:
+            self.reporter.events.notice(
+                f"no optimizer has stepped in a pass over {item.dataset}, so nothing was trained; call "
+                "self.optimizer_step() after self.backward(loss)"
+            )
+        elif item is not None:
             self.reporter.events.notice(
                 f"{counted(item.part.given, 'step')} of a pass over {item.dataset} counted as training, but no "
                 f"optimizer updated a model; if it was not training, read it under torch.no_grad() or in a block "
@@ -261,7 +266,8 @@ class Session:
 
     def _end_pass(self, item: Pass) -> None:
         if self.passes.leads(item):
-            if item.training and not item.updated and item.part.given and self.optimization.expected:
+            updated = item.updated and not self.optimization.lacks_step
+            if item.training and not updated and item.part.given and self.optimization.expected:
                 self._without_update = item  # unless one follows: a loop may update the models after a whole pass
             if not item.training and not item.in_doubt:
                 self._call("on_evaluate_end", item.name)
@@ -365,7 +371,7 @@ class Session:
         self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
         if self.checkpoints.step != step:
             self._store(self.progress.epoch, finished=finished)
-        self.passes.end(item)
+        self._end_pass(item)
         raise LoopStopped
 
     def _stop(self) -> NoReturn:

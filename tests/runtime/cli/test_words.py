@@ -1,8 +1,11 @@
 """Words of command lines, and what commands print of stored text."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
+from mlx_runtime.cli import mlx, train
 from mlx_runtime.cli.xp import _echo, group
 from mlx_runtime.companions.views.report import read_curves
 
@@ -22,6 +25,35 @@ pytestmark = pytest.mark.pure
 def test_an_empty_word_names_nothing(words: list[str]) -> None:
     done = CliRunner().invoke(group, words)
     assert (done.exit_code, "it is empty; perhaps a shell variable is not set" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["run", "--num_epochs", "3"], "write cfg.num_epochs=3"),
+        (["run", "--epochs=3"], "write cfg.num_epochs=3"),
+        (["run", "--seed", "cfg.num_epochs=1"], "write cfg.seed=…"),
+        (["run", "--folds", "5"], "it belongs to: mlx train sweep --folds"),
+        (["sweep", "--overfit", "5"], "it belongs to: mlx train run --overfit"),
+        (["run", "--resum"], "did you mean --resume?"),
+        (["run", "--fast_dev_run"], "did you mean --fast-dev-run?"),
+        (["run", "--lr", "1"], "see: mlx train run --help"),
+    ],
+)
+def test_an_unknown_option_names_what_was_meant(
+    words: list[str], cure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "experiment.py").touch()
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(train.group, words)
+    assert str(done.exception) == f"there is no option {words[1]}; {cure}"
+
+
+def test_a_command_without_its_group_is_named_with_it() -> None:
+    for word, meant in {"sweep": "mlx train sweep", "run": "mlx train run or mlx data run", "ls": "mlx xp ls"}.items():
+        done = CliRunner().invoke(mlx, [word])
+        assert (done.exit_code, f"No such command '{word}'. Did you mean {meant}?" in done.output) == (2, True)
 
 
 def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

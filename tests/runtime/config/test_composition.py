@@ -321,11 +321,26 @@ def test_a_question_mark_in_the_file_is_filled_in_by_an_override(conf: Path) -> 
 def test_an_override_that_is_none_is_told(conf: Path) -> None:
     with pytest.raises(ConfigError, match="the override 'cfg.seed' is not understood; write key=value"):
         load_config(Experiment, ["cfg.seed"], conf)
+    with pytest.raises(ConfigError, match="write key=value, or key=a,b in a sweep, without spaces"):
+        load_config(Experiment, ["cfg.seed", "=", "1"], conf)
     for value in ("[1", "{a", '"x', "f(1,2", "x[0]"):
         with pytest.raises(ConfigError) as caught:
             load_config(Experiment, [f"cfg.name={value}"], conf)
         cure = "close its brackets and quotes, or quote its whole value: 'cfg.name=\"…\"'"
         assert str(caught.value) == f"the override 'cfg.name={value}' is not understood; {cure}"
+
+
+def test_several_values_are_for_a_sweep(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="'cfg.seed=1,2' has several values, which need: mlx train sweep"):
+        load_config(Experiment, ["cfg.num_epochs=1", "cfg.seed=1,2"], conf)
+    assert load_config(Experiment, ["cfg.name='a,b'"], conf).cfg.name == "a,b"
+
+
+def test_a_word_for_a_node_names_the_variant_that_is_missing(conf: Path) -> None:
+    with pytest.raises(ConfigError, match=r"takes Net, and there is no src/variants/models\.net/big\.yaml$"):
+        load_config(Experiment, ["models.net=big"], conf)
+    with pytest.raises(ConfigError, match="takes int$"):
+        load_config(Experiment, ["models.net.width=big"], conf)
 
 
 @pytest.mark.parametrize("value", ["workers=2", "s3://bucket/a?region=b&scheme=http"])

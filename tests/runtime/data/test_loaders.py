@@ -354,6 +354,23 @@ def test_a_limit_beyond_the_end_changes_nothing() -> None:
     assert read(limited) == read(whole)
 
 
+def test_a_limit_counts_batches_and_not_the_updates_that_accumulate_them() -> None:
+    train, val = (shard(Rows(rows=53), limit=3, name=name, accumulate=2) for name in ("train", "val"))
+    loader = train.iter_torch_batches()
+    assert (len(loader), loader.rows, loader.updates) == (3, 9, 2)
+    assert len(val.iter_torch_batches()) == 3
+    fewer = shard(Rows(rows=53), limit=2, accumulate=4).iter_torch_batches()
+    assert (len(fewer), fewer.updates) == (2, 1)
+    alone = shard(Rows(rows=53), limit=2, wanted_workers=4, accumulate=2).iter_torch_batches()
+    wanted = shard(Rows(rows=53), 0, 4, limit=2, wanted_workers=4, accumulate=2).iter_torch_batches()
+    assert alone.rows == wanted.rows == 24
+
+
+def test_rows_that_drop_last_leaves_out_are_not_counted() -> None:
+    loader = shard(Rows()).iter_torch_batches(drop_last=True)
+    assert (loader.rows, len(loader), sum(map(len, read(loader)))) == (9, 3, 9)
+
+
 def test_a_limit_counts_batches_of_the_wanted_group() -> None:
     # one of four workers is left, and takes four steps for each of theirs
     wanted = shard(Rows(rows=53), 0, 4, limit=2, wanted_workers=4).iter_torch_batches()

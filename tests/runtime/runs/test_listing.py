@@ -22,8 +22,10 @@ from conftest import Mlx
 from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import comparison, listing, records, removal, tables
+from mlx_runtime.runs import best as ranking
+from mlx_runtime.runs import listing, records, removal, tables
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
@@ -263,6 +265,8 @@ class TestLs:
         assert order("min", "val/f1", "max") == [2, 4, 1, 3]
         assert order("max", "loss") == [1, 2, 4, 3]  # no run defines which is best: smallest first
         assert order("max", "loss", "max") == [4, 2, 1, 3]
+        with pytest.raises(UsageError, match=r"^no run has recorded best. Sort by what runs monitor: --sort val/f1$"):
+            order("max", "best")
         assert listing.list_rows("max", sort="loss")[0].cells("loss") | {"age": "", "duration": ""} == {
             "experiment": "max",
             "run": "run_001",
@@ -461,10 +465,10 @@ class TestDiff:
         for folder, text in ((a, resumed), (b, "cfg: {seed: 0, new: {deep: 1}, resume: auto, storage_path: runs}")):
             folder.conf.write_text(text)
             folder.push(folder.conf, must=True)
-        found = comparison.difference(a, b)
+        found = difference.difference(a, b)
         assert found["config"] == {"cfg.old": {"a": None}, "cfg.new.deep": {"b": 1}}
         assert found["metrics"] == {"y": {"a": 2.0}}
-        assert {row[""]: (row[a.title], row[b.title]) for row in comparison.table(a, b, found)} == {
+        assert {row[""]: (row[a.title], row[b.title]) for row in difference.table(a, b, found)} == {
             "cfg.old": ("None", "-"),
             "cfg.new.deep": ("-", "1"),
             "y": ("2.0000", "-"),
@@ -485,10 +489,10 @@ class TestDiff:
         )
         first, second = made(), made()
         with pytest.raises(StorageError, match=r"cannot read .*run_001/conf\.yaml"):
-            comparison.difference(first, second)
+            difference.difference(first, second)
         first.conf.write_text("a: [")
         with pytest.raises(StorageError, match=r"cannot read .*run_001/conf\.yaml: while parsing"):
-            comparison.difference(first, second)
+            difference.difference(first, second)
 
 
 class TestBest:
@@ -513,11 +517,11 @@ class TestBest:
         saved(first, 0, f1=0.9, loss=0.5)
         saved(fold, 0, f1=0.8, loss=0.5)
         best = saved(fold, 1, f1=0.85, loss=0.7)
-        found = comparison.best("digits", run=fold)
+        found = ranking.best("digits", run=fold)
         assert (found["run"], found["epoch"], found["value"]) == ("run_002", 2, 0.85)
         assert best in found["checkpoint"]
         with pytest.raises(UsageError, match="test/f1 is not recorded in digits/run_001"):
-            comparison.best("digits", "test/f1", "max", run=first)
+            ranking.best("digits", "test/f1", "max", run=first)
 
     def test_the_best_checkpoint_of_all_runs(self, storage: str, made: Made) -> None:
         first, second = made(monitor="f1", mode="max"), made(monitor="f1", mode="max")
@@ -526,21 +530,23 @@ class TestBest:
         saved(second, 0, f1=0.8, loss=float("nan"))
         later = saved(second, 3, f1=0.7, loss=0.5)
         saved(second, 4, loss=float("nan"))
-        found = comparison.best("digits")
+        found = ranking.best("digits")
         assert (found["run"], found["epoch"], found["value"], found["mode"]) == ("run_001", 2, 0.95, "max")
         assert found["checkpoint"] == Checkpoints(first.checkpoints).path(Checkpoints(first.checkpoints).all()[1])
         assert best in found["checkpoint"]
-        assert comparison.best("digits", mode="min")["value"] == 0.7
-        found = comparison.best("digits", "loss", "min")  # the later of equal values; never NaN
+        assert ranking.best("digits", mode="min")["value"] == 0.7
+        found = ranking.best("digits", "loss", "min")  # the later of equal values; never NaN
         assert (found["run"], later in found["checkpoint"]) == ("run_002", True)
 
     def test_folds_do_not_compare_with_other_runs(self, storage: str, made: Made) -> None:
         fold = made(monitor="f1", mode="max", fold={"fold": 0}, sweep={"name": "sweep_001", "trial": 1, "fold": 0})
         saved(fold, 0, f1=1.0)
         with pytest.raises(UsageError, match=r"f1 are folds of a cross-validation; .* mlx xp best digits sweep_001"):
-            comparison.best("digits")
+            ranking.best("digits")
         saved(made(monitor="f1", mode="max"), 0, f1=0.9)
-        assert comparison.best("digits")["value"] == 0.9
+        notes: list[str] = []
+        assert ranking.best("digits", warn=notes.append)["value"] == 0.9
+        assert notes == ["folds of a cross-validation are not compared; see: mlx xp best digits sweep_001"]
 
     def test_a_number_of_the_end_comes_with_the_latest_checkpoint(self, trained: Path, mlx: Mlx) -> None:
         done = mlx(trained, "xp", "best", "digits", "--metric", "test/f1", "--mode", "max", "--json")
@@ -567,7 +573,7 @@ class TestBest:
             (("digit",), "no runs of 'digit'"),
         ]:
             with pytest.raises(UsageError, match=message.replace("?", r"\?")):
-                comparison.best(*arguments)
+                ranking.best(*arguments)
 
 
 def _reports(run: Path) -> list[str]:

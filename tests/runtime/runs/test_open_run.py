@@ -16,7 +16,8 @@ from mlx_runtime import MlxError, open_run
 from mlx_runtime.companions.hub import card
 from mlx_runtime.companions.views import report
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import comparison, listing
+from mlx_runtime.runs import best as ranking
+from mlx_runtime.runs import listing
 
 pytestmark = pytest.mark.process
 
@@ -88,9 +89,9 @@ def test_all_views_agree_on_the_best_checkpoint(run: Path, monkeypatch: pytest.M
         8,
         path,
     ]
-    best = comparison.best("digits")
+    best = ranking.best("digits")
     assert [best[name] for name in ("value", "epoch", "step", "checkpoint")] == [value, 1, 8, path]
-    assert f"{path} (epoch 1, step 8)" in comparison.best_lines(best)[-1]
+    assert f"{path} (epoch 1, step 8)" in ranking.best_lines(best)[-1]
     shown = f"{value:.4f} (epoch 1, step 8, checkpoints/epoch_0001_step_00000008)\n"
     assert f"best {monitor}  {shown}" in (run.parents[2] / "printed").read_text()
     page = report.render_run(row.folder)

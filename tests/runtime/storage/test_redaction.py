@@ -9,8 +9,9 @@ import pytest
 from conftest import Mlx, edit
 
 from mlx_runtime import open_run
+from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
-from mlx_runtime.runs import comparison, provenance, records
+from mlx_runtime.runs import provenance, records
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import redaction
 from mlx_runtime.storage.detection import is_secret
@@ -142,7 +143,7 @@ def test_differences_show_none(tmp_path: Path) -> None:
         folder.conf.write_text(
             CONF + f"typed: {{password: '{SECRET}{number}', lr: {number}}}\nnew: ${{oc.env:MLX_TEST_SECRET}}\n"
         )
-    found = comparison.difference(*folders)["config"]
+    found = difference.difference(*folders)["config"]
     assert SECRET not in json.dumps(found)
     assert found["typed.lr"] == {"a": 0, "b": 1}
 

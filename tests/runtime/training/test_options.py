@@ -26,8 +26,8 @@ pytestmark = pytest.mark.pure
         ),
         (
             {"strategy": "hsdp"},
-            "cfg.strategy=hsdp cannot train this: it needs cfg.sharding.shard_size; set the number of workers that share "
-            "one replica of the models, or use cfg.strategy=fsdp",
+            "cfg.strategy=hsdp cannot train this: it needs cfg.sharding.shard_size; set the number of workers that "
+            "share one replica of the models, or use cfg.strategy=fsdp",
         ),
         ({"strategy": "hsdp", "sharding": Sharding(0)}, "cfg.sharding.shard_size is 0; the minimum is 1"),
         (

@@ -1,5 +1,6 @@
 """Which pass leads, and what is recorded of passes that end early, without a word of user code."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -634,6 +635,18 @@ class TestNotTraining:
         assert loop.notices == [
             "3 steps of a pass over train counted as training, but no optimizer updated a model; if it was not "
             'training, read it under torch.no_grad() or in a block `with self.stage("probe"):`'
+        ]
+
+    @pytest.mark.parametrize("max_steps", [None, 2])
+    def test_a_forgotten_optimizer_step_is_reported(self, tmp_path: Path, max_steps: int | None) -> None:
+        loop = Training(tmp_path, max_steps=max_steps)
+        with contextlib.suppress(LoopStopped):
+            for batch in itertools.chain(loop.train, loop.train):
+                loop.module.backward(loop.net(batch["x"].float()[:, None]).square().mean())
+        loop.session.end()
+        assert [text for text in loop.notices if not text.startswith("finished")] == [
+            "no optimizer has stepped in a pass over train, so nothing was trained; call self.optimizer_step() after "
+            "self.backward(loss)"
         ]
 
     def test_one_update_for_a_whole_pass(self, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The verbs of `mlx train` and `mlx data` for project folders: create, bind, show, prepare and run one."""
 
 import contextlib
+import dataclasses
+import difflib
 import json
 import multiprocessing
 import os
@@ -13,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError, suggest
@@ -211,4 +215,29 @@ def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
         known += ("--fast-dev-run", "--eval=")
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
     if options:
-        raise UsageError(f"there is no option {options[0]}; see: {kind.command} {verb} --help")
+        cure = _instead(kind, options[0], overrides) or f"see: {kind.command} {verb} --help"
+        raise UsageError(f"there is no option {options[0]}; {cure}")
+
+
+def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
+    """Return what to type instead of an unknown option: a setting, another option, or another command."""
+    name, _, value = option.partition("=")
+    setting = name.lstrip("-").replace("-", "_")
+    context = click.get_current_context(silent=True)
+    group = context.parent and context.parent.command if context else None
+    if not isinstance(group, click.Group) or context is None:  # called from Python
+        return None
+    for command in group.list_commands(context):
+        if (other := group.get_command(context, command)) and any(name in item.opts for item in other.params):
+            return f"it belongs to: {kind.command} {command} {name}"
+    from mlx_runtime.training.options import TrainConfig
+
+    settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
+    if setting not in settings:
+        texts = [text for item in context.command.params for text in item.opts if text.startswith("--")]
+        own = {text.lstrip("-").replace("-", "_"): text for text in texts}
+        if near := difflib.get_close_matches(setting, own, n=1):
+            return f"did you mean {own[near[0]]}?"
+        setting = next(iter(difflib.get_close_matches(setting, settings, n=1)), "")
+    following = [item for item in overrides[overrides.index(option) + 1 :][:1] if item.isalnum()]
+    return f"write cfg.{setting}={value or ''.join(following) or '…'}" if setting else None

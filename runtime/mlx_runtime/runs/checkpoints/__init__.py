@@ -28,7 +28,6 @@ holds those of the shards' blocks. Any number of workers can load a checkpoint: 
 
 from typing import TYPE_CHECKING
 
-from mlx_runtime.importing import imports_on_use
 from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
@@ -45,17 +44,11 @@ from mlx_runtime.runs.checkpoints.groups import (
 )
 from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read
 
-if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding.layouts import Layouts
-    from mlx_runtime.companions.sharding.shards import Parts
-
 __all__ = [
     "PARTS",
     "AsyncCheckpointer",
     "Checkpoints",
     "DamagedError",
-    "Layouts",
-    "Parts",
     "State",
     "copied",
     "has_shards",
@@ -69,5 +62,3 @@ __all__ = [
     "read",
     "state_of",
 ]
-
-__getattr__ = imports_on_use(__name__, {"Layouts": f"{__name__}.layouts", "Parts": f"{__name__}.shards"})

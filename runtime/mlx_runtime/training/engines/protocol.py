@@ -7,7 +7,7 @@ from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
 
 
 class Group(Protocol):
-    """The workers of a run. The engine replaces lost workers, up to `cfg.max_failures` times."""
+    """The workers of a run. The engine replaces lost workers, up to `cfg.elastic.max_failures` times."""
 
     def poll(self) -> bool:
         """Return True while workers train, or raise an `MlxError` if they failed. The driver calls this repeatedly."""

@@ -20,9 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
+from mlx_runtime.companions.sharding.layouts import Layouts
+from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.errors import ConfigError, MlxError
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, Layouts, Parts, load_into, state_of
+from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, load_into, state_of
 
 GROUPS = ("models", "optimizers", "tools")
 

@@ -321,7 +321,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, Parts
+from mlx_runtime.companions.sharding.shards import Parts
+from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parts = Parts()
 sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])

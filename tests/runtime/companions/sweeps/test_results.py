@@ -17,7 +17,7 @@ from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.scores import typed
 from mlx_runtime.companions.sweeps.states import read_trial
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import comparison
+from mlx_runtime.runs import best as ranking
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, run_folder
@@ -107,7 +107,7 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
     kept = saved.save({}, Checkpoint(1, True, 19, {"val/loss": 0.4}))
     saved.save({}, Checkpoint(2, True, 29, {"val/loss": 0.5}))
     assert result.summary()["checkpoints"] == [saved.path(kept), None]
-    assert comparison.best_lines(result.summary()) == [
+    assert ranking.best_lines(result.summary()) == [
         "val/loss  0.3000 ± 0.1414 (min, epoch 2)",
         "trial     1 of digits/sweep_001",
         "values    a=0",
