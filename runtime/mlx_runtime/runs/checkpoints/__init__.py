@@ -26,8 +26,6 @@ holds those of the shards' blocks. Any number of workers can load a checkpoint: 
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
-from typing import TYPE_CHECKING
-
 from mlx_runtime.runs.checkpoints.groups import (
     DamagedError,
     State,
