@@ -53,6 +53,7 @@ def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
     code = folder.path / CODE
     part = code.with_suffix(".part")
     try:
+        part.unlink(missing_ok=True)
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             left = ALL_BYTES
             for path, size in sorted(_files(project, listed), key=lambda item: (item[0].parts[0] != "src", item)):
