@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from mlx_runtime.errors import suggest
 from mlx_runtime.storage.documents import LARGEST
+from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
 
@@ -47,6 +48,14 @@ class _Checked:
         if isinstance(splitter, str) or not (splitter is None or hasattr(splitter, "split")):  # a str has `split`, too
             example = "'cfg.splitter={_target_: sklearn.model_selection.StratifiedKFold, shuffle: true}'"
             problems.append(f"cfg.splitter is {splitter!r}; it takes an object that splits rows, like {example}")
+        for kind, hooks in HOOKS.items():
+            for name, item in (getattr(cfg, kind, None) or {}).items():
+                if item is not None and not any(hasattr(item, hook) for hook in hooks):
+                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
+                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
+        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
+        if 0 < epochs <= start:
+            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
         return problems
 
 
