@@ -71,7 +71,7 @@ HOMES = {
     "jinja2": {"companions.views.report"},
     "matplotlib": {"training.gradients"},
     "mlflow": {"tracking.mlflow"},
-    "omegaconf": {"config", "storage.documents", "training.request"},
+    "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "pathspec": {"runs.snapshots", "storage.uploads"},
     "plotly": {"companions.views.report"},

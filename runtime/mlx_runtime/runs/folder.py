@@ -36,7 +36,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
 from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
 from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
-from mlx_runtime.storage.local import open_regular
+from mlx_runtime.storage.local import open_regular, regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
 """The start of an override or option."""
@@ -204,7 +204,7 @@ def in_sweep(run: RunFolder) -> bool:
 
 def reserve_space(run: RunFolder) -> None:
     """Reserve a megabyte for recording the end of a run: a full disk still accepts empty files and folders."""
-    with (run.path / RESERVE).open("wb") as stream:
+    with open(run.path / RESERVE, "wb", opener=regular) as stream:
         stream.write(b"\0" * (1 << 20))
         stream.flush()
         os.fsync(stream.fileno())

@@ -11,6 +11,7 @@ from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import Storage, storage_errors
 from mlx_runtime.storage.leases import heartbeat
+from mlx_runtime.storage.local import regular
 
 PUSH_S = 10.0
 """Interval at which a log is copied to an object store."""
@@ -37,7 +38,7 @@ class LogFile:
                 if storage.size_bytes(name) is not None:
                     storage.download(self._path, name)
                 self._pushing.enter_context(heartbeat(self._push, PUSH_S))
-            self._file = self._path.open("a", encoding="utf-8", errors="replace", buffering=1)
+            self._file = open(self._path, "a", 1, "utf-8", "replace", opener=regular)  # noqa: SIM115
 
     def write(self, text: str) -> None:
         """Append text; each line is flushed immediately."""

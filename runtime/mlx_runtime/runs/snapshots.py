@@ -26,7 +26,7 @@ from typing import Any
 
 from pathspec import GitIgnoreSpec
 
-from mlx_runtime.errors import StorageError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.uploads import RUNTIME, Upload
@@ -56,6 +56,7 @@ def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
     code = folder.path / CODE
     part = code.with_suffix(".part")
     try:
+        part.unlink(missing_ok=True)
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             left = ALL_BYTES
             for path, size in sorted(_files(project, listed), key=lambda item: (item[0].parts[0] != "src", item)):
@@ -68,6 +69,14 @@ def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
     except OSError as error:
         raise StorageError(f"cannot write {code}: {error.strerror or error}") from error
     folder.push(code, must=True)
+
+
+def refuse_unmatched(project: Path, listed: Sequence[str]) -> None:
+    """Raise ConfigError if a line of `cfg.code_files` matches no file that a launch would upload."""
+    files = [path for path, _ in Upload.of(project).files] if listed else []
+    for line in listed:
+        if not any(map(GitIgnoreSpec.from_lines([line.removeprefix("!")]).match_file, files)):
+            raise ConfigError(f"cfg.code_files names {line!r}, which no file here matches that a launch would upload")
 
 
 def unpacked(folder: RunFolder) -> Path:

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 HIDDEN = "…"
 """Replaces a secret."""
 
+LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
+"""A value of a mirrored conf.yaml whose secret was left out."""
+
 NOT_SECRET = re.compile(
     r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|\$\{.*|%s|[.*…]+|<.*>|\{.*\}"
     r"|x{3,}|your[ _-].*)?",

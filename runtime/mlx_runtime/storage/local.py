@@ -36,23 +36,24 @@ def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] =
         raise
 
 
+def regular(path: str, flags: int) -> int:
+    """Opener for `open` that raises IrregularError for a pipe or a device, which could block forever."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+            raise IrregularError(errno.EINVAL, "it is not a regular file", path) from error
+        raise
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind) or stat.S_ISDIR(kind):  # `open` refuses folders
+        return descriptor
+    os.close(descriptor)
+    raise IrregularError(errno.EINVAL, "it is not a regular file", path)
+
+
 def open_regular(path: str) -> BinaryIO:
-    """Open a file for reading. Raises IrregularError for a pipe or a device, which could block forever."""
-
-    def opener(path: str, flags: int) -> int:
-        try:
-            descriptor = os.open(path, flags | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # a socket
-                raise IrregularError(errno.EINVAL, "it is not a regular file", path) from error
-            raise
-        kind = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(kind) or stat.S_ISDIR(kind):  # `open` refuses folders
-            return descriptor
-        os.close(descriptor)
-        raise IrregularError(errno.EINVAL, "it is not a regular file", path)
-
-    return open(path, "rb", opener=opener)
+    """Open a regular file for reading."""
+    return open(path, "rb", opener=regular)
 
 
 def discard_unfinished(path: Path) -> None:

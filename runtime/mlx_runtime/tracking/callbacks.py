@@ -41,7 +41,11 @@ from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEn
 
 __all__ = ["Listeners", "Report", "RunInfo"]
 
+_HOOKS = ("on_run_start", "on_report", "on_epoch_end", "on_checkpoint", "on_exception", "on_run_end")
 _IN_WORKERS = ("on_batch_start", "on_batch_end", "on_evaluate_start", "on_evaluate_end")
+
+HOOKS = {"trackers": (*_HOOKS, "on_rewind"), "callbacks": (*_HOOKS, *_IN_WORKERS, "accompany")}
+"""Methods that are called, by the key in `cfg`."""
 
 
 class Listeners:

@@ -13,8 +13,6 @@ from typing import Any
 from mlx_runtime.errors import StorageError
 from mlx_runtime.events import RunEnded
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.files import Storage
-from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 
@@ -37,7 +35,7 @@ class ReportWriter:
         forward: Callable[[Report], None] | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        self._run, self._folder, self._forward = run, folder, forward
+        self._run, self._folder, self._warn, self._forward = run, folder, warn, forward
         self._record = JSONL(folder.metrics.name)
         self.trackers = Listeners(trackers, "trackers", warn)
         self._process = {"hostname": socket.gethostname(), "node_ip": host, "pid": os.getpid()}
@@ -106,16 +104,11 @@ class ReportWriter:
         self._reports = state["reports"] if state else 0
         self._reported = time.monotonic()
         self._started = self._reported - (state["seconds"] if state else 0.0)
-        for file in self._files(append_only=True):
-            if file.name in sizes or file == self._folder.metrics:
-                # A new file, because a driver that was wrongly considered dead may still have the old one open.
-                with file.open("rb") as lines:
-                    write_atomic(file, lines.read(sizes.get(file.name, 0)))
-            else:
-                file.unlink()
-                if self._folder.uri is not None:
-                    with contextlib.suppress(OSError, StorageError):
-                        Storage(self._folder.uri).remove_file(file.name)
+        files = self._files(append_only=True)
+        if files or sizes:
+            from mlx_runtime.tracking.rewinding import cut
+
+            cut(self._folder, files, sizes, step, self._warn)
         if self._active:
             self._record.on_run_end("", {})
             self._record.on_run_start(self._run)

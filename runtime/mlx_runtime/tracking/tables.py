@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from mlx_runtime.storage.local import regular
 from mlx_runtime.tracking.callbacks import Report, RunInfo
 from mlx_runtime.tracking.trackers import row
 
@@ -57,7 +58,7 @@ class CSV:
         self._columns = list(dict.fromkeys(name for line in rows for name in line))
         file = self._run.folder / self.file
         half = file.with_name(f".{file.name}.part")
-        with half.open("w", encoding="utf-8", newline="") as stream:
+        with open(half, "w", encoding="utf-8", newline="", opener=regular) as stream:
             writer = self._writer(stream)
             writer.writeheader()
             writer.writerows(rows)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from mlx_runtime.storage.local import open_regular, regular
 from mlx_runtime.tracking.callbacks import Report, RunInfo
 
 __all__ = ["JSONL", "TensorBoard"]
@@ -102,7 +103,8 @@ class JSONL:
         self._lines: TextIO | None = None
 
     def on_run_start(self, run: RunInfo) -> None:
-        self._lines = (run.folder / self.file).open("a", encoding="utf-8", buffering=1)  # complete lines reach the disk
+        # Complete lines reach the disk.
+        self._lines = open(run.folder / self.file, "a", 1, "utf-8", opener=regular)  # noqa: SIM115
 
     def on_report(self, report: Report) -> None:
         assert self._lines is not None, "on_run_start was called"
@@ -135,4 +137,5 @@ def remembered(file: Path, make: Callable[[], str]) -> str:
     """Return the content of a file, which is created the first time."""
     if not file.exists():
         file.write_text(make())
-    return file.read_text()
+    with open_regular(str(file)) as stream:
+        return stream.read().decode()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, cast
 from mlx_runtime.errors import suggest
 from mlx_runtime.sections import CrossValidation, Debug, Elastic, Hub, Preparation, Section, Sharding, at_least
 from mlx_runtime.storage.documents import LARGEST
+from mlx_runtime.tracking.callbacks import HOOKS
 from mlx_runtime.tracking.trackers import TensorBoard
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.strategies import STRATEGIES
@@ -39,6 +40,14 @@ class _Checked:
             from mlx_runtime.training.contradictions import contradictions
 
             problems += contradictions(cfg.cross_validation)
+        for kind, hooks in HOOKS.items():
+            for name, item in (getattr(cfg, kind, None) or {}).items():
+                if item is not None and not any(hasattr(item, hook) for hook in hooks):
+                    lacks = "no _target_" if type(item) is dict else f"none of the methods {', '.join(hooks)}"
+                    problems.append(f"cfg.{kind}.{name} is {item!r:.100}, which has {lacks}")
+        start, epochs = (getattr(cfg, name, 0) for name in ("start_epoch", "num_epochs"))
+        if 0 < epochs <= start:
+            problems.append(f"cfg.start_epoch is {start}, so cfg.num_epochs={epochs} leaves nothing to train; raise it")
         return problems
 
 

@@ -91,6 +91,8 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
             "write it in src/experiment.py, like worker_loop without the training"
         )
     project, settings = snapshots.project_of(experiment), Settings.read()
+    if config.kept and not snapshots.is_unpacked(project):
+        snapshots.refuse_unmatched(project, config.cfg.code_files)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(_able_to_read(config, cluster, project))
         engine = _engine(config, cluster)

@@ -1,14 +1,11 @@
 """The run that a command refers to: a new one, one to resume or to begin, or a checkpoint to evaluate."""
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from omegaconf import OmegaConf
 
 from mlx_runtime import companions
 from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
@@ -17,9 +14,8 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.signatures import settings_of
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
-from mlx_runtime.errors import ConfigError, RunFinished, StorageError, UsageError, short_message
-from mlx_runtime.runs import records, remote, snapshots
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
+from mlx_runtime.runs import remote, snapshots
 from mlx_runtime.runs.folder import (
     RunFolder,
     has_begun,
@@ -27,12 +23,10 @@ from mlx_runtime.runs.folder import (
     list_runs,
     named_run,
     names_run,
-    reading,
     refuse_empty,
 )
-from mlx_runtime.storage.detection import HIDDEN
-from mlx_runtime.storage.documents import COUNT, misfit
-from mlx_runtime.storage.files import Storage, joined, prepared_root, storage_root
+from mlx_runtime.storage.detection import LEFT_OUT
+from mlx_runtime.storage.files import Storage, prepared_root, storage_root
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -44,11 +38,11 @@ FAST_DEV_RUN = "--fast-dev-run"
 EVAL = "--eval="
 """Prefix of the path of the checkpoint to evaluate. `--from=` names its run."""
 
-FAST = ("++cfg.debug.limit_batches=2", "cfg.num_epochs=1", "cfg.resume=null", "cfg.restore_checkpoint_path=null")
+FAST = (
+    *("++cfg.debug.limit_batches=2", "cfg.start_epoch=0", "cfg.num_epochs=1"),
+    *("cfg.resume=null", "cfg.restore_checkpoint_path=null"),
+)
 """Overrides that `--fast-dev-run` implies; those on the command line win."""
-
-LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
-"""A value of a mirrored conf.yaml whose secret was left out."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,9 @@ def load_config(
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
-            _check_stored(run, conf)
+            from mlx_runtime.training import resuming
+
+            resuming.check_stored(run, conf)
         if not look and remote.is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look and names_repositories(config.tree):
@@ -150,11 +146,12 @@ def load_config(
             companions.part("hub.pins").pinned(config.tree, config.unresolved, file, before)
         if run is not None:
             assert conf is not None
+            another = new_run(run, config.cfg)
             if choice.declared:  # the same command is repeated, perhaps after conf.yaml has changed
-                _refuse_finished(run, conf, config.cfg, declared=True)
-            changes = _changes(run, conf, config)
+                resuming.refuse_finished(run, conf, config.cfg, another, declared=True)
+            changes = resuming.allowed(run, conf, config, another)
             if not choice.declared:
-                _refuse_finished(run, conf, config.cfg, declared=False)
+                resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
     return RunConfig(
         **{**vars(config), "overrides": choice.overrides},
         run=run,
@@ -287,63 +284,8 @@ def _refuse_hidden(config: Config) -> None:
         )
 
 
-def _check_stored(run: RunFolder, conf: Path) -> None:
-    """Raise StorageError unless the config of a run can be compared with another one. Anybody may have written it."""
-    with reading(run, run.conf.name):
-        cfg = parsed(conf.read_bytes()).get("cfg", {})
-        if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
-            raise ValueError(f"cfg: {problem}")
-
-
-def _refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, *, declared: bool) -> None:
-    """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
-
-    A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
-    """
-    try:
-        record, before = records.refuse_living(run), OmegaConf.load(conf)
-    except StorageError as error:
-        saved = list_checkpoints(run.checkpoints) if isinstance(error.__cause__, ValueError) else []
-        if not saved:
-            raise
-        checkpoint = f"cfg.restore_checkpoint_path={joined(run.checkpoints, saved[-1].name)}"
-        raise StorageError(
-            f"{error}. Put a good copy back, or train on in a new run: {new_run(run, cfg)} {checkpoint}"
-        ) from error
-    epochs, steps = (OmegaConf.select(before, f"cfg.{name}") for name in ("num_epochs", "max_steps"))
-    more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
-    if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
-        limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
-        saved = list_checkpoints(run.checkpoints)
-        at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
-        raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
-        further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
-        raise RunFinished(
-            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
-            + ("resume=" if hasattr(cfg, "function") else "--resume and cfg.resume")
-        )
-    if declared and record.get("status") == "PRUNED":
-        title = f"{run.experiment} {run.name}"
-        raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
-
-
 def new_run(run: RunFolder, cfg: TrainConfig) -> str:
     """Return how to start a new run with the settings of one that cannot resume."""
     if hasattr(cfg, "function"):  # of `Trainer`
         return "leave out resume=, or give the Trainer another name="
     return f"mlx train run --from {run.title}"
-
-
-def _changes(run: RunFolder, conf: Path, config: Config) -> "tuple[Change, ...]":
-    """Return the differences from the config that a run had before. Refuse those that a resumed run cannot have."""
-    from mlx_runtime.training import resuming
-
-    changes = resuming.changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
-    changes = [change for change in changes if not LEFT_OUT.search(str(change.before))]
-    problems = resuming.refusals(changes, type(config.cfg))
-    if problems:
-        listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
-        raise ConfigError(
-            f"{listed}\nLeave them as they were, or start a new run with them: {new_run(run, config.cfg)}"
-        )
-    return tuple(change for change in changes if change.key.removeprefix("cfg.") not in resuming.IGNORED)

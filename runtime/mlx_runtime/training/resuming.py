@@ -13,6 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,19 @@ import torch
 from torch.optim import Optimizer
 
 from mlx_runtime.config.building import build
+from mlx_runtime.config.composition import Config
+from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.signatures import MISSING, parameters
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed import randomness
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, RunFinished, StorageError
+from mlx_runtime.runs import records
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.checkpoints import State, state_of
-from mlx_runtime.storage.detection import HIDDEN, is_secret
+from mlx_runtime.runs.folder import RunFolder, reading
+from mlx_runtime.storage.detection import HIDDEN, LEFT_OUT, is_secret
+from mlx_runtime.storage.documents import COUNT, misfit
+from mlx_runtime.storage.files import joined
 from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.options import TrainConfig
 
@@ -72,6 +80,59 @@ def refusals(found: Iterable[Change], cfg: type) -> list[str]:
     """Return one line per change that a resumed run cannot apply, as far as the config and the class of `cfg` show."""
     reasons = [(change, _why_refused(change, cfg)) for change in found]
     return [f"{change} ({why})" for change, why in reasons if why is not None]
+
+
+def check_stored(run: RunFolder, conf: Path) -> None:
+    """Raise StorageError unless the config of a run can be compared with another one. Anybody may have written it."""
+    with reading(run, run.conf.name):
+        cfg = parsed(conf.read_bytes()).get("cfg", {})
+        if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
+            raise ValueError(f"cfg: {problem}")
+
+
+def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, declared: bool) -> None:
+    """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
+
+    A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
+    """
+    try:
+        record, before = records.refuse_living(run), parsed(conf.read_bytes()).get("cfg", {})
+    except StorageError as error:
+        saved = list_checkpoints(run.checkpoints) if isinstance(error.__cause__, ValueError) else []
+        if not saved:
+            raise
+        checkpoint = f"cfg.restore_checkpoint_path={joined(run.checkpoints, saved[-1].name)}"
+        raise StorageError(
+            f"{error}. Put a good copy back, or train on in a new run: {another} {checkpoint}"
+        ) from error
+    epochs, steps = (before.get(name) for name in ("num_epochs", "max_steps"))
+    more_steps = steps is not None and (cfg.max_steps is None or cfg.max_steps > steps)
+    if record.get("status") == "SUCCEEDED" and (epochs is None or cfg.num_epochs <= epochs) and not more_steps:
+        limits = f"cfg.num_epochs={epochs}" + (f" and cfg.max_steps={steps}" if steps is not None else "")
+        saved = list_checkpoints(run.checkpoints)
+        at_limit = steps is not None and saved != [] and saved[-1].global_step >= steps
+        raised = "cfg.max_steps" if at_limit else "cfg.num_epochs"
+        further = f", with {limits}. To train further, raise {raised}" if epochs else ""  # 0: a function decides
+        raise RunFinished(
+            f"{run.experiment} {run.name} has succeeded{further}; for a new run, leave out "
+            + ("resume=" if hasattr(cfg, "function") else "--resume and cfg.resume")
+        )
+    if declared and record.get("status") == "PRUNED":
+        title = f"{run.experiment} {run.name}"
+        raise RunFinished(f"{title} was pruned. To train it further: mlx train run --resume={run.name}")
+
+
+def allowed(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
+    """Return the changes of the config that a run had before. Refuse those that a resumed run cannot have.
+
+    `another` is the command that starts a new run with them.
+    """
+    found = changes(parsed(conf.read_text(encoding="utf-8")), config.tree)
+    found = [change for change in found if not LEFT_OUT.search(str(change.before))]
+    if problems := refusals(found, type(config.cfg)):
+        listed = "\n  ".join([f"{run.title} cannot resume with other values of", *problems])
+        raise ConfigError(f"{listed}\nLeave them as they were, or start a new run with them: {another}")
+    return tuple(change for change in found if change.key.removeprefix("cfg.") not in IGNORED)
 
 
 def set_group_values(optimizers: Mapping[str, Optimizer], schedulers: Sequence[Any], then: Any, now: Any) -> None:

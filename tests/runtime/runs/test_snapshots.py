@@ -9,6 +9,7 @@ import pytest
 
 from mlx_runtime import MlxError
 from mlx_runtime.config.building import build
+from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs import snapshots
 from mlx_runtime.runs.folder import RunFolder
 
@@ -136,3 +137,10 @@ def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run
         (run.path / "code.zip").write_bytes(content)
     with pytest.raises(MlxError, match=message):
         snapshots.unpacked(run)
+
+
+def test_a_listed_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    folder = project(tmp_path / "one", 1)
+    snapshots.refuse_unmatched(folder, ["sizes.py", "!models.py"])
+    with pytest.raises(ConfigError, match="cfg.code_files names 'nope.txt', which no file here matches"):
+        snapshots.refuse_unmatched(folder, ["sizes.py", "nope.txt"])

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,14 @@ from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs.folder import RunFolder, reserve_space
+from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
 from mlx_runtime.tracking.mlflow import MLflow
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.tables import CSV
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten
+from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, remembered
 from mlx_runtime.tracking.weights_and_biases import WandB
 
 pytestmark = pytest.mark.pure
@@ -293,3 +295,52 @@ def test_a_config_as_one_list() -> None:
         "models.net.widths.0": 1,
         "models.net.widths.1": 2,
     }
+
+
+def test_resuming_over_a_damaged_record_keeps_its_rows_and_sets_the_file_aside(tmp_path: Path) -> None:
+    with begun(tmp_path) as tracking:
+        tracking.report({"train/loss": 3.0}, step=1, epoch=0)
+        tracking.report({"train/loss": 2.0}, step=2, epoch=1)
+        state = tracking.state()
+    file, told = tmp_path / "metrics.jsonl", []
+    first, second = file.read_bytes().splitlines(keepends=True)
+
+    def resumed() -> list[int]:
+        info = RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 2)
+        with ReportWriter(info, RunFolder(tmp_path), {}, told.append) as tracking:
+            tracking.rewind(state, 2)
+            tracking.start()
+            tracking.report({"train/loss": 1.0}, step=3, epoch=2)
+        return [row["step"] for row in lines(file)]
+
+    assert resumed() == [1, 2, 3]
+    assert told == []
+    for damaged, kept in ((b"\xff\xfe\x00{}\nnope\n" + second, [2, 3]), (first, [1, 3])):
+        file.write_bytes(damaged)
+        assert resumed() == kept
+        aside = next(tmp_path.glob("damaged_metrics.jsonl_*"))
+        assert told == [f"metrics.jsonl is damaged; it was renamed to {aside.name}, and its readable rows (1) are kept"]
+        told.clear()
+        assert aside.read_bytes() == damaged
+        aside.unlink()
+    file.unlink()
+    assert resumed() == [3]
+    assert told.pop() == "metrics.jsonl is missing, so the metrics of earlier epochs are lost"
+    file.unlink()
+    os.mkfifo(file)
+    assert resumed() == [3]
+    assert "metrics.jsonl is damaged" in told.pop()
+
+
+def test_a_pipe_in_place_of_a_file_blocks_no_run(tmp_path: Path) -> None:
+    for name in (".reserve", "more.jsonl", "wandb-run-id", "logs/driver.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError, match="not a regular file"):
+        reserve_space(RunFolder(tmp_path))
+    with pytest.raises(OSError, match="not a regular file"):
+        JSONL("more.jsonl").on_run_start(RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 2))
+    with pytest.raises(OSError, match="not a regular file"):
+        remembered(tmp_path / "wandb-run-id", str)
+    with Log(RunFolder(tmp_path)) as log:
+        log.write("lost")

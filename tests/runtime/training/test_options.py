@@ -1,6 +1,7 @@
 """Settings of `cfg` that contradict each other."""
 
 import resource
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -77,6 +78,32 @@ def test_what_fits_is_accepted(settings: dict[str, Any]) -> None:
 def test_a_norm_that_is_not_a_number_is_refused() -> None:
     (problem,) = TrainConfig.out_of_range(TrainConfig(gradient_clip=float("nan")))
     assert problem == "cfg.gradient_clip is nan; write a norm above 0, or null for no clipping"
+
+
+METHODS = "on_run_start, on_report, on_epoch_end, on_checkpoint, on_exception, on_run_end"
+IN_DRIVER = f"{METHODS}, on_batch_start, on_batch_end, on_evaluate_start, on_evaluate_end, accompany"
+
+
+@pytest.mark.parametrize(
+    ("kind", "item", "problem"),
+    [
+        ("callbacks", {"_traget_": "src.tools.Beat"}, "is {'_traget_': 'src.tools.Beat'}, which has no _target_"),
+        ("trackers", {"a": 1}, "is {'a': 1}, which has no _target_"),
+        ("callbacks", 3, f"is 3, which has none of the methods {IN_DRIVER}"),
+        ("callbacks", OrderedDict(), f"is OrderedDict(), which has none of the methods {IN_DRIVER}"),
+        ("trackers", 3, f"is 3, which has none of the methods {METHODS}, on_rewind"),
+    ],
+)
+def test_what_follows_no_run_is_refused(kind: str, item: object, problem: str) -> None:
+    (found,) = TrainConfig.out_of_range(TrainConfig(**{kind: {"x": item}}))
+    assert found == f"cfg.{kind}.x {problem}"
+    assert TrainConfig.out_of_range(TrainConfig(**{kind: {"x": None}})) == []
+
+
+def test_a_start_behind_the_last_epoch_is_refused() -> None:
+    (problem,) = TrainConfig.out_of_range(TrainConfig(start_epoch=5, num_epochs=5))
+    assert problem == "cfg.start_epoch is 5, so cfg.num_epochs=5 leaves nothing to train; raise it"
+    assert TrainConfig.out_of_range(TrainConfig(start_epoch=5, num_epochs=6)) == []
 
 
 @pytest.mark.parametrize("name", ["seed", "num_epochs", "log_every_steps"])

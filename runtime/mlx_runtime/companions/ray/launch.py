@@ -192,6 +192,7 @@ def prepare(
     fits = passed(preflight.check_upload(upload))
     if config is None:
         raise failure()
+    snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         print(line)
     if not passed(preflight.check_secrets(config)) or not fits:
