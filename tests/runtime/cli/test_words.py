@@ -1,8 +1,11 @@
 """Words of command lines, and what commands print of stored text."""
 
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
+from mlx_runtime.cli import mlx
 from mlx_runtime.cli.xp import _echo, group
 from mlx_runtime.companions.views.report import read_curves
 
@@ -22,6 +25,35 @@ pytestmark = pytest.mark.pure
 def test_an_empty_word_names_nothing(words: list[str]) -> None:
     done = CliRunner().invoke(group, words)
     assert (done.exit_code, "it is empty; perhaps a shell variable is not set" in done.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "train run --overfit 0",
+            "Invalid value for '--overfit': 0 is not in the range x>=1; see: mlx train run --help",
+        ),
+        ("nope", "No such command 'nope'; see: mlx --help"),
+        ("xp rm", "Missing argument 'NAME'; see: mlx xp rm --help"),
+        ("--nope", "No such option: --nope; see: mlx --help"),
+    ],
+)
+def test_a_usage_error_is_one_line(words: str, told: str) -> None:
+    done = CliRunner().invoke(mlx, words, prog_name="mlx")
+    assert (done.exit_code, done.output) == (2, f"error: {told}\n")
+
+
+@pytest.mark.parametrize("typed", ["", "n\n"])
+def test_without_a_yes_nothing_is_removed(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
+    folder = tmp_path / "digits/run_001"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"status": "FAILED"}')
+    for words in ("xp rm digits run_001", "data rm digits"):
+        done = CliRunner().invoke(mlx, words, prog_name="mlx", input=typed)
+        assert (done.exit_code, folder.exists()) == (1, True)
+        assert done.output.splitlines()[-1] == "error: nothing was removed; add -y to remove without a question"
 
 
 def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
