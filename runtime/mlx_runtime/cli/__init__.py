@@ -1,9 +1,11 @@
 """The command `mlx`: parse, call one verb, print."""
 
+import contextlib
 import importlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +60,12 @@ class LazyGroup(click.Group):
                 context.fail(f"No such command {name!r}. Did you mean {' or '.join(f'mlx {x} {name}' for x in found)}?")
         return super().resolve_command(context, args)
 
+    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
+        with clean_exit(), _one_line():
+            return super().parse_args(context, args)
+
     def invoke(self, context: click.Context) -> Any:
-        with clean_exit():
+        with clean_exit(), _one_line():
             return super().invoke(context)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
@@ -68,6 +74,18 @@ class LazyGroup(click.Group):
             own = {name: self.get_command(context, name).get_short_help_str() for name in names}  # type: ignore[union-attr]
             others = {name: f"From the package {item.dist.name}." for name, item in _others().items()}
             formatter.write_dl(sorted((others | GROUPS | own).items()))
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    """Raise usage errors of click as ours, which are printed in one line."""
+    try:
+        yield
+    except click.UsageError as error:
+        text = error.format_message().removesuffix(".")
+        if error.ctx is None or "\n" in text:  # the help of a group, which lacks its command
+            raise
+        raise UsageError(f"{text}{'' if text.endswith('?') else ';'} see: {error.ctx.command_path} --help") from error
 
 
 def _others() -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from mlx_runtime import companions
-from mlx_runtime.errors import UsageError, printable
+from mlx_runtime.errors import MlxError, UsageError, printable
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import list_runs
 from mlx_runtime.settings import be_quiet, be_verbose
@@ -66,8 +66,14 @@ def say(text: object, *, err: bool = False) -> None:
 
 
 def confirm(question: str) -> None:
-    """Ask a question that may contain such text, and exit unless the answer is yes."""
-    click.confirm(printable(question, one_line=True), abort=True)
+    """Ask whether to remove something, whose name may be such text, and raise MlxError unless the answer is yes."""
+    try:
+        agreed = click.confirm(printable(question, one_line=True))
+    except click.Abort:  # Ctrl-C, or there is no terminal
+        click.echo()
+        agreed = False
+    if not agreed:
+        raise MlxError("nothing was removed; add -y to remove without a question")
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:

@@ -151,7 +151,13 @@ def stop(name: str, run: str | None) -> None:
 @group.command()
 @options.name(required=False)
 @options.run()
-@click.option("--port", default=6006, show_default=True, help="Port of the page, on this machine only.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=6006,
+    show_default=True,
+    help="Port of the page, on this machine only; 0 is any free one.",
+)
 def board(name: str | None, run: str | None, port: int) -> None:
     """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
     xp.board(name, run, port)

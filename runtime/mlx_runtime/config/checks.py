@@ -163,8 +163,9 @@ def _takes_scalars(hint: Any) -> bool:
 
 
 def _takes_objects(hint: Any) -> bool:
-    """Return True for a class that is not one of Python's own, or a union with one: conf.yaml has nodes there."""
-    return any(isinstance(item, type) and item.__module__ != "builtins" for item in alternatives(hint))
+    """Return True for a class that is not one of Python's own, or a union of such: conf.yaml has nodes there."""
+    classes = [item for item in alternatives(hint) if isinstance(item, type) and item is not type(None)]
+    return classes != [] and all(item.__module__ != "builtins" for item in classes)
 
 
 def _makes_another(target: Any, hint: Any) -> bool:

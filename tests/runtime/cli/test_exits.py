@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -113,3 +114,27 @@ def test_a_killed_bind_leaves_nothing(start: Start, tmp_path: Path) -> None:
     (fork,) = wait_for(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split(), 60)
     process.kill()
     wait_for(lambda: not Path(f"/proc/{fork}").exists(), 60)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("port", "told"), [("-1", "-1 is not in the range"), ("99999999", "is not in the range")])
+def test_a_port_that_does_not_exist(port: str, told: str, tmp_path: Path) -> None:
+    done = board(tmp_path, port)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+@pytest.mark.process
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        done = board(tmp_path, port)
+    assert done.returncode == 2
+    cure = "choose another with --port, or any with --port 0"
+    assert done.stderr == f"error: cannot serve on port {port}: Address already in use; {cure}\n"
+
+
+def board(folder: Path, port: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "mlx_runtime", "xp", "board", "--port", port]
+    environment = os.environ | {"MLX_STORAGE": str(folder)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -56,6 +56,35 @@ def test_a_command_without_its_group_is_named_with_it() -> None:
         assert (done.exit_code, f"No such command '{word}'. Did you mean {meant}?" in done.output) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "train run --overfit 0",
+            "Invalid value for '--overfit': 0 is not in the range x>=1; see: mlx train run --help",
+        ),
+        ("nope", "No such command 'nope'; see: mlx --help"),
+        ("xp rm", "Missing argument 'NAME'; see: mlx xp rm --help"),
+        ("--nope", "No such option: --nope; see: mlx --help"),
+    ],
+)
+def test_a_usage_error_is_one_line(words: str, told: str) -> None:
+    done = CliRunner().invoke(mlx, words, prog_name="mlx")
+    assert (done.exit_code, done.output) == (2, f"error: {told}\n")
+
+
+@pytest.mark.parametrize("typed", ["", "n\n"])
+def test_without_a_yes_nothing_is_removed(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
+    folder = tmp_path / "digits/run_001"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"status": "FAILED"}')
+    for words in ("xp rm digits run_001", "data rm digits"):
+        done = CliRunner().invoke(mlx, words, prog_name="mlx", input=typed)
+        assert (done.exit_code, folder.exists()) == (1, True)
+        assert done.output.splitlines()[-1] == "error: nothing was removed; add -y to remove without a question"
+
+
 def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     _echo("\x1b]52;c;aGk=\x07\x1b[2Jrank 0\r50 %\n\x9b31m")
     assert capsys.readouterr().out == "rank 0\r50 %\n\ufffd31m"

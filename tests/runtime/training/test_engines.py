@@ -26,6 +26,7 @@ import pytest
 import torch
 from conftest import Mlx, edit
 from faults import diary, differences, final_state, make, points, reports, run_of, wait_for
+from leftovers import marked
 
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
@@ -125,16 +126,6 @@ def server() -> Iterator[ForkServer]:
 def start(server: ForkServer, number: int, target: Callable[[], Any]) -> None:
     with Path(os.devnull).open("w") as nowhere:
         server.start(number, target, dict(os.environ), [nowhere, nowhere])
-
-
-def marked(mark: Path) -> list[int]:
-    """Return the living processes of a test."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and f"MLX_TEST_MARK={mark}\0".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
 
 
 def children(pid: int) -> list[int]:

@@ -23,8 +23,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints, load_into, state_of
 from mlx_runtime.runs.folder import claim_run
-from mlx_runtime.training.request import _refuse_finished
-from mlx_runtime.training.resuming import changes, refusals, set_group_values, with_settings
+from mlx_runtime.training.resuming import changes, refusals, refuse_finished, set_group_values, with_settings
 
 pytestmark = pytest.mark.pure
 
@@ -40,7 +39,7 @@ def test_the_setting_that_ended_a_run_is_the_one_to_raise(tmp_path: Path) -> Non
         run.conf.write_text(f"cfg: {{num_epochs: 9, max_steps: {steps}}}")
         cfg = mlx_runtime.TrainConfig(num_epochs=9, max_steps=steps)
         with pytest.raises(RunFinished, match=f"max_steps={steps}. To train further, raise {setting}; for a new run"):
-            _refuse_finished(run, run.conf, cfg, declared=False)
+            refuse_finished(run, run.conf, cfg, "mlx train run", declared=False)
 
 
 class Stopper:

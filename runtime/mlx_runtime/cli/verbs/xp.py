@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,11 @@ def board(name: str | None, run: str | None, port: int) -> None:
 
     It displays a run, an experiment, or the whole storage. Unlike in other commands, a path does not have to be a run.
     """
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        cure = "choose another with --port, or any with --port 0"
+        raise UsageError(f"cannot serve on port {port}: {os.strerror(error.errno or 0)}; {cure}") from error
     if name is not None and "/" in name:
         path = name if is_uri(name) else str(Path(name).resolve())
     else:

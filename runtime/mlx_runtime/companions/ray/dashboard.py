@@ -77,7 +77,7 @@ class Dashboard:
             if isinstance(error, requests.Timeout):
                 problem = f"did not answer within {ANSWER_S:g} s"
             elif isinstance(error, requests.ConnectionError):
-                problem = f"does not answer ({_connection_problem(error)})"
+                problem = _connection_problem(error)
             hint = f"Is the cluster up, and is this the host and port of its dashboard ({DASHBOARD_PORT})?"
             raise _unreachable(f"{where} {problem}", hint) from error
         except (KeyError, TypeError) as error:
@@ -285,11 +285,14 @@ def _unauthorized(where: str, token_source: str | None) -> ClusterError:
 
 
 def _connection_problem(error: "requests.ConnectionError") -> str:
-    """Distinguish an unknown host from a closed port by the error underlying the one from requests."""
-    from urllib3.exceptions import NameResolutionError
+    """Distinguish an unknown host, a closed port and another protocol by the error underlying the one from requests."""
+    from urllib3.exceptions import NameResolutionError, ProtocolError
 
-    cause = getattr(error.args[0], "reason", None) if error.args else None
-    return "unknown host" if isinstance(cause, NameResolutionError) else "nothing listens there"
+    cause = error.args[0] if error.args else None
+    if isinstance(cause, ProtocolError):
+        return "is not a Ray dashboard: what listens there closes the connection"
+    unknown = isinstance(getattr(cause, "reason", None), NameResolutionError)
+    return f"does not answer ({'unknown host' if unknown else 'nothing listens there'})"
 
 
 def _reason(answer: "requests.Response") -> str:

@@ -129,7 +129,8 @@ class Launch:
         path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
         arguments = [*self.config.overrides, storage_override(storage_root(cfg.storage_path))]
         page = self._submit(job, ["main.py", *arguments], {"mlx": "data", "name": cfg.name, "folder": path})
-        ray = f"RAY_ADDRESS={self.dashboard.address.url} ray job"
+        mode = "RAY_AUTH_MODE=token " if self.dashboard.token_source else ""
+        ray = f"{mode}RAY_ADDRESS={self.dashboard.address.url} ray job"
         facts = {"job": job, "folder": path, "dashboard": page}
         facts |= {"follow": f"{ray} logs --follow {job}", "stop": f"{ray} stop {job}"}
         return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))

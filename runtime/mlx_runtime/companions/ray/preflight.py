@@ -206,9 +206,12 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
         yield Check("storage", f"{root} is not shared with {blind}", hint)
     else:
         yield Check("storage", f"{root} is writable and readable on {count}")
-    if unset := sorted({name for node in answers for name in node["unset"]}):
-        hint = "Set it in the environment in which the nodes are started"
-        yield Check("secrets", f"{', '.join(unset)} is not set on every node", hint)
+    unset = []
+    for name in sorted({name for node in answers for name in node["unset"]}):
+        without = [node["ip"] for node in answers if name in node["unset"]]
+        unset.append(f"{name} is missing on {len(without)} of {count}: {', '.join(without)}")
+    if unset:
+        yield Check("secrets", "; ".join(unset), "Set it in the environment in which the nodes are started")
 
 
 def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:

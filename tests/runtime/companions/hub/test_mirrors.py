@@ -26,8 +26,8 @@ from huggingface_hub import HfApi
 from stored_sweeps import LR, store_run, store_sweep
 
 from mlx_runtime import BaseModule, TrainConfig, open_run
-from mlx_runtime.cli.xp import push
 from mlx_runtime.companions.hub import card, claims, mirror, pushing, repository, restoring
+from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
 from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError

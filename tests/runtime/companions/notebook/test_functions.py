@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import EXPERIMENTS
 from faults import cluster
-from test_engines import marked
+from leftovers import marked
 
 from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
 from mlx_runtime.companions.notebook import function_runs

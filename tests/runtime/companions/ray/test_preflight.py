@@ -38,3 +38,10 @@ def test_a_check_leaves_no_folder_that_would_hide_the_storage_of_the_cluster(tmp
     with preflight.writable(str(root), ".probe"):
         pass
     assert [file.name for file in root.iterdir()] == ["digits"]
+
+
+def test_nodes_that_lack_a_secret_are_named() -> None:
+    node = {"python": "3.11.0", "torch": "", "storage": ""}
+    nodes = [node | {"ip": f"10.0.0.{number}", "unset": ["A"] if number else ["A", "B"]} for number in range(2)]
+    (check,) = [check for check in preflight._node_checks(nodes, "/runs", 2) if check.name == "secrets"]
+    assert check.text == "A is missing on 2 of 2 nodes: 10.0.0.0, 10.0.0.1; B is missing on 1 of 2 nodes: 10.0.0.0"
