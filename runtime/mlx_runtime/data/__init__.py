@@ -1,4 +1,4 @@
-"""From a Dataset to batches: the sampling plan, readers, prepared columns and streams."""
+"""From a Dataset to batches: the sampling plan, readers and loaders."""
 
 from mlx_runtime.settings import prepare_ray
 
