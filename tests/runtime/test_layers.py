@@ -221,7 +221,10 @@ def test_only_the_topology_is_asked_for_ranks() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     "module",
-    ["", ".cli", ".cli.data", ".cli.train", ".cli.xp", ".training.engines.local", ".training.engines.fork_server"],
+    [
+        *("", ".cli", ".cli.data", ".cli.train", ".cli.xp", ".training.engines.local", ".training.engines.fork_server"),
+        *(f".companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
+    ],
 )
 def test_the_command_starts_without_heavy_imports(module: str) -> None:
     heavy = "{'torch', 'ray', 'hydra', 'omegaconf', 'rich'}"

@@ -5,8 +5,6 @@ import click
 from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import say, word
-from mlx_runtime.companions.hub import claims, pushing
-from mlx_runtime.companions.hub.repository import Address, Repository
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import SWEEP, RunFolder
@@ -23,6 +21,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
     Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
     repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
     """
+    from mlx_runtime.companions.hub import pushing
 
     def mirror(folder: RunFolder) -> str:
         def announce(text: str) -> None:
@@ -60,4 +59,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
 @click.argument("repository", type=word)
 def xp_release(repository: str) -> None:
     """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
+    from mlx_runtime.companions.hub import claims
+    from mlx_runtime.companions.hub.repository import Address, Repository
+
     say(claims.release(Repository(Address.parse(repository))))

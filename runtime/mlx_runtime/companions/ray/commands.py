@@ -3,10 +3,9 @@
 import json
 import os
 import sys
-import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,16 +13,15 @@ from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import Function, say
 from mlx_runtime.cli.verbs import projects
-from mlx_runtime.companions.ray.addresses import Address
-from mlx_runtime.companions.ray.dashboard import Dashboard
-from mlx_runtime.companions.ray.doctor import checks
-from mlx_runtime.companions.ray.launch import Launch, SubmittedJob, prepare
 from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import refuse_empty
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.request import RunConfig
+
+if TYPE_CHECKING:
+    from mlx_runtime.companions.ray.launch import SubmittedJob
+    from mlx_runtime.training.request import RunConfig
 
 
 def launch_options(function: Function) -> Function:
@@ -58,6 +56,9 @@ def launch_and_exit(
     try:
         folder = kind.folder()
         projects.refuse_options(kind, overrides, "launch")
+        from mlx_runtime.companions.ray.addresses import Address
+        from mlx_runtime.companions.ray.launch import Launch, prepare
+
         load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check)
         submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
         if kind == AN_EXPERIMENT:
@@ -133,6 +134,8 @@ def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
     """Check this machine and the experiment in the working directory."""
+    from mlx_runtime.companions.ray.doctor import checks
+
     found = []
     for check in checks():
         found.append(check)
@@ -152,6 +155,11 @@ def xp_ray(ray_address: str | None) -> None:
 
 def _open_dashboard(ray_address: str | None) -> str:
     """Return the URL of a cluster's dashboard, and open it in a browser if there is a display."""
+    import webbrowser
+
+    from mlx_runtime.companions.ray.addresses import Address
+    from mlx_runtime.companions.ray.dashboard import Dashboard
+
     url = Dashboard.connect(Address.parse(ray_address)).address.url
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or sys.platform == "darwin":
         webbrowser.open(url)

@@ -6,7 +6,6 @@ import click
 
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import PAGE, say, word
-from mlx_runtime.companions.sharding import consolidation
 from mlx_runtime.runs import lookup
 
 
@@ -20,4 +19,6 @@ from mlx_runtime.runs import lookup
 @click.option("--force", is_flag=True, help="Replace the file if it exists.")
 def xp_consolidate(name: str, run: str, checkpoint: str, output: Path | None, force: bool) -> None:
     """Write the weights of a RUN (run_003, 3 or latest) of NAME to one safetensors file, sharded or not."""
+    from mlx_runtime.companions.sharding import consolidation
+
     say(consolidation.consolidate(lookup.resolve_run(name, run), checkpoint, output, force=force))

@@ -10,7 +10,6 @@ import click
 
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
-from mlx_runtime.companions.sweeps.definition import Definition
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import names_run, refuse_empty
@@ -86,6 +85,7 @@ def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> 
 
         local.warm_up()
     from mlx_runtime.companions.sweeps import terminal
+    from mlx_runtime.companions.sweeps.definition import Definition
 
     terminal.run_sweep(experiment, Definition(tuple(overrides), **definition), **how)
 
@@ -100,6 +100,7 @@ def launched(
     look: bool,
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
+    from mlx_runtime.companions.sweeps.definition import Definition
     from mlx_runtime.companions.sweeps.launching import SweepLaunch
 
     def experiment() -> type:

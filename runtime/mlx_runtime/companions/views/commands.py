@@ -8,7 +8,6 @@ import click
 from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.options import PAGE, job_statuses, say, word
-from mlx_runtime.companions.views import difference, report
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import lookup
 from mlx_runtime.runs.folder import SWEEP
@@ -25,6 +24,8 @@ def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
     A and B are run_003, 3 or latest of NAME (default: the experiment in the working directory), name/run_003, or a path
     or URI.
     """
+    from mlx_runtime.companions.views import difference
+
     if len(words) not in (2, 3):
         raise UsageError("which two runs? mlx xp diff A B, or: mlx xp diff NAME A B")
     a, b = (lookup.resolve_run(words[0], run) if len(words) == 3 else lookup.resolve_run(run) for run in words[-2:])
@@ -43,6 +44,8 @@ def xp_diff(words: tuple[str, ...], as_json: bool) -> None:
 @click.option("-o", "--output", type=PAGE, help="Default: report.html in the run's folder.")
 def xp_report(name: str, run: str, output: Path | None) -> None:
     """Write a web page about a RUN (run_003, 3 or latest) of NAME, with curves and log, or a sweep (sweep_001)."""
+    from mlx_runtime.companions.views import report
+
     folder = lookup.resolve_run(name, run)
     if folder.name.startswith(SWEEP):
         sweep = companions.part("sweeps.results").SweepResult(folder)

@@ -190,7 +190,7 @@ class TestShardedModels:
 def test_a_version_of_ray_without_it_is_named(tmp_path: Path) -> None:
     script = (
         "import ray.train.torch, sys\nsys.modules['ray.train.v2._internal.execution.controller'] = None\n"
-        "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.distributed.ray_private"
+        "from mlx_runtime import clean_exit\nwith clean_exit():\n import mlx_runtime.companions.ray.private"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
