@@ -20,7 +20,7 @@ from torch import nn
 from mlx_runtime import open_run
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
-from mlx_runtime.runs import checkpoints, comparison, lookup
+from mlx_runtime.runs import best, checkpoints, lookup
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
 from mlx_runtime.runs.checkpoints import (
     PARTS,
@@ -279,7 +279,7 @@ def test_readers_name_those_that_they_leave_out(
         lambda: open_run(folder.path).state(),
         lambda: open_run(folder.path).state("best"),
         lambda: consolidate(folder, "latest", tmp_path / "weights", force=True),
-        lambda: comparison.best("digits"),
+        lambda: best.best("digits"),
         lambda: lookup.resolve_checkpoint(str(folder.path)),
     ):
         reader()

@@ -22,8 +22,9 @@ from conftest import Mlx
 from mlx_runtime.cli import mlx as mlx_command
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.views import difference as comparison
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import comparison, listing, records, removal, tables
+from mlx_runtime.runs import listing, records, removal, tables
 from mlx_runtime.runs.checkpoint_index import Checkpoint
 from mlx_runtime.runs.checkpoints import Checkpoints
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder

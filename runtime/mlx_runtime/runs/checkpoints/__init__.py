@@ -69,4 +69,5 @@ __all__ = [
     "state_of",
 ]
 
-__getattr__ = imports_on_use(__name__, {"Layouts": f"{__name__}.layouts", "Parts": f"{__name__}.shards"})
+_SHARDING = "mlx_runtime.companions.sharding"
+__getattr__ = imports_on_use(__name__, {"Layouts": f"{_SHARDING}.layouts", "Parts": f"{_SHARDING}.shards"})
