@@ -151,7 +151,11 @@ def read(
     """
     title = title or path
     if not path.is_file():
+        if path.exists():
+            raise ConfigError(f"{title} is not a regular file")
         raise ConfigError(f"there is no {title}; write it with: {commands(path)} bind")
+    if not path.read_bytes().strip():
+        raise ConfigError(f"{title} is empty; write it with: {commands(path)} bind")
     try:
         selection = Selection(Variants(project or path), path.read_bytes(), names=project in (None, path))
         selection.complete(settings)
@@ -188,7 +192,8 @@ def read(
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException) as error:
         source = "the overrides" if overrides and isinstance(error, HydraException) else title
-        raise ConfigError(f"{source}: {short_message(error)}") from error
+        why = f": {short_message(error.__cause__)}" if error.__cause__ else ""
+        raise ConfigError(f"{source}: {short_message(error)}{why}") from error
 
 
 def _parents(key: str) -> list[str]:
@@ -229,6 +234,8 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides in Hydra's grammar; ConfigError names the one that is not in it."""
     for item in overrides:
+        if item.startswith("="):
+            raise ConfigError(f"the override {item!r} has no key; write key=value")
         if not _is_unicode(item):
             raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
         if _nesting(item) > DEPTH:

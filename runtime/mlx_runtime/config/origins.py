@@ -11,6 +11,7 @@ from mlx_runtime.config.composition import read
 from mlx_runtime.config.text import yaml_text
 from mlx_runtime.config.variants import Variants, values_by_key
 from mlx_runtime.errors import UsageError, suggest
+from mlx_runtime.settings import Settings
 
 
 def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key: str | None, *, as_json: bool) -> str:
@@ -31,7 +32,8 @@ def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key
     changed = {}
     for name, value in _leaves(every_key).items():
         variant = selected.selection.source(name)
-        origin = "override" if name not in file or file[name] != value else str(variant or "file")
+        set_by = "MLX_STORAGE" if name == "cfg.storage_path" and Settings.read().storage else variant or "file"
+        origin = "override" if name not in file or file[name] != value else str(set_by)
         if origin != "file" or name not in code or code[name] != value:
             default = {"default": code[name]} if name in code else {}
             changed[name] = {"value": value, "from": origin, **default}

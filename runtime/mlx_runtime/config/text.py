@@ -13,6 +13,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from ruamel.yaml.tokens import CommentToken
 
 from mlx_runtime.errors import BindError
+from mlx_runtime.storage.local import IrregularError, regular
 
 
 def yaml_text(tree: Any) -> str:
@@ -25,7 +26,12 @@ def yaml_text(tree: Any) -> str:
 def read_text(file: Path) -> str:
     """Return the content of a file, which is empty if there is none; raise BindError if it is not text."""
     try:
-        return file.read_text(encoding="utf-8") if file.exists() else ""
+        with open(file, encoding="utf-8", opener=regular) as stream:
+            return stream.read()
+    except FileNotFoundError:
+        return ""
+    except (IrregularError, IsADirectoryError) as error:
+        raise BindError(f"{file} is not a regular file") from error
     except UnicodeDecodeError as error:
         raise BindError(f"{file} is not UTF-8 text: {error}") from error
 

@@ -167,7 +167,8 @@ def reading(run: RunFolder, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {run.location}/{name}: {short_message(error)}") from error
+        why = getattr(error, "strerror", None) or short_message(error)
+        raise StorageError(f"cannot read {run.location}/{name}: {why}") from error
 
 
 def ask_to_stop(run: RunFolder) -> None:

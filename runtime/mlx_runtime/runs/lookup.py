@@ -95,6 +95,8 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
             text = joined(text, "checkpoints", find_checkpoint(reader.find(text).cached(), which).name)
         folder, name = reader.fetched_checkpoint(text)
     else:
+        if not match and text.startswith("/") and not Path(text, "run.json").is_file():
+            raise UsageError(f"{text} is not a run or checkpoint")
         folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
         name = find_checkpoint(folder, match[2] if match else which or "latest").name
     return folder, joined(folder.checkpoints, name)

@@ -34,6 +34,7 @@ from mlx_runtime.runs.folder import RunFolder, reading
 from mlx_runtime.storage.detection import HIDDEN, LEFT_OUT, is_secret
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import joined
+from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.options import TrainConfig
 
@@ -98,7 +99,8 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
     try:
         record, before = records.refuse_living(run), parsed(conf.read_bytes()).get("cfg", {})
     except StorageError as error:
-        saved = list_checkpoints(run.checkpoints) if isinstance(error.__cause__, ValueError) else []
+        lost = isinstance(error.__cause__, ValueError | FileNotFoundError | IrregularError)
+        saved = list_checkpoints(run.checkpoints) if lost else []
         if not saved:
             raise
         checkpoint = f"cfg.restore_checkpoint_path={joined(run.checkpoints, saved[-1].name)}"

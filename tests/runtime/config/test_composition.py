@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +17,14 @@ import torch
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
+from mlx_runtime.config import origins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build, build_optimizers
 from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
 from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import BindError, ConfigError
 from mlx_runtime.training.assembly import build_experiment
 from mlx_runtime.training.request import load_config
 from mlx_runtime.training.strategies.ddp import DDP
@@ -543,3 +545,39 @@ def test_a_worker_that_was_promised_a_gpu_does_not_train_on_a_cpu(conf: Path, as
     alone = Topology(0, 1, torch.device("cpu"))
     with contextlib.ExitStack() as stack, refused if asked else contextlib.nullcontext():
         build_experiment(cast(Any, job), alone, cfg, DDP(cfg, alone), stack)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("=3", "the override '=3' has no key; write key=value"),
+        ("cfg.name='${'", "cfg.name='${': no viable alternative at input"),
+    ],
+)
+def test_an_override_that_cannot_be_applied_says_why(conf: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(Experiment, [override], conf)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("make", "why"), [(Path.touch, "is empty; write it"), (Path.mkdir, "is not a regular file")])
+def test_a_file_that_holds_no_config(make: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+    make(tmp_path / "conf.yaml")
+    with pytest.raises(ConfigError, match=why):
+        load_config(Experiment, path=tmp_path / "conf.yaml")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_bind_waits_for_no_pipe(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "conf.yaml")
+    with pytest.raises(BindError, match="conf.yaml is not a regular file"):
+        bind(Experiment, tmp_path / "conf.yaml")
+
+
+def test_the_environment_is_named_as_an_origin(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLX_STORAGE", "/mnt/here")
+    defaults = Description(Experiment).tree
+    text = origins.shown(conf, defaults, [], "cfg", as_json=False)
+    assert 'storage_path: /mnt/here  # MLX_STORAGE (default: "runs")' in text
+    text = origins.shown(conf, defaults, ["cfg.storage_path=there"], "cfg", as_json=False)
+    assert 'storage_path: there  # override (default: "runs")' in text

@@ -1,8 +1,12 @@
 """The words of a command line that name runs."""
 
+from pathlib import Path
+
 import pytest
 
+from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import names_run
+from mlx_runtime.runs.lookup import resolve_checkpoint
 
 pytestmark = pytest.mark.pure
 
@@ -15,3 +19,8 @@ def test_names(word: str) -> None:
 @pytest.mark.parametrize("word", ["cfg.storage_path=s3://runs", "+cfg.a=1", "++cfg.a=1", "~cfg.callbacks", "--fast"])
 def test_overrides(word: str) -> None:
     assert not names_run(word)
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{tmp_path} is not a run or checkpoint$"):
+        resolve_checkpoint(str(tmp_path))

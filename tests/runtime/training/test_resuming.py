@@ -269,6 +269,10 @@ def damage_record(folder: Path) -> None:
     (run_of(folder) / "run.json").write_text('{"status": "SUCC')
 
 
+def remove_record(folder: Path) -> None:
+    (run_of(folder) / "run.json").unlink()
+
+
 NOT_RESUMED = "faults run_001 was not resumed and is unchanged."
 
 FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] = {
@@ -312,6 +316,7 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         "Put a good copy back, or train on in a new run: mlx train run --from faults/run_001 "
         "cfg.restore_checkpoint_path=",
     ),
+    "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
     "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last as "),
 }
 

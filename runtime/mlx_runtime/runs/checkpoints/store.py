@@ -31,6 +31,7 @@ from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
+from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 if TYPE_CHECKING:
@@ -350,6 +351,8 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
             sha256, size = hashing.finish()
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is damaged: there is no such file") from error
+    except IrregularError as error:
+        raise DamagedError(f"{path} is damaged: {error.strerror}") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {short_message(error)}") from error
     if about is not None and size != about.size_bytes:
