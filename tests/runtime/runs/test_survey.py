@@ -305,7 +305,7 @@ def test_what_is_being_read_is_refused(root: str) -> None:
 def test_it_asks_and_takes_no_for_an_answer(folder: Path, mlx: Mlx) -> None:
     done = mlx(folder, "data", "rm", "data/digits", MLX_STORAGE=str(folder))
     assert done.returncode == 1
-    assert done.stdout == f"remove {folder}/data/digits, 4 files, 5.0 kB? [y/N]: "
+    assert done.stdout == f"remove {folder}/data/digits, 4 files, 5.0 kB? [y/N]: \n"
     assert files(str(folder)) == sorted(SIZES)
 
 
