@@ -1,4 +1,6 @@
-"""An experiment that an earlier version generated, bound, prepared and trained keeps working, unchanged.
+"""An experiment that an earlier version generated, bound, prepared and trained keeps working.
+
+Settings that have moved since are named, with their new keys, when one of its runs is resumed.
 
 `tests/former/0.1.0.zip` is such a folder: `mlx train new former`, a smaller net in conf.yaml, `mlx train prepare`, then
 `mlx train run` for two epochs (run_001) and `mlx train run cfg.num_epochs=1` (run_002).
@@ -6,6 +8,7 @@
 
 import functools
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,12 @@ def test_it_binds_trains_and_resumes(former: Path, mlx: Mlx) -> None:
         line for line in kept.splitlines() if "_target_" in line
     ]
 
+    refused = mlx(former, "train", "run", "--resume", "run_002", "cfg.num_epochs=2")
+    moved = re.findall(r"^  cfg\.(\w+) is cfg\.\w+\.\w+ now$", refused.stderr, re.MULTILINE)
+    assert (refused.returncode, len(moved)) == (1, 13), refused.stderr
+    stored = former / "runs" / "former" / "run_002" / "conf.yaml"  # which has their defaults
+    lines = stored.read_text().splitlines(keepends=True)
+    stored.write_text("".join(line for line in lines if line.partition(":")[0].strip() not in moved))
     resumed = mlx(former, "train", "run", "--resume", "run_002", "cfg.num_epochs=2")
     assert resumed.returncode == 0, resumed.stderr
     on_another_processor = functools.partial(pytest.approx, rel=1e-6)

@@ -104,26 +104,26 @@ def settings_of(experiment: type) -> dict[str, Any]:
     defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
     if own is None:
         return defaults
-    values = {name: _plain(getattr(own.default, name, MISSING)) for name in defaults}
+    values = {name: plain(getattr(own.default, name, MISSING)) for name in defaults}
     return defaults | {name: value for name, value in values.items() if value is not MISSING}
 
 
 def plain_defaults(*classes: type) -> dict[str, Any]:
     """Return the defaults of classes that are plain values; those of later classes count."""
     items = [item for cls in classes for item in parameters(cls) or []]
-    return {item.name: plain for item in items if (plain := _plain(item.default)) is not MISSING}
+    return {item.name: value for item in items if (value := plain(item.default)) is not MISSING}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as conf.yaml holds it, or `MISSING` if it is not plain."""
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        items = [plain(item) for item in value]
         return MISSING if MISSING in items else items
     if isinstance(value, Section):
-        node = {name: _plain(item) for name, item in vars(value).items()}
+        node = {name: plain(item) for name, item in vars(value).items()}
         return MISSING if MISSING in node.values() else {"_target_": path_of(type(value)), **node}
-    plain = value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
-    return value if plain else MISSING
+    alike = value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
+    return value if alike else MISSING
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:

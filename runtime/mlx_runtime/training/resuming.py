@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import Config
 from mlx_runtime.config.interpolation import parsed
-from mlx_runtime.config.signatures import MISSING, parameters
+from mlx_runtime.config.signatures import MISSING, parameters, plain
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, RunFinished, StorageError
@@ -291,9 +291,7 @@ def _default(node: Mapping[str, Any], name: str) -> Any:
         return MISSING
     known = {item.name: item.default for item in parameters(object_at(node["_target_"])) or []}
     default = known.get(name, MISSING)
-    if isinstance(default, tuple):
-        default = list(default)
-    return default if default is None or isinstance(default, bool | int | float | str | list) else MISSING
+    return default if isinstance(default, str) else plain(default)
 
 
 def _replaced(node: Mapping[str, Any], change: Change) -> dict[str, Any]:

@@ -249,6 +249,8 @@ def test_a_stopped_run_is_marked_and_leaves_no_process(
     )
     assert process.stdout is not None
     assert any(line.split()[:1] == ["2/9999"] for line in process.stdout)
+    while not list(folder.glob("runs/probe/run_001/checkpoints/*/checkpoint.json")):
+        time.sleep(0.1)  # checkpoints are written while the run continues
     assert len(marked(mark)) > workers
     os.killpg(process.pid, sent)  # like a terminal, to the whole foreground group
     _, errors = process.communicate(timeout=60)
