@@ -1,4 +1,4 @@
-"""Everything that relies on the private API of Ray 2.60. `test_ray_private.py` fails when Ray changes it."""
+"""Everything that relies on the private API of Ray 2.60. `test_private.py` fails when Ray changes it."""
 
 import asyncio
 import contextlib
