@@ -180,7 +180,7 @@ class Driver:
         if not may_be_prepared(self._plan.config):
             return {}
         prepared = companions.part("prepared.datasets")
-        sets = prepared.prepare_datasets(self._plan.config, self._plan.project, self._emit)
+        sets = prepared.prepare_datasets(self._plan.config, self._plan.project, self._emit, stack)
         sets = {name: item for name, item in sets.items() if stack.enter_context(prepared.mark_used(item))}
         if sets:
             names = {name: item.manifest.name for name, item in sets.items()}

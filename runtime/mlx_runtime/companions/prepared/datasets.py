@@ -19,8 +19,12 @@ from mlx_runtime.events import Event, Notice, PreparationProgress
 from mlx_runtime.training.request import RunConfig
 
 
-def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], None]) -> dict[str, PreparedSet]:
+def prepare_datasets(
+    config: RunConfig, project: Path, emit: Callable[[Event], None], stack: contextlib.ExitStack
+) -> dict[str, PreparedSet]:
     """Return the prepared datasets to read instead of samples, and make them first if `cfg.preparation.mode` is `make`.
+
+    If rows of a stream have to be compared with prepared ones, Ray runs until the stack is closed.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
@@ -30,7 +34,7 @@ def prepare_datasets(config: RunConfig, project: Path, emit: Callable[[Event], N
     if cfg.preparation.mode == "never":
         return {}
     if cfg.preparation.mode == "auto":
-        sets = _find(config, project, lambda text: emit(Notice(text)))
+        sets = _find(config, project, lambda text: emit(Notice(text)), lambda: stack.enter_context(start_ray(cfg)))
     else:
         sets = _make(config, project, emit)
     return {name: dataclasses.replace(item, cache_bytes=cfg.preparation.max_gb * 1e9) for name, item in sets.items()}
@@ -49,7 +53,7 @@ def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[]
 
 
 def _find(
-    config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object] = lambda: None
+    config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object]
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
     candidates, _ = _preparable(config, project)

@@ -25,7 +25,7 @@ def prepare(config: RunConfig) -> None:
         stack.callback(display.close)
         if stream_names(config.tree):
             stack.enter_context(companions.part("ray.start").start_ray(config.cfg))
-        sets = prepare_datasets(config, Path.cwd(), display.handle)
+        sets = prepare_datasets(config, Path.cwd(), display.handle, stack)
     if sets:
         display.print(f"{len(sets)} prepared in {config.prepared_root}; runs use them automatically")
     else:
