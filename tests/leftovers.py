@@ -82,7 +82,7 @@ if __name__ == "__main__":
     kill(sys.argv[1])
 
 
-def marked(mark: Path) -> list[int]:
+def marked(mark: Path | str) -> list[int]:
     """Return the living processes of a test."""
     found = []
     for entry in Path("/proc").iterdir():

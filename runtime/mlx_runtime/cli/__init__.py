@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -34,17 +35,11 @@ class LazyGroup(click.Group):
     """Imports the module of a command when it is used, so that `mlx --help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*GROUPS, *self.commands, *companions.commands(""), *_others()])
+        return sorted([*GROUPS, *self.commands, *_others()])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in GROUPS:
-            module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
-            command: click.Command = module.group
-            return command
-        if name in companions.commands(""):
-            from mlx_runtime.cli import commands
-
-            return commands.companion_command("", name)
+            return _group(name)
         if name not in self.commands and (other := _others().get(name)) is not None:
             added: click.Command = other.load()
             return added
@@ -54,8 +49,7 @@ class LazyGroup(click.Group):
         self, context: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if self.get_command(context, name := args[0]) is None and not context.resilient_parsing:
-            groups = {title: self.get_command(context, title) for title in sorted(GROUPS, reverse=True)}
-            found = [title for title, group in groups.items() if name in group.list_commands(context)]  # type: ignore[union-attr]
+            found = [title for title in sorted(GROUPS, reverse=True) if name in _group(title).list_commands(context)]
             if found:
                 context.fail(f"No such command {name!r}. Did you mean {' or '.join(f'mlx {x} {name}' for x in found)}?")
         return super().resolve_command(context, args)
@@ -70,10 +64,15 @@ class LazyGroup(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            names = [*self.commands, *companions.commands("")]
-            own = {name: self.get_command(context, name).get_short_help_str() for name in names}  # type: ignore[union-attr]
+            own = {name: command.get_short_help_str() for name, command in self.commands.items()}
             others = {name: f"From the package {item.dist.name}." for name, item in _others().items()}
             formatter.write_dl(sorted((others | GROUPS | own).items()))
+
+
+def _group(name: str) -> click.Group:
+    module: Any = importlib.import_module(f"mlx_runtime.cli.{name}")
+    group: click.Group = module.group
+    return group
 
 
 @contextlib.contextmanager
@@ -113,6 +112,20 @@ def new(context: click.Context, name: str, output: str) -> None:
     from mlx_runtime.cli import train
 
     context.invoke(train.group.commands["new"], name=name, output=output)
+
+
+@mlx.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Check this machine and the experiment in the working directory."""
+    checks = []
+    for check in companions.part("ray.doctor").checks():
+        checks.append(check)
+        if not as_json:
+            click.echo(check.line())
+    if as_json:
+        click.echo(json.dumps([vars(check) for check in checks], indent=2))
+    sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
 @mlx.command("completion")

@@ -31,15 +31,11 @@ class Group(click.Group):
         return sorted([*self.commands, *companions.commands(self.name or "")])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        return self.commands.get(name) or companion_command(self.name or "", name)
-
-
-def companion_command(group: str, name: str) -> click.Command | None:
-    """Return the command that a companion adds to a group, or to `mlx` itself."""
-    if (companion := companions.commands(group).get(name)) is None:
-        return None
-    found: click.Command = getattr(companions.part(f"{companion}.commands"), f"{group}_{name}".strip("_"))
-    return found
+        companion = companions.commands(self.name or "").get(name)
+        if companion is None:
+            return self.commands.get(name)
+        added: click.Command = getattr(companions.part(f"{companion}.commands"), f"{self.name}_{name}")
+        return added
 
 
 def variant_words(variants: tuple[str, ...]) -> list[str]:

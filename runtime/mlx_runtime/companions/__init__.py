@@ -23,7 +23,7 @@ COMPANIONS = {
     "hub": Companion(("xp push", "xp release"), setting="mirror", scheme="hf"),
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
-    "ray": Companion(("doctor", "train launch", "data launch", "xp ray")),
+    "ray": Companion(("train launch", "data launch", "xp ray")),
     "sharding": Companion(("xp consolidate",)),
     "sweeps": Companion(("train sweep",)),
     "views": Companion(("xp diff", "xp report")),
@@ -44,7 +44,7 @@ def part(name: str) -> Any:
 
 
 def commands(group: str) -> dict[str, str]:
-    """Return the commands that companions add to a group like `xp`, or to `mlx` itself: the companion by the name."""
+    """Return the commands that companions add to a group like `xp`: the companion by the name."""
     words = ((name, *command.rpartition(" ")[::2]) for name, item in COMPANIONS.items() for command in item.commands)
     return {command: name for name, where, command in words if where == group}
 

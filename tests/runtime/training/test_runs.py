@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import Mlx, edit, unbound
 from faults import differences
+from leftovers import marked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.process
@@ -202,18 +203,6 @@ def test_what_a_worker_raises_is_shown_once_with_its_rank_and_the_users_frames(m
     assert lines[5:] == []  # there is no checkpoint yet to resume from
     assert record(folder)["status"] == "FAILED"
     assert "only this rank" in record(folder)["error"]
-
-
-def marked(mark: str) -> list[str]:
-    """Return the command lines of living processes with a mark in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and f"MLX_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return found
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Commands for clusters: launch, doctor, and the dashboard."""
+"""Commands for clusters: launch, and the dashboard."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -128,22 +127,6 @@ def train_launch(
 def data_launch(overrides: tuple[str, ...], **settings: Any) -> None:
     """Run the data job on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=64"""
     launch_and_exit(DATA_JOB, overrides, **settings)
-
-
-@click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
-    """Check this machine and the experiment in the working directory."""
-    from mlx_runtime.companions.ray.doctor import checks
-
-    found = []
-    for check in checks():
-        found.append(check)
-        if not as_json:
-            click.echo(check.line())
-    if as_json:
-        click.echo(json.dumps([vars(check) for check in found], indent=2))
-    sys.exit(0 if all(check.ok for check in found) else 1)
 
 
 @click.command("ray")
