@@ -235,7 +235,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     """Parse overrides in Hydra's grammar; ConfigError names the one that is not in it."""
     for item in overrides:
         if item.startswith("="):
-            raise ConfigError(f"the override {item!r} has no key; write key=value")
+            raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
         if not _is_unicode(item):
             raise ConfigError(f"the override {item!a:.100} holds text that is not Unicode; type it again")
         if _nesting(item) > DEPTH:

@@ -33,7 +33,10 @@ class WorkerJob:
 
 
 def run_worker(shared: WorkerJob, rank: int) -> int:
-    """Train as one of the workers and store the result. Return the exit code."""
+    """Train as one of the workers and store the result. Return the exit code.
+
+    Pass it to `os._exit`: gloo's threads hold tensors and can abort an interpreter that is finalizing.
+    """
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     error: BaseException | None = None
