@@ -4,10 +4,9 @@ The names below are imported when first used, so that `import mlx_runtime` and `
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from mlx_runtime.importing import FinderOnUse, many_imports
+from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.api import kfold, sweep
     from mlx_runtime.companions.sweeps.results import open_sweep
     from mlx_runtime.config.building import DUMMY_PARAMS
+    from mlx_runtime.config.declarations import defer_loading
     from mlx_runtime.distributed.topology import get_device
     from mlx_runtime.distributed.wrapping import prepare_model
     from mlx_runtime.errors import MlxError
@@ -48,6 +48,7 @@ __all__ = [
     "Trainer",
     "clean_exit",
     "connect",
+    "defer_loading",
     "fit",
     "get_device",
     "kfold",
@@ -66,8 +67,6 @@ __all__ = [
     "world_size",
 ]
 
-sys.meta_path.insert(0, FinderOnUse("src", "mlx_runtime.config.declarations.SourceFinder"))  # which loads no data
-
 _HOMES = {
     "BaseModule": "training.experiment",
     "DUMMY_PARAMS": "config.building",
@@ -78,6 +77,7 @@ _HOMES = {
     "Trainer": "companions.notebook.function_runs",
     "clean_exit": "exits",
     "connect": "training.planning",
+    "defer_loading": "config.declarations",
     "fit": "training.terminal",
     "get_device": "distributed.topology",
     "kfold": "companions.sweeps.api",

@@ -42,22 +42,6 @@ def imports_on_use(module: str, homes: Mapping[str, str]) -> Callable[[str], Any
     return getattr_of_module
 
 
-class FinderOnUse:
-    """Stands for a finder of a package's modules until one of them is imported. `finder` is the path of its class."""
-
-    def __init__(self, package: str, finder: str) -> None:
-        self._package, self._finder = package, finder
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] != self._package:
-            return None
-        module, _, cls = self._finder.rpartition(".")
-        finder = getattr(importlib.import_module(module), cls)(self._package)
-        sys.meta_path[sys.meta_path.index(self)] = finder
-        found: ModuleSpec | None = finder.find_spec(name, path, target)
-        return found
-
-
 def after_import(name: str, call: Callable[[], object]) -> None:
     """Call a function once a module has been imported: now, or when other code imports it."""
     if name in sys.modules:

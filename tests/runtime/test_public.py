@@ -1,5 +1,8 @@
 """The public names of `mlx_runtime`."""
 
+import subprocess
+import sys
+
 import pytest
 
 import mlx_runtime
@@ -21,3 +24,12 @@ def test_the_class_is_the_one_from_its_module() -> None:
     from mlx_runtime.training.experiment import BaseModule
 
     assert mlx_runtime.BaseModule is BaseModule
+
+
+@pytest.mark.process
+def test_importing_the_library_hooks_nothing() -> None:
+    code = (
+        "import sys; before = sys.meta_path[:], sys.path_hooks[:]; import mlx_runtime; "
+        "assert before == (sys.meta_path, sys.path_hooks), sys.meta_path"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,7 +1,7 @@
 """Datasets and pretrained models as defaults: `train: TrainDataset = TrainDataset()` and
 `net: PreTrainedModel = AutoModel.from_pretrained(...)` are written without loading anything when `src` is imported.
 
-An import hook, which `import mlx_runtime` installs, rewrites the modules of `src` as they are compiled. A call `f(x)`
+`defer_loading`, which `src/__init__.py` calls, has the modules of `src` rewritten as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
 `Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
 weights as an argument. Otherwise it calls `f`. A call with another one among its arguments, `f(g(x))`, becomes
@@ -104,7 +104,7 @@ def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
     if is_pretrained(callee):
         _loads_weights = True
         return functools.partial(_declared_pretrained, callee)
-    if _is_data(callee):
+    if is_data(callee):
         return functools.partial(Declaration, callee)
     may_load = _loads_weights and _spreads(callee)
     return functools.partial(declared_with_arguments, callee) if may_load else callee
@@ -116,7 +116,7 @@ def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
     For a callee with calls among its arguments, which are evaluated before it is decided. The module itself makes the
     last call, so that a warning names it.
     """
-    if is_pretrained(callee) or _is_data(callee) or not _spreads(callee):
+    if is_pretrained(callee) or is_data(callee) or not _spreads(callee):
         return functools.partial(functools.partial, declared(callee))
     return functools.partial(_call_or_declaration, callee)
 
@@ -130,7 +130,8 @@ def _spreads(callee: Any) -> bool:
     return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
 
 
-def _is_data(callee: Any) -> bool:
+def is_data(callee: Any) -> bool:
+    """Return True if a class or function makes a dataset."""
     return is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee)
 
 
@@ -189,7 +190,7 @@ def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: An
 def is_loaded_later(value: Any) -> bool:
     """Return True for the declaration of trained weights, and what holds one."""
     if isinstance(value, Declaration):
-        return not _is_data(value.target)
+        return not is_data(value.target)
     if isinstance(value, tuple | list | dict):
         return any(map(is_loaded_later, value.values() if isinstance(value, dict) else value))
     return False
@@ -231,13 +232,15 @@ class _Rewriter(ast.NodeTransformer):
 
 
 class SourceLoader(SourceFileLoader):
-    """Loads a module with its datasets declared."""
+    """Loads a module with its datasets declared, if the loading of its package is deferred."""
 
     def path_stats(self, path: str) -> Any:
         raise OSError("bytecode is not cached, since other programs may read the cache")
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
-        tree = ast.fix_missing_locations(_Rewriter().visit(ast.parse(data, path)))
+        tree = ast.parse(data, path)
+        if loads_later(self.name):
+            tree = ast.fix_missing_locations(_Rewriter().visit(tree))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -245,14 +248,35 @@ class SourceLoader(SourceFileLoader):
         super().exec_module(module)
 
 
-class SourceFinder:
-    """Finds the modules below some top-level packages for `SourceLoader`."""
+_packages: set[str] = set()
 
-    def __init__(self, *packages: str) -> None:
-        self._packages = packages
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name.partition(".")[0] not in self._packages:
+def defer_loading(package: str) -> None:
+    """Import the other modules of a package without loading the datasets and pretrained models in their defaults.
+
+    Called in `src/__init__.py`, before other modules of the package are imported. Calls that Python executes while it
+    imports them, such as `train: Rows = Rows()`, are recorded if they construct a dataset or load trained weights; the
+    workers of a run make them. The functions of the package, and all other packages, stay as they are.
+
+    Args:
+        package: `__name__` of the package.
+    """
+    _packages.add(package)
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+def loads_later(module: str) -> bool:
+    """Return True if a module belongs to a package whose loading is deferred."""
+    return any(f"{module}.".startswith(f"{package}.") for package in _packages)
+
+
+class _Finder:
+    """Finds the modules of top-level packages whose loading is deferred. `runs/snapshots.py` finds those of others."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in _packages:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):

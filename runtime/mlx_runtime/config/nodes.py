@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.declarations import Declaration
+from mlx_runtime.config.declarations import Declaration, is_data, loads_later
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import Call, Recording, recorded_constant, recorded_default
 from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, own_default, parameters
@@ -132,6 +132,8 @@ class Description:
                 recorded = recorded_default(target, parameter.name, parameter.default)
                 if recorded is None:
                     raise
+                if not is_factory(parameter.default):
+                    _refuse_loaded(target.__module__, recorded[1], key)
                 return self._value(recorded[0], parameter.annotation, recorded[1], key)
         except BindError:
             raise
@@ -176,6 +178,7 @@ class Description:
             constant = recorded_constant(value, self._home)
             if constant is None or constant[0] is value:
                 raise
+            _refuse_loaded(self._home, constant[1], key)
             return self._written(constant[0], hint, constant[1], key)
 
     def _written(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
@@ -232,6 +235,17 @@ class Description:
 def _refuse_reserved(name: Any, key: str, kind: str) -> None:
     if name in RESERVED:
         raise BindError(f"{key}: {kind} cannot be named {name}, which is reserved in conf.yaml")
+
+
+def _refuse_loaded(module: str, recording: Recording, key: str) -> None:
+    """Refuse a default with a dataset or a trained model that was loaded while its module of `src` was imported."""
+    if module.partition(".")[0] != "src" or loads_later("src"):
+        return
+    if any(isinstance(call.result, Declaration) or is_data(call.function) for call in recording.calls.values()):
+        raise BindError(
+            f"{key} was loaded while src was imported; to load it in workers only, add to src/__init__.py: "
+            "import mlx_runtime; mlx_runtime.defer_loading(__name__)"
+        )
 
 
 def _refuse_untyped(cls: type, key: str) -> None:

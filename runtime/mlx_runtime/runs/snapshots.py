@@ -26,6 +26,7 @@ from typing import Any
 
 from pathspec import GitIgnoreSpec
 
+from mlx_runtime.config.declarations import SourceLoader
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import stays_below
@@ -209,7 +210,7 @@ class _Finder:
         return spec
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
+class _Loader(SourceLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         prefix = module.__name__.partition(".")[0]
         vars(module)["__builtins__"] = vars(builtins) | {"__import__": functools.partial(_import, prefix)}

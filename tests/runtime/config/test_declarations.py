@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import Subset
 
 from mlx_runtime.config.building import build, build_group, declare, declare_group
-from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.config.declarations import Declaration, defer_loading
 from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -83,12 +83,10 @@ MADE_BY_IMPORT = list(made)
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     folder = tmp_path_factory.mktemp("declared")
     (folder / "declared_source.py").write_text(SOURCE)
-    finder = SourceFinder("declared_source")
-    sys.meta_path.insert(0, finder)
+    defer_loading("declared_source")
     sys.path.insert(0, str(folder))
     yield importlib.import_module("declared_source")
     sys.path.remove(str(folder))
-    sys.meta_path.remove(finder)
     del sys.modules["declared_source"]
     assert not (folder / "__pycache__").exists()
 

@@ -21,7 +21,7 @@ from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pinned, recorded
 from mlx_runtime.config import declarations
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build
-from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.config.declarations import Declaration, defer_loading
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
@@ -322,15 +322,13 @@ def source(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Modul
     for name, text in LIBRARIES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    finder = SourceFinder("pretrained_source")
-    sys.meta_path.insert(0, finder)
+    defer_loading("pretrained_source")
     sys.path.insert(0, str(folder))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(declarations, "_loads_weights", False)  # the first call that loads weights is inside another
         module = importlib.import_module("pretrained_source")
     yield module
     sys.path.remove(str(folder))
-    sys.meta_path.remove(finder)
     for name in [
         name for name in sys.modules if name.partition(".")[0] in ("peft", "pretrained_source", "timm", "torchvision")
     ]:

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build, declare
 from mlx_runtime.config.checks import Checker
-from mlx_runtime.config.declarations import Declaration, SourceFinder
+from mlx_runtime.config.declarations import Declaration, defer_loading
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import recorded_default
 from mlx_runtime.config.interpolation import parsed
@@ -24,7 +23,8 @@ from mlx_runtime.errors import BindError
 
 pytestmark = pytest.mark.pure
 
-sys.meta_path.insert(0, SourceFinder("zoo", "zoo_libraries"))  # as for `src`
+defer_loading("zoo")  # as for `src`
+defer_loading("zoo_libraries")
 import zoo  # noqa: E402
 import zoo_libraries  # noqa: E402
 

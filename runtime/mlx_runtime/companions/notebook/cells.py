@@ -11,6 +11,7 @@ from types import ModuleType
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.storage.local import write_atomic
 
+PACKAGE = "import mlx_runtime\n\nmlx_runtime.defer_loading(__name__)  # importing this package loads no data\n"
 HEADER = '"""The %%mlx cells of a notebook. Edit them there: running one overwrites this file."""\n'
 
 
@@ -68,7 +69,7 @@ class CellModule:
         try:
             if not self.path.parent.is_dir():
                 self.path.parent.mkdir()
-                (self.path.parent / "__init__.py").touch()
+                (self.path.parent / "__init__.py").write_text(PACKAGE, encoding="utf-8")
             write_atomic(self.path, self.text)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {short_message(error)}") from error
