@@ -1,6 +1,5 @@
 """Errors that mean only that another worker is lost."""
 
-import dis
 import re
 import sys
 
@@ -20,20 +19,11 @@ _GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
 def lost_peer(error: BaseException) -> bool:
     """Return True if an error means only that another worker is lost.
 
-    Gloo raises plain RuntimeErrors from C++, with a location in its source in front. Any other RuntimeError, for
-    example about a server that refuses connections, comes from user code.
+    Gloo raises plain RuntimeErrors with a location in its source in front, which they keep when user code raises them
+    again. Any other RuntimeError, for example about a server that refuses connections, comes from user code.
     """
     ray_errors = sys.modules.get("ray.exceptions")  # without Ray, none of its errors was raised
     lost = [getattr(ray_errors, name) for name in _RAY_LOST] if ray_errors is not None else []
     if isinstance(error, (torch.distributed.DistError, *lost)):
         return True
-    return type(error) is RuntimeError and _GLOO.match(str(error)) is not None and not _raised_in_python(error)
-
-
-def _raised_in_python(error: BaseException) -> bool:
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    if innermost is None:
-        return False  # it comes from another process, which kept the traceback
-    return innermost.tb_frame.f_code.co_code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return type(error) is RuntimeError and _GLOO.match(str(error)) is not None
