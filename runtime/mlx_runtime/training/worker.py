@@ -86,7 +86,8 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
 
 _NOT_MIXED = (
     "sharded and whole tensors do not mix; call the model itself, not another of its methods, and do not wrap it in "
-    "DistributedDataParallel; on every worker, tensor.full_tensor() returns the whole of a sharded one"
+    "DistributedDataParallel; on every worker, tensor.full_tensor() returns the whole of a sharded one; Adafactor, "
+    "Rprop and SGD with fused=True cannot take sharded parameters"
 )
 
 

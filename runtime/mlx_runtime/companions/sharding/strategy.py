@@ -3,11 +3,10 @@
 Torch's FSDP is imported by what uses it: the driver asks these classes what they refuse, and the import takes seconds.
 """
 
-import functools
 import types
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,17 +23,15 @@ from mlx_runtime.companions.sharding.sharing import (
     take_whole_states,
 )
 from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.distributed.randomness import load_random_state_dict, random_state_dict
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.torch_private import ShardScaler, drop_unreduced_gradients
-from mlx_runtime.distributed.wrapping import by_mesh, is_sharded, local_part, raised_by_shards, total_norm
-from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.distributed.wrapping import by_mesh, is_sharded, local_part, total_norm
+from mlx_runtime.errors import ConfigError
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.storage.files import size_text
 from mlx_runtime.training.forward import HALF, compile_forward
-from mlx_runtime.training.memory import out_of_memory
 from mlx_runtime.training.strategies.blocks import blocks_of, without_shared
 from mlx_runtime.training.strategies.building import build_models, check_values, deferred_models, initialize, place
 from mlx_runtime.training.strategies.ddp import DDP
@@ -43,9 +40,6 @@ from mlx_runtime.training.strategies.selection import own_strategies, strategy_c
 
 if TYPE_CHECKING:
     from mlx_runtime.training.strategies.base import StrategyClass
-
-OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Muon")
-"""Those of torch that take sharded parameters; Adafactor and Rprop do not."""
 
 _CURE = 'Models.strategies = {"name": "ddp"} replicates a model on all workers'
 
@@ -157,8 +151,6 @@ class FSDP:
             fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
         except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
             raise ConfigError(f"models.{name} cannot be sharded: {error}\n{_CURE}") from error
-        for module in (model, *parts):
-            type(module).__deepcopy__ = _no_copy  # type: ignore[attr-defined]  # FSDP has made a class for it
         keep_buffers_equal(model)
         take_whole_states(model)
         if self._offloads:
@@ -199,7 +191,6 @@ class FSDP:
             for group in optimizer.param_groups:
                 if len(by_mesh(group["params"])) > 1:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
-            _explain_errors(optimizer)
 
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
         return states  # each worker stores its shards
@@ -254,33 +245,6 @@ def _check_unshared(
                     f"models.{name} shares parameters with models.{other}, so neither can be sharded; {_CURE}"
                 )
         done.add(id(model))
-
-
-def _explain_errors(optimizer: Optimizer) -> None:
-    """Let an optimizer that cannot take sharded parameters say so, at its first step."""
-    step = type(optimizer).step
-
-    @functools.wraps(step)
-    def explained(self: Optimizer, *args: Any, **options: Any) -> Any:
-        try:
-            return step(self, *args, **options)
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            if lost_peer(error) or out_of_memory(error) or not raised_by_shards(error):
-                raise
-            name = type(optimizer).__name__
-            raise MlxError(
-                f"{name} cannot take the parameters of sharded models. These can: {', '.join(OPTIMIZERS)} (SGD without "
-                f"fused). Or train the model with the strategy ddp. ({short_message(error)})"
-            ) from error
-
-    optimizer.step = types.MethodType(explained, optimizer)  # type: ignore[method-assign]
-
-
-def _no_copy(*_: Any) -> NoReturn:
-    raise MlxError(
-        "a sharded model cannot be copied; make the copy in Models.__init__, where models are not sharded yet, or copy "
-        "its weights: {name: item.clone() for name, item in net.state_dict().items()}"
-    )
 
 
 def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:

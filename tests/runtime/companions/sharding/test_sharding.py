@@ -19,7 +19,7 @@ from torch import nn
 import mlx_runtime
 from mlx_runtime import TrainConfig
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.distributed.wrapping import is_sharded, raised_by_shards
 from mlx_runtime.errors import MlxError
 from mlx_runtime.sections import Sharding
 from mlx_runtime.training.gradients import GradientMonitor
@@ -378,8 +378,9 @@ def optimizers(rank: int) -> dict[str, Any]:
         strategy, ours = sharded(node(Models, net=Net))
         optimizer = getattr(torch.optim, name)(trained(ours.net))
         strategy.prepare_optimizers({"it": optimizer})
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)  # wraps the step, too
-        found[name] = error_of(functools.partial(train, ours.net, optimizer))
+        with pytest.raises(RuntimeError) as caught:
+            train(ours.net, optimizer)
+        found[name] = raised_by_shards(caught.value)
     return found
 
 
@@ -485,14 +486,11 @@ def preparation(rank: int) -> list[Any]:
 
 
 @work
-def copies(rank: int) -> list[str]:
+def copies(rank: int) -> bool:
     _, ours = sharded(node(Models, net=Net))
-    assert copy.deepcopy(ours.net.state_dict()).keys() == ours.net.state_dict().keys()
-    return [
-        error_of(lambda: copy.deepcopy(ours.net)),
-        error_of(lambda: torch.optim.swa_utils.AveragedModel(ours.net)),
-        error_of(lambda: copy.deepcopy(ours.net.blocks[0])),
-    ]
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy. Please use state dict"):  # of torch
+        torch.optim.swa_utils.AveragedModel(ours.net)
+    return copy.deepcopy(ours.net.state_dict()).keys() == ours.net.state_dict().keys()
 
 
 @work
@@ -551,8 +549,7 @@ class TestTraining:
     @pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
     def test_optimizers_that_cannot_take_shards(self, on_workers: dict[str, Any], name: str) -> None:
         for found in everywhere(on_workers["optimizers"]):
-            assert found[name].startswith(f"{name} cannot take the parameters of sharded models. These can: SGD, ")
-            assert ". These can: SGD, Adam, AdamW" in found[name]
+            assert found[name] is True
 
     def test_an_abandoned_update_accumulation_clipping_and_an_average(self, on_workers: dict[str, Any]) -> None:
         assert all(found < 1e-5 for found in everywhere(on_workers["accumulation"]))
@@ -581,9 +578,8 @@ class TestUserCode:
     def test_prepare_model_returns_a_sharded_model_as_it_is(self, on_workers: dict[str, Any]) -> None:
         assert on_workers["preparation"] == [[True, "DistributedDataParallel", False]] * WORLD
 
-    def test_copies_are_refused(self, on_workers: dict[str, Any]) -> None:
-        for found in everywhere(on_workers["copies"]):
-            assert all(text.startswith("a sharded model cannot be copied; make the copy in Models.") for text in found)
+    def test_torch_refuses_copies_of_models_but_not_of_their_states(self, on_workers: dict[str, Any]) -> None:
+        assert all(everywhere(on_workers["copies"]))
 
     def test_a_model_that_only_models_constructs_has_a_strategy(self, on_workers: dict[str, Any]) -> None:
         assert on_workers["made_by_models"][0] == [True, False]
