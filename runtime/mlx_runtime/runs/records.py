@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError, UsageError
+from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, reading, withdraw_stop
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import (
@@ -178,10 +178,11 @@ class Record:
                 self._write(self.folder.record, to_json(self._replaced))
             self._ours = False
 
-    def disown(self) -> None:
-        """Stop writing, because another driver owns the run."""
+    def disown(self) -> MlxError:
+        """Stop writing, because another driver owns the run. Return the error that ends this driver."""
         with self._lock:
             self._ours = False
+        return MlxError(f"{self.folder.title} was taken over by another driver; this one has ended")
 
     @contextlib.contextmanager
     def alive(self) -> Iterator[None]:

@@ -110,9 +110,7 @@ class Driver:
                     yield from self._train(recorder, stack)
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and self.control.taken_over:
-                    record.disown()
-                    text = f"{record.folder.title} was taken over by another driver; this one has ended"
-                    raise MlxError(text) from None
+                    raise record.disown() from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
                 status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
                 try:

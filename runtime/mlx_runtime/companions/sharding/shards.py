@@ -17,9 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mlx_runtime.distributed.wrapping import is_sharded
-from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs.checkpoints import tensor_files
-from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, DamagedError, Stored
+from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, Stored, reading
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
 from mlx_runtime.storage.files import Storage, joined
@@ -152,9 +151,11 @@ class Shards:
         """Check that every file exists and has its size, without reading it; else raise DamagedError."""
         for file, about in self.files.items():
             size = self._storage.size_bytes(self._name, file)
-            if size != about["size_bytes"]:
-                what = "there is no such file" if size is None else f"it has {size:,} bytes of {about['size_bytes']:,}"
-                raise DamagedError(f"{self._path(file)} is damaged: {what}")
+            with reading(self._path(file)):
+                if size is None:
+                    raise FileNotFoundError
+                if size != about["size_bytes"]:
+                    raise ValueError(f"it has {size:,} bytes of {about['size_bytes']:,}")
 
     def loaded(self, value: Any) -> Any:
         """Return plain values with a `StoredTensor` instead of each placeholder."""
@@ -185,17 +186,10 @@ class Shards:
             chunk = self._chunk(item)
             reads.setdefault(chunk["file"], []).append((chunk["start"], item))
         for file, items in sorted(reads.items()):
-            try:
-                with self._storage.open(self._name, file) as stream:
-                    reader = BlockReader(stream, self.files[file]["sha256"])
-                    for _, item in sorted(items, key=lambda pair: pair[0]):
-                        self._read(reader, item, planner.resolve_tensor(item).detach())
-            except FileNotFoundError as error:
-                raise DamagedError(f"{self._path(file)} is damaged: there is no such file") from error
-            except OSError as error:
-                raise StorageError(f"cannot read {self._path(file)}: {short_message(error)}") from error
-            except ValueError as error:
-                raise DamagedError(f"{self._path(file)} is damaged: {error}") from error
+            with reading(self._path(file)), self._storage.open(self._name, file) as stream:
+                reader = BlockReader(stream, self.files[file]["sha256"])
+                for _, item in sorted(items, key=lambda pair: pair[0]):
+                    self._read(reader, item, planner.resolve_tensor(item).detach())
 
     def _read(self, reader: BlockReader, item: "ReadItem", target: torch.Tensor) -> None:
         """Fill one tensor with a box of a chunk: all rows that the box is in are read."""

@@ -158,8 +158,7 @@ class Sweep:
             self.record.finish("STOPPED")
             raise
         if self.control.taken_over:
-            self.record.disown()
-            raise MlxError(f"{folder.title} was taken over by another driver; this one has ended")
+            raise self.record.disown()
         ended = outcome(self.plan, self.trials)
         self.record.finish(ended.status, best=self._best())
         self._emit(ended)

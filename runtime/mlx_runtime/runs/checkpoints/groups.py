@@ -4,6 +4,7 @@ A state consists of plain values: what loading a checkpoint can return without r
 """
 
 import collections
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from mlx_runtime.distributed.wrapping import is_sharded, unwrap
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, StorageError, short_message
 from mlx_runtime.runs import metric_states
+from mlx_runtime.storage.local import IrregularError
 
 State = dict[str, Any]
 
@@ -27,6 +29,30 @@ PLACEHOLDER = "mlx_runtime.sharded"
 
 class DamagedError(ConfigError):
     """A file of a checkpoint is missing, or is not what was saved."""
+
+
+def damaged(path: str, reason: object) -> DamagedError:
+    return DamagedError(f"{path} is damaged: {reason}")
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Translate the errors of reading a file of a checkpoint; the block raises ValueError if it is not what was saved.
+
+    Raises:
+        DamagedError: it is missing, or is not what was saved.
+        StorageError: the storage does not answer.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise damaged(path, "there is no such file") from error
+    except IrregularError as error:
+        raise damaged(path, error.strerror) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
+    except ValueError as error:
+        raise damaged(path, short_message(error)) from error
 
 
 class Stored:

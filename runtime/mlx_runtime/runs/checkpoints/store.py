@@ -26,12 +26,11 @@ from mlx_runtime.runs.checkpoint_index import (
     read_description,
     undescribed,
 )
-from mlx_runtime.runs.checkpoints.groups import DamagedError, State, has_placeholders, has_stored
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damaged, has_placeholders, has_stored, reading
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
-from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
 if TYPE_CHECKING:
@@ -339,7 +338,7 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
     file_name = about.file if about is not None else STATE
     path = joined(storage.root, name, file_name)
     state, unreadable = None, ""
-    try:
+    with reading(path):
         with storage.open(name, file_name) as file:
             hashing = HashingReader(file)
             try:
@@ -349,16 +348,10 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
             if hashing.failure is not None:
                 raise hashing.failure
             sha256, size = hashing.finish()
-    except FileNotFoundError as error:
-        raise DamagedError(f"{path} is damaged: there is no such file") from error
-    except IrregularError as error:
-        raise DamagedError(f"{path} is damaged: {error.strerror}") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
-    if about is not None and size != about.size_bytes:
-        raise DamagedError(f"{path} is damaged: it has {size:,} bytes of {about.size_bytes:,}")
-    if about is not None and sha256 != about.sha256:
-        raise DamagedError(f"{path} is damaged: its SHA-256 is not the one it was saved with")
+        if about is not None and size != about.size_bytes:
+            raise ValueError(f"it has {size:,} bytes of {about.size_bytes:,}")
+        if about is not None and sha256 != about.sha256:
+            raise ValueError("its SHA-256 is not the one it was saved with")
     if unreadable:
         raise ConfigError(f"{path} is damaged: {unreadable}")
     if missing := PARTS - (state.keys() if isinstance(state, dict) else set()):
@@ -366,13 +359,14 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
     shards = _shards(storage, name, about)
     if shards is None:
         if has_placeholders(state):
-            raise DamagedError(f"{joined(storage.root, name, ABOUT)} is damaged: it names no index of the shards")
+            raise damaged(joined(storage.root, name, ABOUT), "it names no index of the shards")
         return cast("State", state)
     shards.check_files()
-    try:
-        return cast("State", shards.loaded(state))
-    except (ValueError, TypeError) as error:
-        raise DamagedError(f"{path} is damaged: {short_message(error)}") from error
+    with reading(path):
+        try:
+            return cast("State", shards.loaded(state))
+        except TypeError as error:
+            raise ValueError(short_message(error)) from error
 
 
 def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | None":
@@ -380,18 +374,14 @@ def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | 
     file_name = about.index if about is not None else INDEX
     if file_name is None:
         return None
-    path = joined(storage.root, name, file_name)
-    try:
-        content = storage.read(name, file_name)
+    with reading(joined(storage.root, name, file_name)):
+        try:
+            content = storage.read(name, file_name)
+        except FileNotFoundError:
+            if about is None:
+                return None
+            raise
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
         shards: Shards = companions.part("sharding.shards").Shards(storage, name, content)
         return shards
-    except FileNotFoundError as error:
-        if about is None:
-            return None
-        raise DamagedError(f"{path} is damaged: there is no such file") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {short_message(error)}") from error
-    except ValueError as error:
-        raise DamagedError(f"{path} is damaged: {short_message(error)}") from error
