@@ -2,4 +2,4 @@
 
 from mlx_runtime.settings import prepare_ray
 
-prepare_ray()  # before anything in this room imports Ray
+prepare_ray()  # before user code imports Ray or a library of Hugging Face

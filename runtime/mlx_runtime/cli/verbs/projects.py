@@ -183,8 +183,22 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
 
 def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None) -> None:
     """Run the `main.py` of the working directory with these overrides, or that of the code stored with a run."""
+    folder, _ = load(kind, overrides, "run", code_of)  # explains errors of the import better than main.py would
+    main = folder / "main.py"
+    if not main.is_file():
+        raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
+    sys.path.insert(0, str(folder))
+    sys.argv = [str(main), *overrides]
+    runpy.run_path(str(main), run_name="__main__")
+
+
+def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | None" = None) -> tuple[Path, type]:
+    """Bind the project in the working directory if it has no conf.yaml, and get ready to run it.
+
+    Returns its folder and its class, or those of the code stored with a run.
+    """
     folder = kind.folder()
-    refuse_options(kind, overrides, "run")
+    refuse_options(kind, overrides, verb)
     prepare_fork()
     if kind == AN_EXPERIMENT and not Settings.read().quiet:
         print(f"loading   {kind.file}", flush=True)
@@ -193,17 +207,12 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
         from mlx_runtime.runs import snapshots
 
         folder = snapshots.unpacked(code_of)
-    main_class(kind, folder)  # explains errors of the import better than main.py would
+    cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
         from mlx_runtime.training.engines import local
 
         local.warm_up()
-    main = folder / "main.py"
-    if not main.is_file():
-        raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-    sys.path.insert(0, str(folder))
-    sys.argv = [str(main), *overrides]
-    runpy.run_path(str(main), run_name="__main__")
+    return folder, cls
 
 
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import is_sharded
 from mlx_runtime.errors import MlxError
 
@@ -122,16 +123,16 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
         return pickle.loads(broadcast(pickle.dumps(data)))
 
 
-def enter_ray_train_alone(name: str) -> None:
-    """Make `ray.train.get_context`, `prepare_model` and the like work in this process, the only one of its run."""
-    set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
+def enter_ray_train(name: str, topology: Topology | None) -> None:
+    """Make `ray.train.get_context`, `prepare_model` and the like work in this process.
 
-
-def enter_ray_train(name: str, rank: int, world_size: int) -> None:
-    """Make the same functions work in a worker of the local engine, without Ray.
-
-    All workers are on this machine. `name` is the experiment's name.
+    It is a worker of the local engine, which has no Ray, or with None the driver, the only process of its run. `name`
+    is the experiment's name.
     """
+    if topology is None:
+        set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
+        return
+    rank, world_size = topology.rank, topology.world_size
     ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
     set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))
     ray.init = _refuse_ray  # which `ray.get` and others call when Ray is not running

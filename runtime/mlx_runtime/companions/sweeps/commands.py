@@ -1,6 +1,5 @@
 """The command that runs a sweep."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,6 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import names_run, refuse_empty
-from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.training.engines.placement import JOB_FLAG
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)
@@ -73,17 +70,7 @@ def sweep_request(
 
 def run(overrides: Sequence[str], definition: Mapping[str, Any], **how: Any) -> None:
     """Run a sweep of the experiment in the working directory."""
-    folder = AN_EXPERIMENT.folder()
-    projects.refuse_options(AN_EXPERIMENT, overrides, "sweep")
-    prepare_fork()
-    if not Settings.read().quiet:
-        print(f"loading   {AN_EXPERIMENT.file}", flush=True)
-    projects.bind_first(AN_EXPERIMENT, folder)
-    experiment = main_class(AN_EXPERIMENT, folder)
-    if JOB_FLAG not in os.environ:
-        from mlx_runtime.training.engines import local
-
-        local.warm_up()
+    _, experiment = projects.load(AN_EXPERIMENT, overrides, "sweep")
     from mlx_runtime.companions.sweeps import terminal
     from mlx_runtime.companions.sweeps.definition import Definition
 

@@ -9,11 +9,11 @@ from typing import Any
 from mlx_runtime import companions
 from mlx_runtime.data.definitions import stream_names
 from mlx_runtime.distributed.topology import Topology, device_here
-from mlx_runtime.importing import after_import
 from mlx_runtime.settings import environment
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
 from mlx_runtime.training.engines.placement import this_machine
+from mlx_runtime.training.engines.worker import enter_ray_train
 from mlx_runtime.training.worker import train_to
 
 
@@ -40,8 +40,7 @@ class InProcess:
         if any(name not in job.prepared for name in stream_names(job.tree)):
             self._stack.enter_context(companions.part("ray.start").start_ray(self._cfg))
         self._train = partial(train_to, Direct(handle, stop_asked), job)
-        if "ray" in companions.COMPANIONS:
-            after_import("ray", partial(_enter_ray_train, job))
+        enter_ray_train(job)
         return self
 
     def poll(self) -> bool:
@@ -54,10 +53,3 @@ class InProcess:
 
     def close(self) -> None:
         self._stack.close()
-
-
-def _enter_ray_train(job: Job) -> None:
-    private = companions.part("ray.private")
-    private.enter_ray_train_alone(job.run.experiment)
-    if not job.verbose:
-        private.quiet_ray_train()

@@ -4,7 +4,6 @@ import datetime
 import pickle
 import traceback
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +43,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
         if "nccl" in shared.backend:
             torch.cuda.set_device(rank)
         topology = Topology(rank, shared.world_size, device_here(), rank)
-        after_import("ray", partial(_enter_ray_train, shared.job, topology))
+        enter_ray_train(shared.job, topology)
         keep_groups_private()
         torch.distributed.init_process_group(
             shared.backend,
@@ -71,11 +70,17 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
     return 0 if error is None else 1
 
 
-def _enter_ray_train(job: Job, topology: Topology) -> None:
-    private = companions.part("ray.private")
-    private.enter_ray_train(job.run.experiment, topology.rank, topology.world_size)
-    if not job.verbose:
-        private.quiet_ray_train()
+def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
+    """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
+
+    def enter() -> None:
+        private = companions.part("ray.private")
+        private.enter_ray_train(job.run.experiment, topology)
+        if not job.verbose:
+            private.quiet_ray_train()
+
+    if "ray" in companions.COMPANIONS:
+        after_import("ray", enter)
 
 
 def load_results(folder: Path) -> dict[int, BaseException | None]:

@@ -13,6 +13,7 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
+import torch
 from ray._private import auto_init_hook
 from ray.runtime_context import RuntimeContext
 from ray.train.v2._internal import util
@@ -29,6 +30,7 @@ from ray.train.v2.torch import train_loop_utils
 
 from mlx_runtime.companions.ray import private as ray_private
 from mlx_runtime.companions.ray.private import TrimmedTrainer, enter_ray_train, quiet_ray_train
+from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import MlxError
 
 pytestmark = pytest.mark.pure
@@ -161,7 +163,7 @@ class TestForkedWorker:
     def test_public_functions_ask_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         monkeypatch.setattr(ray, "init", ray.init)
-        enter_ray_train("digits", 3, 8)
+        enter_ray_train("digits", Topology(3, 8, torch.device("cpu")))
         found = ray.train.get_context()
         assert (found.get_world_rank(), found.get_local_rank(), found.get_node_rank()) == (3, 3, 0)
         assert (found.get_world_size(), found.get_local_world_size()) == (8, 8)
@@ -173,7 +175,7 @@ class TestForkedWorker:
     def test_whoever_wants_ray_meets_the_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(train_fn_utils, "_train_fn_utils", None)
         monkeypatch.setattr(ray, "init", ray.init)
-        enter_ray_train("digits", 0, 1)
+        enter_ray_train("digits", Topology(0, 1, torch.device("cpu")))
         assert auto_init_hook.enable_auto_connect
         for use in (ray.init, auto_init_hook.auto_init_ray, ray.remote(int).remote, lambda: ray.put(1)):
             with pytest.raises(MlxError, match="train with cfg.engine=ray"):

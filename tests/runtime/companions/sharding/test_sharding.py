@@ -472,11 +472,12 @@ def gradients(rank: int) -> dict[str, Any]:
 def preparation(rank: int) -> list[Any]:
     from mlx_runtime.companions.ray.private import enter_ray_train
 
-    enter_ray_train("it", rank, WORLD)
+    topology = Topology(rank, WORLD, torch.device("cpu"))
+    enter_ray_train("it", topology)
     _, ours = sharded(node(Different, net=Net, small=Small))
     optimizer = torch.optim.SGD(trained(ours.net), lr=0.1)
     net, small = prepare_model(ours.net), prepare_model(ours.small)
-    with Topology(rank, WORLD, torch.device("cpu")).entered():
+    with topology.entered():
         kept, wrapped = mlx_runtime.prepare_model(net), mlx_runtime.prepare_model(ours.small, {"bucket_cap_mb": 3})
     assert kept is net
     assert (type(wrapped), wrapped.module, wrapped.bucket_bytes_cap) == (type(small), ours.small, 3 << 20)
