@@ -20,7 +20,7 @@ The groups are part of the order, so everything else stays the same.
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -234,19 +234,14 @@ class ShardPlan:
         return tuple((int(seen[a]), int(seen[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, under the names that checkpoints have always had."""
-        values = asdict(self)
-        if not self.group:
-            del values["group"]
-        return values | {"read": [list(part) for part in self.read], "most": values.pop("limit")}
+        """Return the plan as plain values."""
+        return asdict(self) | {"read": [list(part) for part in self.read]}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "ShardPlan":
-        """Return the plan of a state; one without a limit was saved by an earlier version."""
-        world_size, batch_size = state["world_size"], state["batch_size"]
-        read = tuple((start, stop) for start, stop in state["read"])
-        limit, group = state.get("most"), state.get("group", 0)
-        return cls(state["rows"], world_size, batch_size, state["drop_last"], state["chunk"], read, limit, group)
+        """Return the plan of a state, which may have other values, too."""
+        values = {item.name: state[item.name] for item in fields(cls)}
+        return cls(**values | {"read": tuple((start, stop) for start, stop in state["read"])})
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mlx_runtime import companions, events
@@ -62,7 +63,7 @@ class Driver:
         self._listeners = (*listeners, callbacks.handle)
         self._extensions = Extensions(plan.extensions)
         self._unread: deque[events.Event] = deque()
-        self._stop_announced = False
+        self._stop_announced = self._interrupted = False
 
     @property
     def folder(self) -> RunFolder:
@@ -99,7 +100,6 @@ class Driver:
         with contextlib.ExitStack() as guard:
             record = claim(self._plan, lambda: guard.enter_context(self._guard()))
             recorder = self.recorder = RunRecorder(record, self._plan)
-            interrupted = False  # while its end is recorded: too late to stop the run, but nothing else is waited for
             try:
                 with (
                     self.control.watching(record.folder, record["attempt"]),
@@ -113,27 +113,26 @@ class Driver:
                     raise record.disown() from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
                 status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
-                try:
-                    ended = recorder.end_early(status, error)
-                except KeyboardInterrupt:
-                    interrupted = True
-                    ended = recorder.end_early(status, error)
+                ended = self._record_end(partial(recorder.end_early, status, error))
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
                     raise
             else:
-                try:
-                    ended = recorder.succeed()
-                except KeyboardInterrupt:
-                    interrupted = True
-                    ended = recorder.succeed()
+                ended = self._record_end(recorder.succeed)
             finally:
-                self._extensions.exit(taken_over=self.control.taken_over, interrupted=interrupted)
+                self._extensions.exit(taken_over=self.control.taken_over, interrupted=self._interrupted)
                 self._receive()
         self._emit(ended)
         yield from self._pending()
         if ended.error is not None and not isinstance(ended.error, Terminated):
             raise ended.error
+
+    def _record_end(self, end: Callable[[], events.RunEnded]) -> events.RunEnded:
+        try:
+            return end()
+        except KeyboardInterrupt:  # too late to stop the run, but nothing else is waited for
+            self._interrupted = True
+            return end()
 
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""
