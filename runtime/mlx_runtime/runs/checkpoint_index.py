@@ -31,7 +31,7 @@ _SHAPE = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointInfo:
     """Description of a checkpoint, as `checkpoint.json` stores it."""
 
     epoch: int  # counted from 0
@@ -74,7 +74,7 @@ def score(value: float | None, mode: str) -> float:
     return value if mode == "max" else -value
 
 
-def best_first(checkpoints: Iterable[Checkpoint], metric: str | None, mode: str) -> list[Checkpoint]:
+def best_first(checkpoints: Iterable[CheckpointInfo], metric: str | None, mode: str) -> list[CheckpointInfo]:
     """Return the checkpoints with a value of a metric, best first; of equal values, the later is better.
 
     Those saved in the middle of an epoch are ranked like any other.
@@ -90,7 +90,7 @@ def position(entry: Mapping[str, Any]) -> str:
     return f"epoch {entry['epoch'] + 1}{step}"
 
 
-def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[Checkpoint]:
+def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[CheckpointInfo]:
     """Return the complete checkpoints in a folder or URI, oldest first.
 
     With `report`, those without a readable description are named on stderr, because a user asked for one of them all.
@@ -107,7 +107,7 @@ def undescribed(storage: Storage, name: str) -> str:
     return f"{joined(storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
 
 
-def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
+def checkpoints_by_name(storage: Storage) -> dict[str, CheckpointInfo | None]:
     """Return all checkpoints by name, with None for those without a readable description."""
     with storage_errors(f"cannot read {storage.root}"):
         names = [name for name in storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
@@ -117,11 +117,11 @@ def checkpoints_by_name(storage: Storage) -> dict[str, Checkpoint | None]:
     return checkpoints
 
 
-def read_description(storage: Storage, name: str) -> Checkpoint | None:
+def read_description(storage: Storage, name: str) -> CheckpointInfo | None:
     """Return the description of a checkpoint, or None if there is no readable one; OSErrors are raised."""
     try:
         fields = from_json(storage.document(name, ABOUT), _SHAPE, needs=("metrics",))
         fields["metrics"] = {key: math.nan if item is None else item for key, item in fields["metrics"].items()}
-        return Checkpoint(**fields)
+        return CheckpointInfo(**fields)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, IrregularError, ValueError, TypeError):
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
 from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import Checkpoint, best_first, list_checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.runs.folder import RunFolder, find_run, named_run, reading
 from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.settings import Settings
@@ -102,7 +102,7 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
     return folder, joined(folder.checkpoints, name)
 
 
-def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
+def find_checkpoint(folder: RunFolder, which: str) -> CheckpointInfo:
     """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name.
 
     Those that are left out because their description is damaged are named on stderr.

@@ -13,7 +13,7 @@ from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
 from mlx_runtime.runs import checkpoints, lookup, records, snapshots
-from mlx_runtime.runs.checkpoints import Checkpoints, State
+from mlx_runtime.runs.checkpoints import CheckpointStore, State
 from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, reading
 from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
 from mlx_runtime.storage.documents import from_json
@@ -124,7 +124,7 @@ class Run:
             UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
             ConfigError: it is damaged.
         """
-        return Checkpoints(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
+        return CheckpointStore(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
 
     def load_models(self, checkpoint: str = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.

@@ -20,7 +20,7 @@ from mlx_runtime.distributed.collectives import broadcast
 from mlx_runtime.distributed.randomness import seed_everything
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.runs.checkpoints import Checkpoints, members
+from mlx_runtime.runs.checkpoints import CheckpointStore, members
 from mlx_runtime.training.engines.base import Job
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
@@ -80,7 +80,7 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
     """Return True if a checkpoint is about to overwrite the trained weights of models. Every worker must call this."""
     if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
-    some = broadcast(Checkpoints(job.folder.checkpoints).any() if topology.writes else None)
+    some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
     return bool(some or (cfg.restore_checkpoint_path and cfg.restore_strict))
 
 

@@ -12,8 +12,8 @@ from mlx_runtime.distributed import collectives, randomness
 from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import AsyncCheckpointer, State
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import BackgroundSaver, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
 from mlx_runtime.storage.redaction import filled, hidden_texts
 from mlx_runtime.training.context import RunContext, is_per_worker
@@ -51,11 +51,11 @@ class Checkpointer:
         self._from_shards = False  # the checkpoint to restore has shards
         self._restored_names: dict[str, set[str]] = {}
         self._regrouped: set[str] = set()  # optimizers to which the loop adds parameter groups before they are restored
-        self._saver: AsyncCheckpointer | None = None
+        self._saver: BackgroundSaver | None = None
         if context.topology.writes:
             context.checkpoints.clean()
             allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
-            self._saver = AsyncCheckpointer(context.checkpoints, self._stored, allowed)
+            self._saver = BackgroundSaver(context.checkpoints, self._stored, allowed)
 
     # -- save
 
@@ -76,7 +76,7 @@ class Checkpointer:
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
         ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
-        checkpoint = Checkpoint(epoch, finished, self._context.progress.global_step, dict(self._values))
+        checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
         groups: State = {}
         if parts is not None or self._optimization.strategy.shards:
@@ -86,7 +86,7 @@ class Checkpointer:
         if parts is not None:
             groups = {name: parts.without(part, name) for name, part in groups.items()}
             if self._saver is None:
-                self._saver = AsyncCheckpointer(self._context.checkpoints, lambda checkpoint: None, lambda: None)
+                self._saver = BackgroundSaver(self._context.checkpoints, lambda checkpoint: None, lambda: None)
             state = None if ranks is None else self._state(ranks, groups) | ends
             self._saver.save_sharded(state, checkpoint, parts)
         elif self._saver is not None and ranks is not None:
@@ -129,7 +129,7 @@ class Checkpointer:
         state["loaders"] = self.positions | {name: loader.state_dict() for name, loader in self.loaders.items()}
         return state | {"scaler": self._optimization.state_dict()} | self._reporter.state_dict()
 
-    def _stored(self, checkpoint: Checkpoint) -> None:
+    def _stored(self, checkpoint: CheckpointInfo) -> None:
         """Report a complete checkpoint, and remove those that are not kept. Called in the background."""
         saved, cfg = self._context.checkpoints, self._context.cfg
         saved.prune(cfg.keep_checkpoints, cfg.monitor, cfg.mode)
@@ -235,7 +235,7 @@ class Checkpointer:
             fields = collectives.broadcast(None if newest is None else asdict(newest))
             if fields is None:
                 break
-            latest = Checkpoint(**fields)
+            latest = CheckpointInfo(**fields)
             state = saved.load(latest, whole=False)
             self._from_shards = checkpoints.has_stored(state)
             try:

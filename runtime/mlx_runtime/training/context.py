@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mlx_runtime.data.loaders import Loader
 from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import unwrap
-from mlx_runtime.runs.checkpoints import Checkpoints, members
+from mlx_runtime.runs.checkpoints import CheckpointStore, members
 from mlx_runtime.runs.folder import RunFolder
 
 GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
@@ -112,5 +112,5 @@ class RunContext:
             self.progress.epochs = min(self.cfg.num_epochs, epoch + 1 + more)
 
     @cached_property
-    def checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints)
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.folder.checkpoints)

@@ -176,7 +176,7 @@ def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
 def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
     """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch."""
     latest = records.recorded(run).get("latest")
-    if latest and not checkpoints.Checkpoints(run.checkpoints).any():
+    if latest and not checkpoints.CheckpointStore(run.checkpoints).any():
         raise ConfigError(
             f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
             f"{run.checkpoints}. Put one back, or start over in a new run: {new_run(run, cfg)}"

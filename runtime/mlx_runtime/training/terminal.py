@@ -22,7 +22,7 @@ from mlx_runtime.errors import (
     full_message,
 )
 from mlx_runtime.events import Event, RunEnded, RunInfo, RunStarted
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.settings import Settings
@@ -210,7 +210,7 @@ class _Terminal:
             return f"Free or unlock the storage, then resume: {self._resume_command}"
         if self._plan.config.kept and isinstance(error, WorkerLoopError | WorkerLostError | HangError):
             with contextlib.suppress(StorageError):
-                if Checkpoints(self.driver.folder.checkpoints).all():
+                if CheckpointStore(self.driver.folder.checkpoints).all():
                     return f"Resume from the last checkpoint: {self._resume_command}"
         return ""
 

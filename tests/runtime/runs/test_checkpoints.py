@@ -22,11 +22,11 @@ from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
 from mlx_runtime.runs import best as ranking
 from mlx_runtime.runs import checkpoints, lookup
-from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, Checkpoint
+from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, CheckpointInfo
 from mlx_runtime.runs.checkpoints import (
     PARTS,
-    AsyncCheckpointer,
-    Checkpoints,
+    BackgroundSaver,
+    CheckpointStore,
     load_into,
     load_what_fits,
     merged,
@@ -118,14 +118,14 @@ def a_state(**fields: object) -> dict:
     return dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.arange(1000.0)}}} | fields
 
 
-def stored(root: str, *made: Checkpoint) -> Checkpoints:
-    saved = Checkpoints(root)
+def stored(root: str, *made: CheckpointInfo) -> CheckpointStore:
+    saved = CheckpointStore(root)
     for item in made:
         saved.save(a_state(epoch=item.epoch), item)
     return saved
 
 
-def names(saved: Checkpoints) -> list[str]:
+def names(saved: CheckpointStore) -> list[str]:
     return [item.name for item in saved.all()]
 
 
@@ -139,7 +139,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def test_a_checkpoint_is_found_with_its_numbers_and_read_back(root: str) -> None:
     saved = stored(
-        root, Checkpoint(0, True, 8, {"val/loss": 0.5}), Checkpoint(1, False, 10, {"val/loss": float("nan")})
+        root, CheckpointInfo(0, True, 8, {"val/loss": 0.5}), CheckpointInfo(1, False, 10, {"val/loss": float("nan")})
     )
     assert names(saved) == ["epoch_0001", "epoch_0002_step_00000010"]
     first, second = saved.all()
@@ -150,18 +150,18 @@ def test_a_checkpoint_is_found_with_its_numbers_and_read_back(root: str) -> None
 
 def test_they_are_ordered_as_they_were_trained(root: str) -> None:
     made = [
-        Checkpoint(0, False, 4, {}),
-        Checkpoint(0, True, 8, {}),
-        Checkpoint(1, False, 12, {}),
-        Checkpoint(9999, True, 1, {}),
+        CheckpointInfo(0, False, 4, {}),
+        CheckpointInfo(0, True, 8, {}),
+        CheckpointInfo(1, False, 12, {}),
+        CheckpointInfo(9999, True, 1, {}),
     ]
     assert names(stored(root, *reversed(made))) == [item.name for item in made]
 
 
 def test_a_state_is_read_once_to_be_verified_and_loaded(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apart from the directory of the archive at its end."""
-    saved = Checkpoints(root)
-    saved.save(a_state(epoch=0, models={"net": torch.zeros(300_000)}), Checkpoint(0, True, 8, {}))
+    saved = CheckpointStore(root)
+    saved.save(a_state(epoch=0, models={"net": torch.zeros(300_000)}), CheckpointInfo(0, True, 8, {}))
     opened, read_bytes = [], [0]
 
     class Counting(HashingReader):
@@ -185,15 +185,15 @@ def test_a_state_is_read_once_to_be_verified_and_loaded(root: str, monkeypatch: 
 
 
 def test_one_of_the_same_name_is_replaced(root: str) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}))
-    saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}))
+    saved = stored(root, CheckpointInfo(0, True, 8, {}))
+    saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}))
     assert [item.global_step for item in saved.all()] == [9]
     assert saved.load(saved.all()[0])["epoch"] == 7
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "gone"])
 def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: str) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
     file = saved.all()[1].file
     content = saved._storage.read("epoch_0002", file)
     flipped = bytearray(content)
@@ -217,13 +217,13 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(root: str, damage: st
     assert names(saved) == ["epoch_0001"]  # the other one is not retried
     (aside,) = [name for name in saved._storage.names() if name.startswith("damaged_epoch_0002_")]
     assert {name: saved._storage.read(aside, name) for name in saved._storage.names(aside)} == content
-    saved.save(a_state(epoch=7), Checkpoint(1, True, 16, {}))
+    saved.save(a_state(epoch=7), CheckpointInfo(1, True, 16, {}))
     saved.clean()
     assert aside in saved._storage.names()
 
 
 def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
 
     def refuse(*_: object) -> None:
         raise OSError("SLOW_DOWN")
@@ -237,7 +237,7 @@ def test_a_storage_that_does_not_answer_loses_nothing(root: str, monkeypatch: py
 
 @pytest.mark.parametrize("damage", ["state", "description", "both"])
 def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, damage: str) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}), Checkpoint(1, True, 16, {}))
+    saved = stored(root, CheckpointInfo(0, True, 8, {}), CheckpointInfo(1, True, 16, {}))
     for item in saved.all():
         if damage in ("state", "both"):
             saved._storage.write(b"damaged", item.name, item.file)
@@ -252,14 +252,14 @@ def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, dam
     assert saved.any()
 
 
-def contents(saved: Checkpoints) -> dict[str, bytes]:
+def contents(saved: CheckpointStore) -> dict[str, bytes]:
     storage = saved._storage
     return {info.path: storage.fs.open_input_stream(info.path).read() for info in storage.below()}
 
 
 def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:
     """A storage in a folder, where checkpoints appear atomically."""
-    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
+    saved = stored(str(tmp_path), CheckpointInfo(0, True, 8, {}))
     saved._storage.remove_file("epoch_0001", ABOUT)
     with pytest.raises(ConfigError, match="No other checkpoint is left"):
         saved.newest(pytest.fail)
@@ -271,7 +271,7 @@ def test_readers_name_those_that_they_leave_out(
     monkeypatch.setenv("MLX_STORAGE", str(tmp_path))
     folder = RunFolder(tmp_path / "digits" / "run_001")
     scores = ({"loss": 2.0}, {"loss": 1.0})
-    stored(folder.checkpoints, *(Checkpoint(epoch, True, epoch + 1, found) for epoch, found in enumerate(scores)))
+    stored(folder.checkpoints, *(CheckpointInfo(epoch, True, epoch + 1, found) for epoch, found in enumerate(scores)))
     folder.record.write_text('{"status": "FAILED", "monitor": "loss", "mode": "min"}')
     folder.conf.write_text("cfg: {monitor: loss, mode: min}")
     damaged = Path(folder.checkpoints, "epoch_0002", ABOUT)
@@ -289,7 +289,7 @@ def test_readers_name_those_that_they_leave_out(
 
 
 def test_no_checkpoint_is_none_at_all(root: str) -> None:
-    saved = Checkpoints(root)
+    saved = CheckpointStore(root)
     assert (saved.newest(pytest.fail), saved.any()) == (None, False)
     if not saved._storage.local:  # left by a killed save
         saved._storage.write(b"half", "epoch_0001", "state-12345678.pt")
@@ -300,7 +300,7 @@ def test_no_checkpoint_is_none_at_all(root: str) -> None:
 def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     tmp_path: Path, renames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = stored(str(tmp_path), Checkpoint(0, True, 8, {}))
+    saved = stored(str(tmp_path), CheckpointInfo(0, True, 8, {}))
     rename, done = Path.rename, []
 
     def rename_until_killed(self: Path, target: Path) -> Path:
@@ -312,8 +312,8 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename_until_killed)
         with contextlib.suppress(KeyboardInterrupt):
-            saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}))
-    again = Checkpoints(str(tmp_path))
+            saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}))
+    again = CheckpointStore(str(tmp_path))
     again.clean()
     found = again.newest(pytest.fail)
     assert found is not None
@@ -324,22 +324,22 @@ def test_a_kill_while_a_name_is_saved_again_leaves_one_of_the_two(
 
 def test_a_save_that_wakes_up_after_another_driver_has_begun_changes_nothing(tmp_path: Path) -> None:
     """The driver has checked that it owns the run, and is about to rename."""
-    saved, other = stored(str(tmp_path), Checkpoint(0, True, 8, {})), Checkpoints(str(tmp_path))
+    saved, other = stored(str(tmp_path), CheckpointInfo(0, True, 8, {})), CheckpointStore(str(tmp_path))
     with pytest.raises(StorageError, match="cannot write a checkpoint"):
-        saved.save(a_state(epoch=7), Checkpoint(0, True, 9, {}), other.clean)
+        saved.save(a_state(epoch=7), CheckpointInfo(0, True, 9, {}), other.clean)
     assert [item.global_step for item in other.all()] == [8]
     assert other.newest(pytest.fail) is not None
 
 
 def test_one_of_a_run_that_was_taken_over_is_not_stored(root: str) -> None:
-    saved = stored(root, Checkpoint(0, True, 8, {}))
+    saved = stored(root, CheckpointInfo(0, True, 8, {}))
 
     def refuse() -> None:
         raise StorageError("taken over")
 
     for epoch in (0, 1):  # of a name that the new driver has used, and of another
         with pytest.raises(StorageError, match="taken over"):
-            saved.save(a_state(epoch=9), Checkpoint(epoch, True, 16, {}), refuse)
+            saved.save(a_state(epoch=9), CheckpointInfo(epoch, True, 16, {}), refuse)
     assert names(saved) == ["epoch_0001"]
     assert saved.load(saved.all()[0])["epoch"] == 0
     saved.clean()
@@ -354,9 +354,9 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
     """
     script = (
         "import os, sys, torch\n"
-        "from mlx_runtime.runs.checkpoint_index import Checkpoint\n"
+        "from mlx_runtime.runs.checkpoint_index import CheckpointInfo\n"
         "from mlx_runtime.runs.checkpoints import *\n"
-        "saved = Checkpoints(sys.argv[1])\n"
+        "saved = CheckpointStore(sys.argv[1])\n"
         "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"
         "for _ in iter(sys.stdin.readline, ''):\n"
         "    if pid := os.fork():\n"
@@ -365,10 +365,10 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
         "        continue\n"
         "    print(os.getpid(), flush=True)\n"
         "    for number in range(10_000):\n"
-        "        saved.save(state, Checkpoint(number % 3, True, number, {}))\n"
+        "        saved.save(state, CheckpointInfo(number % 3, True, number, {}))\n"
         "        print(number, flush=True)\n"
     )
-    saved = Checkpoints(str(tmp_path))
+    saved = CheckpointStore(str(tmp_path))
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], **streams, text=True, bufsize=1) as process:
         assert process.stdin is not None
@@ -392,7 +392,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     (tmp_path / "epoch_0002").mkdir()
     torch.save({"weights": 1}, tmp_path / "epoch_0002" / STATE)
-    stored(str(tmp_path), Checkpoint(2, True, 1, {}))
+    stored(str(tmp_path), CheckpointInfo(2, True, 1, {}))
     with pytest.raises(
         ConfigError, match=r"there is no checkpoint at .*epoch_0001\. The folder also contains: epoch_0003"
     ):
@@ -403,7 +403,7 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
         read("/nope")
     with pytest.raises(ConfigError, match=r"^/usr is not a checkpoint: it has no state\.pt\. Name another"):
         read("/usr")
-    stored(str(tmp_path), Checkpoint(3, True, 2, {}))
+    stored(str(tmp_path), CheckpointInfo(3, True, 2, {}))
     next((tmp_path / "epoch_0004").glob("state*.pt")).write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"epoch_0004/.* is damaged: .*\. The folder also contains: epoch_0003$"):
         read(str(tmp_path / "epoch_0004"))
@@ -438,18 +438,20 @@ def test_reading_one_runs_no_code(tmp_path: Path) -> None:
 def test_the_best_and_the_latest_are_kept(
     tmp_path: Path, keep: int, mode: str, values: list[float | None], left: list[str]
 ) -> None:
-    made = [Checkpoint(epoch, True, epoch, {} if value is None else {"x": value}) for epoch, value in enumerate(values)]
+    made = [
+        CheckpointInfo(epoch, True, epoch, {} if value is None else {"x": value}) for epoch, value in enumerate(values)
+    ]
     saved = stored(str(tmp_path), *made)
     saved.prune(keep, "x", mode)
     assert names(saved) == [f"epoch_{number}" for number in left]
 
 
 def test_in_the_middle_of_an_epoch_the_newest_two_are_kept_until_it_is_over(root: str) -> None:
-    middle = [Checkpoint(1, False, 10 + number, {}) for number in range(3)]
-    saved = stored(root, Checkpoint(0, False, 3, {}), Checkpoint(0, True, 8, {}), *middle)
+    middle = [CheckpointInfo(1, False, 10 + number, {}) for number in range(3)]
+    saved = stored(root, CheckpointInfo(0, False, 3, {}), CheckpointInfo(0, True, 8, {}), *middle)
     saved.prune(3, None, "min")
     assert names(saved) == ["epoch_0001", middle[1].name, middle[2].name]
-    saved.save(a_state(), Checkpoint(1, True, 16, {}))
+    saved.save(a_state(), CheckpointInfo(1, True, 16, {}))
     saved.prune(3, None, "min")
     assert names(saved) == ["epoch_0001", "epoch_0002"]
 
@@ -462,9 +464,9 @@ def test_saving_in_the_background_keeps_the_values_of_its_moment(tmp_path: Path)
         entered.set()
         go_on.wait(10)
 
-    told: list[Checkpoint] = []
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, wait)
-    saver.save(a_state(models={"net": {"weight": weight}}), Checkpoint(0, True, 1, {}))
+    told: list[CheckpointInfo] = []
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), told.append, wait)
+    saver.save(a_state(models={"net": {"weight": weight}}), CheckpointInfo(0, True, 1, {}))
     weight += 1
     assert entered.wait(10)
     assert told == []
@@ -490,13 +492,13 @@ def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypat
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    def save_and_wait(saver: AsyncCheckpointer) -> None:
-        saver.save(a_state(), Checkpoint(0, True, 1, {}))
+    def save_and_wait(saver: BackgroundSaver) -> None:
+        saver.save(a_state(), CheckpointInfo(0, True, 1, {}))
         saver.wait()
 
-    told: list[Checkpoint] = []
+    told: list[CheckpointInfo] = []
     allowed = interrupted if method == "wait" else lambda: None
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), told.append, allowed)
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), told.append, allowed)
     if method == "save":
         monkeypatch.setattr(threading, "Thread", SlowlyStarted)
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -511,10 +513,10 @@ def test_an_interrupt_loses_no_checkpoint(method: str, tmp_path: Path, monkeypat
 
 def test_what_could_not_be_stored_is_told_at_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path / "file")), print, lambda: None)
-    saver.save(a_state(), Checkpoint(0, True, 1, {}))
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path / "file")), print, lambda: None)
+    saver.save(a_state(), CheckpointInfo(0, True, 1, {}))
     with pytest.raises(StorageError, match="cannot write a checkpoint to"):
-        saver.save(a_state(), Checkpoint(1, True, 2, {}))
+        saver.save(a_state(), CheckpointInfo(1, True, 2, {}))
 
 
 def some_metrics() -> SimpleNamespace:

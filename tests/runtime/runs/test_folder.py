@@ -14,7 +14,7 @@ from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import checkpoints, lookup
-from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
 from mlx_runtime.runs.folder import (
     ask_to_stop,
     asked_to_stop,
@@ -191,7 +191,7 @@ def test_a_storage_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyt
     assert named_run(folder.location, "", "") == folder
     assert [found.path for found in list_runs(root)] == [folder.path]
     assert StoragePath.parse(root, folder.location).path == str(folder.path)
-    checkpoints.Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 1, {}))
+    checkpoints.CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 1, {}))
     with pytest.raises(ConfigError, match="was not saved by this version"):
         checkpoints.read(f"{folder.checkpoints}/epoch_0001")
     conf = tmp_path / "conf.yaml"

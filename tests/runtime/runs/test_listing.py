@@ -26,8 +26,8 @@ from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import best as ranking
 from mlx_runtime.runs import listing, records, removal, tables
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.storage import leases
@@ -82,8 +82,10 @@ def ago(seconds: float) -> str:
 
 def saved(folder: RunFolder, epoch: int, **metrics: float) -> str:
     """Create the parts of a checkpoint that listings read."""
-    checkpoint = Checkpoint(epoch, True, 10 * epoch, {name.replace("_", "/"): value for name, value in metrics.items()})
-    Checkpoints(folder.checkpoints).save({}, checkpoint)
+    checkpoint = CheckpointInfo(
+        epoch, True, 10 * epoch, {name.replace("_", "/"): value for name, value in metrics.items()}
+    )
+    CheckpointStore(folder.checkpoints).save({}, checkpoint)
     return checkpoint.name
 
 
@@ -532,7 +534,9 @@ class TestBest:
         saved(second, 4, loss=float("nan"))
         found = ranking.best("digits")
         assert (found["run"], found["epoch"], found["value"], found["mode"]) == ("run_001", 2, 0.95, "max")
-        assert found["checkpoint"] == Checkpoints(first.checkpoints).path(Checkpoints(first.checkpoints).all()[1])
+        assert found["checkpoint"] == CheckpointStore(first.checkpoints).path(
+            CheckpointStore(first.checkpoints).all()[1]
+        )
         assert best in found["checkpoint"]
         assert ranking.best("digits", mode="min")["value"] == 0.7
         found = ranking.best("digits", "loss", "min")  # the later of equal values; never NaN
@@ -616,8 +620,8 @@ class TestRm:
         removal.remove_run(found)
         assert not second.path.exists()
         assert [row.folder.location for row in listing.list_rows()] == [first.location, other.location]
-        assert Checkpoints(first.checkpoints).all()
-        assert Checkpoints(second.checkpoints).all() == []
+        assert CheckpointStore(first.checkpoints).all()
+        assert CheckpointStore(second.checkpoints).all() == []
         assert (outside / "data").read_text() == "kept"
         assert first.path.exists()
 

@@ -9,8 +9,8 @@ import torch
 from test_checkpoints import a_state
 
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import AsyncCheckpointer, Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointStore
 from mlx_runtime.runs.checkpoints.staging import Staging
 
 pytestmark = pytest.mark.pure
@@ -86,25 +86,25 @@ def test_what_a_state_does_not_need_any_more_is_freed(monkeypatch: pytest.Monkey
 
 def test_a_checkpoint_is_written_once_the_gpu_has_copied_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu, stored = Gpu(monkeypatch), list[Any]()
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), lambda item: stored.append([*gpu.calls]), lambda: None)
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), lambda item: stored.append([*gpu.calls]), lambda: None)
     weights = on_gpu(1, 2)
-    saver.save(a_state(models={"net": {"weights": weights}}), Checkpoint(0, True, 1, {}))
+    saver.save(a_state(models={"net": {"weights": weights}}), CheckpointInfo(0, True, 1, {}))
     weights.zero_()  # the next update; without a GPU, the copy was complete
     saver.wait()
     assert stored == [["record on the stream of cuda:0", "wait in checkpoint"]]
-    (saved,) = Checkpoints(str(tmp_path)).all()
-    assert Checkpoints(str(tmp_path)).load(saved)["models"]["net"]["weights"].tolist() == [1, 2]
+    (saved,) = CheckpointStore(str(tmp_path)).all()
+    assert CheckpointStore(str(tmp_path)).load(saved)["models"]["net"]["weights"].tolist() == [1, 2]
 
 
 def test_an_error_of_the_gpu_reaches_the_loop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Gpu(monkeypatch)
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), lambda item: None, lambda: None)
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), lambda item: None, lambda: None)
 
     def fail(event: Any) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda.Event, "synchronize", fail)
-    saver.save(a_state(models={"net": on_gpu(1)}), Checkpoint(0, True, 1, {}))
+    saver.save(a_state(models={"net": on_gpu(1)}), CheckpointInfo(0, True, 1, {}))
     with pytest.raises((RuntimeError, StorageError), match="illegal memory access"):
         saver.wait()
-    assert not Checkpoints(str(tmp_path)).all()
+    assert not CheckpointStore(str(tmp_path)).all()

@@ -16,7 +16,7 @@ from torch import nn
 
 from mlx_runtime.companions.prepared.columns import load_columns
 from mlx_runtime.companions.prepared.store import Store
-from mlx_runtime.runs.checkpoints import Checkpoints, load_into, read
+from mlx_runtime.runs.checkpoints import CheckpointStore, load_into, read
 
 pytestmark = pytest.mark.pure
 
@@ -27,7 +27,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint(stored: Path) -> None:
-    saved = Checkpoints(str(stored / "checkpoints"))
+    saved = CheckpointStore(str(stored / "checkpoints"))
     found = saved.newest(pytest.fail)
     assert found is not None
     assert (found.name, found.finished, found.global_step, found.metrics["val/loss"]) == ("epoch_0004", True, 180, 0.25)
@@ -46,7 +46,7 @@ def test_a_checkpoint(stored: Path) -> None:
 def test_what_a_killed_save_left(stored: Path) -> None:
     for name in (".saving-12345678", ".removed-12345678"):
         shutil.copytree(stored / "checkpoints" / "epoch_0004", stored / "checkpoints" / name)
-    Checkpoints(str(stored / "checkpoints")).clean()
+    CheckpointStore(str(stored / "checkpoints")).clean()
     assert [path.name for path in (stored / "checkpoints").iterdir()] == ["epoch_0004"]
 
 

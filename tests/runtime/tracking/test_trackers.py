@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, reserve_space
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage.files import joined
@@ -153,8 +153,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(root: str, tracking: ReportWriter, epoch: int, accuracy: float | None, *, finished: bool = True) -> None:
-    item = Checkpoint(epoch, finished, 10, {} if accuracy is None else {"acc": accuracy})
-    Checkpoints(root).save({"epoch": epoch}, item)
+    item = CheckpointInfo(epoch, finished, 10, {} if accuracy is None else {"acc": accuracy})
+    CheckpointStore(root).save({"epoch": epoch}, item)
     tracking.trackers.handle(CheckpointSaved(epoch, finished, 10, joined(root, item.name), item.metrics))
 
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_cannot_be_sent_is_reported_and_one_that_is_gone_is_le
     info = RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 1)
     with ReportWriter(info, RunFolder(tmp_path), {"it": WandB(checkpoints=True)}, told.append) as tracking:
         tracking.start()
-        Checkpoints(str(root)).save({}, Checkpoint(0, True, 10, {}))
+        CheckpointStore(str(root)).save({}, CheckpointInfo(0, True, 10, {}))
         (root / "epoch_0001" / "lost").symlink_to("nowhere")
         for epoch in (0, 7):
             tracking.trackers.handle(CheckpointSaved(epoch, True, 10, str(root / f"epoch_{epoch + 1:04d}"), {}))

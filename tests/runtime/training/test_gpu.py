@@ -16,8 +16,8 @@ from conftest import ROOT, unbound
 
 from mlx_runtime.data.batches import DeviceCopies
 from mlx_runtime.distributed import randomness
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.training.assembly import matmul_precision
 
@@ -226,7 +226,7 @@ def test_speed_and_memory_beside_plain_torch(run: Run, folder: Path, device: str
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_checkpoint_holds_up_the_gpu_for_a_fraction_of_writing(device: str, tmp_path: Path) -> None:
-    saver = AsyncCheckpointer(Checkpoints(str(tmp_path)), lambda checkpoint: None, lambda: None)
+    saver = BackgroundSaver(CheckpointStore(str(tmp_path)), lambda checkpoint: None, lambda: None)
     count = 300 if device == "cuda" else 1
     state = dict.fromkeys(PARTS) | {
         "models": {"net": {str(i): torch.ones(1 << 20, device=device) for i in range(count)}}
@@ -237,14 +237,14 @@ def test_a_checkpoint_holds_up_the_gpu_for_a_fraction_of_writing(device: str, tm
         for event in events[:1]:
             event.record()
         started = time.perf_counter()
-        saver.save(state, Checkpoint(number, True, number, {}))
+        saver.save(state, CheckpointInfo(number, True, number, {}))
         waits.append(time.perf_counter() - started)
         for event in events[1:]:
             event.record()
         saver.wait()
         writing.append(time.perf_counter() - started)
         pauses.append(events[0].elapsed_time(events[1]) / 1e3 if events else 0.0)
-    assert len(Checkpoints(str(tmp_path)).all()) == 3
+    assert len(CheckpointStore(str(tmp_path)).all()) == 3
     if device == "cpu":
         return
     share = pauses[-1] / writing[-1]

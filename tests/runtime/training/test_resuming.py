@@ -20,8 +20,8 @@ from torch.optim import lr_scheduler as schedules
 import mlx_runtime
 from mlx_runtime.errors import ConfigError, RunFinished
 from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import Checkpoints, load_into, state_of
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import CheckpointStore, load_into, state_of
 from mlx_runtime.runs.folder import claim_run
 from mlx_runtime.training.resuming import changes, refusals, refuse_finished, set_group_values, with_settings
 
@@ -35,7 +35,7 @@ def test_the_setting_that_ended_a_run_is_the_one_to_raise(tmp_path: Path) -> Non
         run = claim_run(str(tmp_path), "digits")
         run.claim_attempt(1)
         records.Record(run, status="SUCCEEDED")
-        Checkpoints(run.checkpoints).save({}, Checkpoint(0, False, 40, {}))
+        CheckpointStore(run.checkpoints).save({}, CheckpointInfo(0, False, 40, {}))
         run.conf.write_text(f"cfg: {{num_epochs: 9, max_steps: {steps}}}")
         cfg = mlx_runtime.TrainConfig(num_epochs=9, max_steps=steps)
         with pytest.raises(RunFinished, match=f"max_steps={steps}. To train further, raise {setting}; for a new run"):

@@ -19,7 +19,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import DatasetError, MlxError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, WarningNotice
 from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.training import stopping
 from mlx_runtime.training.stopping import LoopStopped
@@ -152,7 +152,7 @@ class TestStateOfEachWorker:
         run(Carrying(), tmp_path / "parts", stop_at=7)
         resumed = run(Carrying(), tmp_path / "parts")
         assert state(resumed) == state(whole)
-        saved = Checkpoints(RunFolder(tmp_path / "whole").checkpoints)
+        saved = CheckpointStore(RunFolder(tmp_path / "whole").checkpoints)
         found = saved.load(saved.newest(print))
         assert found["tools"] == {}
         assert found["ranks"][0]["per_worker"]["tools.carried"] == vars(whole.tools.carried)

@@ -9,7 +9,7 @@ import torch
 
 from mlx_runtime.companions.sharding.shards import Reads, StoredTensor
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.checkpoints import Checkpoints, tensor_files
+from mlx_runtime.runs.checkpoints import CheckpointStore, tensor_files
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.lookup import find_checkpoint
 from mlx_runtime.storage.files import size_text
@@ -37,7 +37,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
         ConfigError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read.
     """
-    saved, checkpoint = Checkpoints(folder.checkpoints), find_checkpoint(folder, which)
+    saved, checkpoint = CheckpointStore(folder.checkpoints), find_checkpoint(folder, which)
     output = output or Path(f"{folder.experiment}_{folder.name}_{checkpoint.name}.safetensors")
     if output.exists() and not force:
         raise UsageError(f"{output} exists; replace it with --force, or name another file with --output")

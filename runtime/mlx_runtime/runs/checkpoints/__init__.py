@@ -40,12 +40,12 @@ from mlx_runtime.runs.checkpoints.groups import (
     plain_entries,
     state_of,
 )
-from mlx_runtime.runs.checkpoints.store import PARTS, AsyncCheckpointer, Checkpoints, read
+from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
 
 __all__ = [
     "PARTS",
-    "AsyncCheckpointer",
-    "Checkpoints",
+    "BackgroundSaver",
+    "CheckpointStore",
     "DamagedError",
     "State",
     "copied",

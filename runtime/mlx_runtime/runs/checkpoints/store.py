@@ -19,7 +19,7 @@ from mlx_runtime.runs.checkpoint_index import (
     ABOUT,
     INDEX,
     STATE,
-    Checkpoint,
+    CheckpointInfo,
     best_first,
     checkpoints_by_name,
     list_checkpoints,
@@ -52,7 +52,7 @@ LEFT_BY_0_1 = (".saving-", ".removed-")
 """Prefix of the names of folders that a killed save of version 0.1 left behind."""
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run, in a folder or at a URI.
 
     Methods raise StorageError if the storage does not answer, or refuses to write.
@@ -62,9 +62,9 @@ class Checkpoints:
         self._storage = Storage(root)
         self._damaged: list[str] = []
         self._rejected: dict[str, str] = {}  # problems by name
-        self._newest: tuple[Checkpoint, State] | None = None
+        self._newest: tuple[CheckpointInfo, State] | None = None
 
-    def all(self, *, report: bool = False) -> list[Checkpoint]:
+    def all(self, *, report: bool = False) -> list[CheckpointInfo]:
         """Return the complete checkpoints, oldest first; see `list_checkpoints`."""
         return list_checkpoints(self._storage, report=report)
 
@@ -72,11 +72,13 @@ class Checkpoints:
         """Return True if there are checkpoints, even damaged ones."""
         return bool(checkpoints_by_name(self._storage))
 
-    def path(self, checkpoint: Checkpoint) -> str:
+    def path(self, checkpoint: CheckpointInfo) -> str:
         """Return the folder or URI of a checkpoint."""
         return joined(self._storage.root, checkpoint.name)
 
-    def save(self, state: State, checkpoint: Checkpoint, allowed: Callable[[], None] = lambda: None) -> Checkpoint:
+    def save(
+        self, state: State, checkpoint: CheckpointInfo, allowed: Callable[[], None] = lambda: None
+    ) -> CheckpointInfo:
         """Store a checkpoint atomically. Return its description with the checksum.
 
         `allowed` is called before it becomes visible, and raises if another driver owns the run.
@@ -91,12 +93,12 @@ class Checkpoints:
     def save_sharded(
         self,
         state: State | None,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointInfo,
         parts: "Parts",
         staged: Mapping[str, torch.Tensor],
         group: Any,
         allowed: Callable[[], None] = lambda: None,
-    ) -> Checkpoint:
+    ) -> CheckpointInfo:
         """Store a checkpoint with shards atomically. Every worker must call this, in the order of their collectives.
 
         Args:
@@ -141,7 +143,7 @@ class Checkpoints:
                 sharding.failure(error, self._problem)
         return about
 
-    def _publish(self, publication: Publication, about: Checkpoint, allowed: Callable[[], None]) -> Checkpoint:
+    def _publish(self, publication: Publication, about: CheckpointInfo, allowed: Callable[[], None]) -> CheckpointInfo:
         allowed()
         publication.commit(to_json(about.fields()).encode())
         publication.remove_others()
@@ -151,7 +153,7 @@ class Checkpoints:
     def _problem(self) -> str:
         return f"cannot write a checkpoint to {self._storage.root}"
 
-    def load(self, checkpoint: Checkpoint, *, whole: bool = True) -> State:
+    def load(self, checkpoint: CheckpointInfo, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
         Unless it is to be `whole`, it has a `StoredTensor` for each sharded tensor, none of which has been read. The
@@ -162,11 +164,11 @@ class Checkpoints:
             loaded = checkpoint, _loaded(self._storage, checkpoint.name, checkpoint)
         return _full(loaded[1]) if whole else loaded[1]
 
-    def reject(self, checkpoint: Checkpoint, problem: str) -> None:
+    def reject(self, checkpoint: CheckpointInfo, problem: str) -> None:
         """Note that shards of a checkpoint are damaged, so that `newest` returns the previous one."""
         self._rejected[checkpoint.name] = problem
 
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+    def newest(self, warn: Callable[[str], None]) -> CheckpointInfo | None:
         """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
 
         `warn` is called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
@@ -223,7 +225,7 @@ class Checkpoints:
                     self._storage.remove_folder(name)
 
 
-class AsyncCheckpointer:
+class BackgroundSaver:
     """Stores checkpoints in a thread, one at a time.
 
     Args:
@@ -233,7 +235,7 @@ class AsyncCheckpointer:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, stored: Callable[[Checkpoint], None], allowed: Callable[[], None]
+        self, checkpoints: CheckpointStore, stored: Callable[[CheckpointInfo], None], allowed: Callable[[], None]
     ) -> None:
         self._checkpoints, self._stored, self._allowed = checkpoints, stored, allowed
         self._saving: tuple[threading.Thread, threading.Event] | None = None  # the thread, and whether it is done
@@ -242,7 +244,7 @@ class AsyncCheckpointer:
         self._staging = Staging()
         self._staged: dict[str, torch.Tensor] = {}  # copies of this worker's parts, in the last checkpoint with shards
 
-    def save(self, state: State, checkpoint: Checkpoint) -> None:
+    def save(self, state: State, checkpoint: CheckpointInfo) -> None:
         """Wait for the previous checkpoint, copy a state to the CPU, and start storing the copy."""
         self.wait()
         self._staging.begin()
@@ -250,7 +252,7 @@ class AsyncCheckpointer:
         self._staging.end()
         self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
 
-    def save_sharded(self, state: State | None, checkpoint: Checkpoint, parts: "Parts") -> None:
+    def save_sharded(self, state: State | None, checkpoint: CheckpointInfo, parts: "Parts") -> None:
         """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
         self.wait()
         if self._group is None:
@@ -263,7 +265,7 @@ class AsyncCheckpointer:
         save = self._checkpoints.save_sharded
         self._start(partial(save, copy, checkpoint, parts, self._staged, self._group, self._allowed))
 
-    def _start(self, save: Callable[[], Checkpoint]) -> None:
+    def _start(self, save: Callable[[], CheckpointInfo]) -> None:
         done = threading.Event()
         thread = threading.Thread(target=self._save, args=(save, done), name="checkpoint", daemon=True)
         self._saving = thread, done
@@ -281,7 +283,7 @@ class AsyncCheckpointer:
         if error is not None:
             raise error
 
-    def _save(self, save: Callable[[], Checkpoint], done: threading.Event) -> None:
+    def _save(self, save: Callable[[], CheckpointInfo], done: threading.Event) -> None:
         try:
             self._staging.wait()
             self._stored(save())
@@ -292,7 +294,7 @@ class AsyncCheckpointer:
 
 
 def read(path: str, *, whole: bool = True) -> State:
-    """Return the state of the checkpoint in any folder, URI or mirror; see `Checkpoints.load`."""
+    """Return the state of the checkpoint in any folder, URI or mirror; see `CheckpointStore.load`."""
     if is_remote(path):
         folder, name = reader_of(path).fetched_checkpoint(path)
         path = joined(folder.checkpoints, name)
@@ -320,7 +322,7 @@ def _full(state: State) -> State:
     return cast("State", companions.part("sharding.shards").full(state))
 
 
-def _write_state(publication: Publication, state: State | None, checkpoint: Checkpoint) -> Checkpoint:
+def _write_state(publication: Publication, state: State | None, checkpoint: CheckpointInfo) -> CheckpointInfo:
     """Write a state. Return the description with its checksum."""
     file_name = publication.unique(STATE)
     try:
@@ -333,7 +335,7 @@ def _write_state(publication: Publication, state: State | None, checkpoint: Chec
     return replace(checkpoint, sha256=file.sha256, size_bytes=file.size_bytes, file=file_name)
 
 
-def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
+def _loaded(storage: Storage, name: str, about: CheckpointInfo | None) -> State:
     """Load a state, comparing the bytes that are read with the checksum in its description. Loading never runs code."""
     file_name = about.file if about is not None else STATE
     path = joined(storage.root, name, file_name)
@@ -369,7 +371,7 @@ def _loaded(storage: Storage, name: str, about: Checkpoint | None) -> State:
             raise ValueError(short_message(error)) from error
 
 
-def _shards(storage: Storage, name: str, about: Checkpoint | None) -> "Shards | None":
+def _shards(storage: Storage, name: str, about: CheckpointInfo | None) -> "Shards | None":
     """Return the shards of a checkpoint, or None if it has none. Raise DamagedError if they are not described."""
     file_name = about.index if about is not None else INDEX
     if file_name is None:

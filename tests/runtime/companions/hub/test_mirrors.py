@@ -34,8 +34,8 @@ from mlx_runtime.companions.hub.repository import Address, Repository, Unreachab
 from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import lookup, records, snapshots
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, Checkpoints, read
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import PARTS, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.listing import list_rows
 from mlx_runtime.storage.files import Storage
@@ -95,11 +95,11 @@ class Training:
     def follow(self, uri: str = URI) -> Following:
         return Following(Mirror(uri), self)
 
-    def save(self, epoch: int, *, seed: int = 0, size: int = 3000) -> Checkpoint:
+    def save(self, epoch: int, *, seed: int = 0, size: int = 3000) -> CheckpointInfo:
         weight = torch.randn(size, generator=torch.Generator().manual_seed(1000 * seed + epoch))
         state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": weight}}, "epoch": epoch}
-        saved = Checkpoints(self.folder.checkpoints)
-        made = saved.save(state, Checkpoint(epoch, True, 10 * (epoch + 1), {"loss": 1 / (epoch + 1)}))
+        saved = CheckpointStore(self.folder.checkpoints)
+        made = saved.save(state, CheckpointInfo(epoch, True, 10 * (epoch + 1), {"loss": 1 / (epoch + 1)}))
         saved.prune(2, "loss", "min")
         with self.folder.metrics.open("a") as lines:
             lines.write(json.dumps({"step": 10 * (epoch + 1), "epoch": epoch, "timestamp": 0.0, "loss": 1.0}) + "\n")
@@ -151,7 +151,7 @@ def test_a_run_is_mirrored_while_it_trains(server: Hub, tmp_path: Path) -> None:
     assert b"| `loss` | 0.3333 |" in files["README.md"]
     from safetensors.torch import load
 
-    weight = Checkpoints(training.folder.checkpoints).load(Checkpoints(training.folder.checkpoints).all()[-1])
+    weight = CheckpointStore(training.folder.checkpoints).load(CheckpointStore(training.folder.checkpoints).all()[-1])
     assert torch.equal(load(files["model.safetensors"])["net.weight"], weight["models"]["net"]["weight"])
     assert records.recorded(training.folder)["mirror"] == {
         **records.recorded(training.folder)["mirror"],
@@ -227,7 +227,7 @@ def test_the_best_run_of_a_sweep(server: Hub, tmp_path: Path, capsys: pytest.Cap
         folder.conf.write_text("cfg:\n  monitor: val/loss\n  mode: min\n")
         (folder.path / f"of_{name}").touch()
         state = dict.fromkeys(PARTS) | {"models": {"net": {"weight": torch.tensor([value])}}, "epoch": 1}
-        Checkpoints(folder.checkpoints).save(state, Checkpoint(1, True, 10, {"val/loss": value}))
+        CheckpointStore(folder.checkpoints).save(state, CheckpointInfo(1, True, 10, {"val/loss": value}))
         runs.append({"values": {LR: f"{value}|"}, "runs": [name]})
     sweep = store_sweep(str(tmp_path), runs[:1])
     pushed = lambda: push.callback(str(sweep.path), URI, None)  # noqa: E731

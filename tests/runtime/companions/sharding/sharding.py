@@ -23,8 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 from mlx_runtime.companions.sharding.layouts import Layouts
 from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints, load_into, state_of
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore, load_into, state_of
 
 GROUPS = ("models", "optimizers", "tools")
 
@@ -109,25 +109,25 @@ def values(groups: SimpleNamespace) -> dict[str, Any]:
     return {name: whole(state_of(getattr(groups, name))[0]) for name in GROUPS}
 
 
-def saver_of(root: Path | str) -> AsyncCheckpointer:
-    return AsyncCheckpointer(Checkpoints(str(root)), lambda checkpoint: None, lambda: None)
+def saver_of(root: Path | str) -> BackgroundSaver:
+    return BackgroundSaver(CheckpointStore(str(root)), lambda checkpoint: None, lambda: None)
 
 
-def save(saver: AsyncCheckpointer, groups: SimpleNamespace, epoch: int = 0) -> None:
+def save(saver: BackgroundSaver, groups: SimpleNamespace, epoch: int = 0) -> None:
     """Save as the checkpointer of a run does, in the background."""
     parts, rank = Parts(), dist.get_rank()
     states = {name: parts.without(state_of(getattr(groups, name))[0], name) for name in GROUPS}
     rest = dict.fromkeys(PARTS) | {"epoch": epoch} | states
     if parts.tensors:
-        saver.save_sharded(rest if rank == 0 else None, Checkpoint(epoch, True, 3, {}), parts)
+        saver.save_sharded(rest if rank == 0 else None, CheckpointInfo(epoch, True, 3, {}), parts)
     elif rank == 0:
-        saver.save(rest, Checkpoint(epoch, True, 3, {}))
+        saver.save(rest, CheckpointInfo(epoch, True, 3, {}))
     saver.wait()
     dist.barrier()
 
 
 def restore(root: Path | str, groups: SimpleNamespace) -> SimpleNamespace:
-    saved = Checkpoints(str(root))
+    saved = CheckpointStore(str(root))
     checkpoint = saved.all()[-1]
     state = saved.load(checkpoint, whole=False)
     layouts = Layouts(vars(groups.models), whole=checkpoint.index is None)

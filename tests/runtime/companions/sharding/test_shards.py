@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
-from mlx_runtime.runs.checkpoints import Checkpoints, read
+from mlx_runtime.runs.checkpoints import CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import hashing
 from mlx_runtime.storage.files import Storage
@@ -214,7 +214,7 @@ def test_a_checkpoint_whose_shards_are_lost_is_not_the_newest(checkpoint: Path) 
     newer = Path(shutil.copytree(checkpoint, checkpoint.parent / "epoch_0002"))
     about = json.loads((newer / "checkpoint.json").read_text()) | {"epoch": 1}
     (newer / "checkpoint.json").write_text(json.dumps(about))
-    saved, warnings = Checkpoints(str(checkpoint.parent)), []
+    saved, warnings = CheckpointStore(str(checkpoint.parent)), []
     found = saved.newest(warnings.append)
     assert found is not None
     assert (found.name, warnings) == ("epoch_0002", [])
@@ -276,7 +276,7 @@ def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
     for rank in range(2):
         found = torch.load(tmp_path / "uri" / f"{rank}.pt", weights_only=True)
         assert difference(found["restored"], found["saved"]) == 0
-    saved = Checkpoints(uri)
+    saved = CheckpointStore(uri)
     assert difference(saved.load(saved.all()[0])["models"], found["saved"]["models"]) == 0
     files = [re.sub(r"-[0-9a-f]{8}", "", name) for name in Storage(uri).names("epoch_0001")]
     assert files == ["checkpoint.json", INDEX, "shard_00000.safetensors", "shard_00001.safetensors", "state.pt"]
@@ -285,7 +285,10 @@ def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
 @pytest.mark.kills
 def test_a_worker_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """Either of two workers is killed at different moments; the other one notices, and readers find whole ones."""
-    saved, streams = Checkpoints(str(tmp_path / "checkpoints")), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    saved, streams = (
+        CheckpointStore(str(tmp_path / "checkpoints")),
+        {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+    )
     command = [sys.executable, SCRIPT, "kills", str(tmp_path)]
     with subprocess.Popen(command, **streams, stderr=subprocess.DEVNULL, text=True, bufsize=1) as process:
         assert process.stdin is not None
@@ -320,18 +323,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.checkpoint_index import Checkpoint
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
 from mlx_runtime.companions.sharding.shards import Parts
-from mlx_runtime.runs.checkpoints import PARTS, AsyncCheckpointer, Checkpoints
+from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 parts = Parts()
 sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
 state = dict.fromkeys(PARTS) | {"models": parts.without(sharded, "models"), "tools": torch.ones(100_000)}
-saver = AsyncCheckpointer(Checkpoints(sys.argv[1]), lambda checkpoint: None, lambda: None)
+saver = BackgroundSaver(CheckpointStore(sys.argv[1]), lambda checkpoint: None, lambda: None)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (65_536, 65_536))
 try:
-    saver.save_sharded(state, Checkpoint(0, True, 1, {}), parts)
+    saver.save_sharded(state, CheckpointInfo(0, True, 1, {}), parts)
     saver.wait()
 except StorageError as error:
     print(error)

@@ -15,7 +15,7 @@ from conftest import Mlx, Start
 from faults import diary, wait_for
 
 from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import Storage, joined
 
@@ -222,7 +222,7 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
     first, sweep = (joined(storage, "faults", name) for name in ("run_001", "sweep_001"))
     settings = (f"cfg.storage_path='{storage}'", "cfg.pause_s=0.1", "cfg.checkpoint_every_steps=2", "--parallel=1")
     process = start(folder, "train", "sweep", LR, *COMMON, *settings)
-    wait_for(lambda: Checkpoints(joined(first, "checkpoints")).any())
+    wait_for(lambda: CheckpointStore(joined(first, "checkpoints")).any())
     process.kill()
     process.wait()
     done = mlx(folder, "train", "sweep", f"--resume={sweep}")

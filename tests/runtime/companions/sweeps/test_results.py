@@ -18,8 +18,8 @@ from mlx_runtime.companions.sweeps.scores import typed
 from mlx_runtime.companions.sweeps.states import read_trial
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs import best as ranking
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.storage.files import Storage, joined
 
@@ -103,9 +103,9 @@ def test_folds_count_by_their_mean_at_the_same_epoch(root: str) -> None:
         "seed": 0,
         "cross_validation": {"folds": None, "fold": None, "splitter": None},
     }
-    saved = Checkpoints(run_folder(root, "digits", runs[0][0]).checkpoints)
-    kept = saved.save({}, Checkpoint(1, True, 19, {"val/loss": 0.4}))
-    saved.save({}, Checkpoint(2, True, 29, {"val/loss": 0.5}))
+    saved = CheckpointStore(run_folder(root, "digits", runs[0][0]).checkpoints)
+    kept = saved.save({}, CheckpointInfo(1, True, 19, {"val/loss": 0.4}))
+    saved.save({}, CheckpointInfo(2, True, 29, {"val/loss": 0.5}))
     assert result.summary()["checkpoints"] == [saved.path(kept), None]
     assert ranking.best_lines(result.summary()) == [
         "val/loss  0.3000 ± 0.1414 (min, epoch 2)",
@@ -130,9 +130,9 @@ def test_the_best_checkpoint_within_an_epoch_is_the_score_of_its_trial(root: str
         (2, 0.1, 0.1),
         (2, 0.2, 0.2),
     ]
-    saved = Checkpoints(run_folder(root, "digits", names[0]).checkpoints)
+    saved = CheckpointStore(run_folder(root, "digits", names[0]).checkpoints)
     for step, value in ((15, 0.1), (19, 0.3)):
-        saved.save({}, Checkpoint(1, step == 19, step, {"val/loss": value}))
+        saved.save({}, CheckpointInfo(1, step == 19, step, {"val/loss": value}))
     assert result.summary()["checkpoint"] == joined(saved._storage.root, "epoch_0002_step_00000015")
     for entry, found in zip(result.trials, ((1, 0.1), (1, 0.2)), strict=True):
         stored = {"trial": entry.number, "values": {}, "runs": [entry.runs[0].row.folder.name]}
@@ -199,8 +199,12 @@ def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
 def test_xp_best_of_a_sweep(searched: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_STORAGE", searched.root)
     best = run_folder(searched.root, "digits", "run_001")
-    for checkpoint in (Checkpoint(0, True, 9, {}), Checkpoint(1, False, 15, {}), Checkpoint(1, True, 19, {})):
-        Checkpoints(best.checkpoints).save({}, checkpoint)
+    for checkpoint in (
+        CheckpointInfo(0, True, 9, {}),
+        CheckpointInfo(1, False, 15, {}),
+        CheckpointInfo(1, True, 19, {}),
+    ):
+        CheckpointStore(best.checkpoints).save({}, checkpoint)
     done = CliRunner().invoke(mlx, ["xp", "best", "digits", "sweep_001"])
     assert done.stdout.splitlines() == [
         "val/loss    0.5000 (min)",

@@ -14,8 +14,8 @@ from conftest import Mlx
 
 from mlx_runtime.companions.views import report
 from mlx_runtime.runs import listing, records
-from mlx_runtime.runs.checkpoint_index import Checkpoint
-from mlx_runtime.runs.checkpoints import Checkpoints
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.files import joined, size_text
@@ -79,7 +79,7 @@ def run(tmp_path: Path) -> RunFolder:
     folder.conf.write_text(EVIL)
     (folder.path / "logs").mkdir()
     (folder.path / "logs/driver.log").write_text(EVIL)
-    Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, numbers))
+    CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 3, numbers))
     return folder
 
 
@@ -199,7 +199,7 @@ class TestOfARun:
             "".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n"
         )
         folder.push(folder.conf, folder.metrics, folder.path / "logs/driver.log", must=True)
-        Checkpoints(folder.checkpoints).save({}, Checkpoint(0, True, 3, {"loss": 2.0}))
+        CheckpointStore(folder.checkpoints).save({}, CheckpointInfo(0, True, 3, {"loss": 2.0}))
         shutil.rmtree(folder.path)
         done = mlx(tmp_path, "xp", "report", "digits", "1", MLX_STORAGE=storage)
         assert (done.returncode, done.stdout) == (0, f"{joined(folder.location, 'report.html')}\n"), done.stderr
