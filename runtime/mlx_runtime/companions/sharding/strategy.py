@@ -153,7 +153,7 @@ class FSDP:
             raise ConfigError(f"models.{name} cannot be sharded: {error}\n{_CURE}") from error
         keep_buffers_equal(model)
         take_whole_states(model)
-        if self._offloads:
+        if self._offloads:  # the shards stay in the memory of the host, also if user code moves the model
             model.to = types.MethodType(lambda self, *args, **options: self, model)  # type: ignore[method-assign]
         model.register_forward_hook(_reshard_after_evaluation)
         if next(model.parameters(), None) is not None:

@@ -1,5 +1,7 @@
 """The module of `%%mlx` cells: their order, and what a cell that is run again replaces."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,3 +78,15 @@ def test_names_of_modules_are_checked(name: str, problem: str, tmp_path: Path, m
 def test_a_cell_that_is_not_python_is_refused() -> None:
     with pytest.raises(SyntaxError):
         placed([Cell(NET)], Cell("class Net(:"))
+
+
+@pytest.mark.process
+def test_the_package_that_the_first_cell_creates_loads_no_data(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
+        "from mlx_runtime.companions.notebook.cells import Cell, CellModule\n"
+        "rows = 'class Rows:\\n    def to_hf(self): ...\\n    def __init__(self): 1 / 0\\n'\n"
+        "print(CellModule('cells', Path.cwd()).run(Cell(rows + 'def f(rows=Rows()): ...')).f.__defaults__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(Rows(),)\n", done.stderr
