@@ -43,13 +43,6 @@ def test_a_checkpoint(stored: Path) -> None:
     assert mean.compute() == 2
 
 
-def test_what_a_killed_save_left(stored: Path) -> None:
-    for name in (".saving-12345678", ".removed-12345678"):
-        shutil.copytree(stored / "checkpoints" / "epoch_0004", stored / "checkpoints" / name)
-    CheckpointStore(str(stored / "checkpoints")).clean()
-    assert [path.name for path in (stored / "checkpoints").iterdir()] == ["epoch_0004"]
-
-
 def test_a_prepared_dataset(stored: Path) -> None:
     store = Store(str(stored / "prepared"))
     (entry,) = store.entries()

@@ -48,9 +48,6 @@ UNFINISHED = 2
 START_S = 5.0
 """A thread that has not begun by then was never started."""
 
-LEFT_BY_0_1 = (".saving-", ".removed-")
-"""Prefix of the names of folders that a killed save of version 0.1 left behind."""
-
 
 class CheckpointStore:
     """The checkpoints of one run, in a folder or at a URI.
@@ -220,9 +217,6 @@ class CheckpointStore:
         """Clean up after saves that were killed; only for the driver that owns the run."""
         with storage_errors(f"cannot write to {self._storage.root}"):
             recover(self._storage)
-            for name in self._storage.names():
-                if name.startswith(LEFT_BY_0_1) and not name.endswith("-old"):
-                    self._storage.remove_folder(name)
 
 
 class BackgroundSaver:
