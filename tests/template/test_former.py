@@ -44,7 +44,9 @@ def test_it_binds_trains_and_resumes(former: Path, mlx: Mlx) -> None:
     conf = (former / "src" / "conf.yaml").read_text()
     refused = mlx(former, "train", "bind")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    cure = re.fullmatch(r"error: datasets\.train was loaded .* add to src/__init__\.py: (.*)\n", refused.stderr)
+    cure = re.fullmatch(
+        r"error: datasets\.train was loaded .* write at the top of src/__init__\.py: (.*)\n", refused.stderr
+    )
     assert cure, refused.stderr
     (former / "src" / "__init__.py").write_text(cure[1])
     bound = mlx(former, "train", "bind")

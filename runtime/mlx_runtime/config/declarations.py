@@ -239,7 +239,7 @@ class SourceLoader(SourceFileLoader):
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.parse(data, path)
-        if loads_later(self.name):
+        if any(f"{self.name}.".startswith(f"{package}.") for package in _packages):
             tree = ast.fix_missing_locations(_Rewriter().visit(tree))
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
@@ -264,11 +264,6 @@ def defer_loading(package: str) -> None:
     _packages.add(package)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
-
-
-def loads_later(module: str) -> bool:
-    """Return True if a module belongs to a package whose loading is deferred."""
-    return any(f"{module}.".startswith(f"{package}.") for package in _packages)
 
 
 class _Finder:

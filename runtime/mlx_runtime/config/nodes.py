@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
@@ -15,7 +16,7 @@ import torch
 import torch.utils.data
 
 from mlx_runtime.config.building import DUMMY_PARAMS
-from mlx_runtime.config.declarations import Declaration, is_data, loads_later
+from mlx_runtime.config.declarations import Declaration, SourceLoader, is_data
 from mlx_runtime.config.equality import unlike
 from mlx_runtime.config.expressions import Call, Recording, recorded_constant, recorded_default
 from mlx_runtime.config.signatures import MISSING, base_of, convert, groups, is_factory, own_default, parameters
@@ -239,12 +240,13 @@ def _refuse_reserved(name: Any, key: str, kind: str) -> None:
 
 def _refuse_loaded(module: str, recording: Recording, key: str) -> None:
     """Refuse a default with a dataset or a trained model that was loaded while its module of `src` was imported."""
-    if module.partition(".")[0] != "src" or loads_later("src"):
+    loader = getattr(sys.modules.get(module), "__loader__", None)
+    if module.partition(".")[0] != "src" or isinstance(loader, SourceLoader):
         return
     if any(isinstance(call.result, Declaration) or is_data(call.function) for call in recording.calls.values()):
         raise BindError(
-            f"{key} was loaded while src was imported; to load it in workers only, add to src/__init__.py: "
-            "import mlx_runtime; mlx_runtime.defer_loading(__name__)"
+            f"{key} was loaded while src was imported; to load it in workers only, write at the top of "
+            "src/__init__.py: import mlx_runtime; mlx_runtime.defer_loading(__name__)"
         )
 
 
