@@ -4,8 +4,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions, events
 from mlx_runtime.config.targets import path_of
@@ -113,7 +112,7 @@ class Driver:
                     raise record.disown() from None
                 stopped = isinstance(error, KeyboardInterrupt | GeneratorExit)
                 status = "FAILED" if not stopped else "PRUNED" if self.control.pruned else "STOPPED"
-                ended = self._record_end(partial(recorder.end_early, status, error))
+                ended = self._record_end(recorder.end_early, status, error)
                 if isinstance(error, GeneratorExit):
                     self._emit(ended)
                     raise
@@ -127,12 +126,12 @@ class Driver:
         if ended.error is not None and not isinstance(ended.error, Terminated):
             raise ended.error
 
-    def _record_end(self, end: Callable[[], events.RunEnded]) -> events.RunEnded:
+    def _record_end(self, end: Callable[..., events.RunEnded], *arguments: Any) -> events.RunEnded:
         try:
-            return end()
+            return end(*arguments)
         except KeyboardInterrupt:  # too late to stop the run, but nothing else is waited for
             self._interrupted = True
-            return end()
+            return end(*arguments)
 
     def _train(self, recorder: RunRecorder, stack: contextlib.ExitStack) -> Iterator[events.Event]:
         """Prepare the datasets, start the workers, and follow them to the end."""

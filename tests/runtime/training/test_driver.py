@@ -98,9 +98,9 @@ def interrupt(*_):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def terminated(self, *arguments):
-    RunRecorder.end_early = end_early
-    os.kill(os.getpid(), signal.SIGTERM)
+def terminated(self, *arguments, signals=[signal.SIGTERM]):
+    if signals:
+        os.kill(os.getpid(), signals.pop())
     return end_early(self, *arguments)
 
 
