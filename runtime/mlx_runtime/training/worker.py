@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mlx_runtime import companions
 from mlx_runtime.config.building import build_cfg
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import broadcast
@@ -18,6 +19,7 @@ from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.distributed.wrapping import raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
+from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.tracking.report_writer import ReportWriter
@@ -82,6 +84,19 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
             if tracking is not None:
                 tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
             return result
+
+
+def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
+    """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
+
+    def enter() -> None:
+        private = companions.part("ray.private")
+        private.enter_ray_train(job.run.experiment, topology)
+        if not job.verbose:
+            private.quiet_ray_train()
+
+    if "ray" in companions.COMPANIONS:
+        after_import("ray", enter)
 
 
 _NOT_MIXED = (

@@ -13,8 +13,7 @@ from mlx_runtime.settings import environment
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
 from mlx_runtime.training.engines.placement import this_machine
-from mlx_runtime.training.engines.worker import enter_ray_train
-from mlx_runtime.training.worker import train_to
+from mlx_runtime.training.worker import enter_ray_train, train_to
 
 
 class InProcess:

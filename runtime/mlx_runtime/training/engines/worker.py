@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from mlx_runtime import companions
 from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
-from mlx_runtime.importing import after_import
 from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.worker import train_to
+from mlx_runtime.training.worker import enter_ray_train, train_to
 
 
 @dataclass(frozen=True)
@@ -68,19 +66,6 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
     if error is None and torch.distributed.is_initialized():  # user code may have destroyed the group
         torch.distributed.destroy_process_group()
     return 0 if error is None else 1
-
-
-def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
-    """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
-
-    def enter() -> None:
-        private = companions.part("ray.private")
-        private.enter_ray_train(job.run.experiment, topology)
-        if not job.verbose:
-            private.quiet_ray_train()
-
-    if "ray" in companions.COMPANIONS:
-        after_import("ray", enter)
 
 
 def load_results(folder: Path) -> dict[int, BaseException | None]:
