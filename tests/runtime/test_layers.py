@@ -80,7 +80,7 @@ HOMES = {
         "companions.notebook.actors",
         "companions.prepared.mapping",
         "companions.ray",
-        "companions.sweeps.engines.tune",
+        "companions.sweeps.engines.cluster",
     },
     "requests": {"companions.ray.dashboard"},
     "rich": {"runs.tables", "companions.sweeps.display", "tracking.console"},

@@ -70,6 +70,9 @@ class Link:
 
     Only threads use it, because a request to stop interrupts the main thread anywhere. They start with the run, because
     nothing can be forked once there are threads.
+
+    Attributes:
+        control: Requests that have arrived.
     """
 
     def __init__(self, connection: Any) -> None:
@@ -79,6 +82,7 @@ class Link:
         self._sender = threading.Thread(target=self._send, name="events", daemon=True)
 
     def emit(self, event: Event) -> None:
+        """Send an event of the run, except its end."""
         if isinstance(event, RunStarted):
             self._sender.start()
             threading.Thread(target=self._listen, name="requests", daemon=True).start()

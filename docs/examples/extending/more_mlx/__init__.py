@@ -1,1 +1,1 @@
-"""An engine, a kind of dataset, an extension of runs, and a command, for `mlx_runtime`."""
+"""Engines of runs and sweeps, a strategy, a kind of dataset, an extension and a command, for `mlx_runtime`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.companions.sweeps.display import SweepDisplay
-from mlx_runtime.companions.sweeps.engines.base import SweepEngine
+from mlx_runtime.companions.sweeps.engines.base import SweepEngine, SweepEngineClass
 from mlx_runtime.companions.sweeps.engines.local import Local
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted
 from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
@@ -23,7 +23,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.tables import counted
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.training.engines import local, placement
 
 MAX_TIME = "--max-time"
 """Reason of a stop that is no failure."""
@@ -79,17 +79,23 @@ def run_sweep(
 
 
 def engine_for(checked: SweepPlan) -> SweepEngine:
-    """Return the engine that runs the trials: of this machine, or of the cluster of this job.
+    """Return the engine that runs the trials: that of `cfg.engine`, of the cluster of this job, or of this machine.
 
     Raises:
-        UsageError, ConfigError: so many do not fit.
+        UsageError, ConfigError: it cannot run the trials, or so many do not fit.
     """
-    if JOB_FLAG in os.environ:
-        from mlx_runtime.companions.sweeps.engines.tune import TuneTrials
+    cfg, definition = checked.config.cfg, checked.definition
+    name, _ = placement.engine_for(cfg)
+    engine: SweepEngineClass | None = getattr(placement.engine_class(name), "sweep_engine", None)
+    if engine is not None:
+        local.cool_down()  # it starts processes of its own
+    elif placement.JOB_FLAG in os.environ:
+        from mlx_runtime.companions.sweeps.engines.cluster import OnCluster
 
-        return TuneTrials(checked)
-    definition = checked.definition
-    return Local(checked.config.cfg, definition.parallel, definition.gpus_per_trial)
+        engine = OnCluster
+    else:
+        engine = Local
+    return engine(cfg, parallel=definition.parallel, gpus_per_trial=definition.gpus_per_trial)
 
 
 def _show_results(checked: SweepPlan, trials: Sequence[TrialState]) -> None:

@@ -62,7 +62,7 @@ def begun_overrides(run: str) -> tuple[str, ...]:
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
-    """Train a run of a sweep in this process, in the folder of the experiment. Call it in the main thread.
+    """Train a run of a sweep in this process, in the folder of the experiment. In the main thread, SIGTERM stops it.
 
     Everything that the process prints goes to the log of the run. Errors do not leave this function: they end the run.
     """

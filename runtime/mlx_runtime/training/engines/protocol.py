@@ -39,7 +39,11 @@ class Engine(Protocol):
 
 
 class EngineClass(Protocol):
-    """A class of engines, which `cfg.engine` names."""
+    """A class of engines, which `cfg.engine` names.
+
+    If it has an attribute `sweep_engine`, that runs the trials of sweeps: see `SweepEngineClass` in
+    `mlx_runtime.engines`.
+    """
 
     def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
         """Return why the engine cannot train with these settings, or None. `in_job`: in a job of a Ray cluster.

@@ -456,7 +456,7 @@ def long_run(user: User, ray_cluster: RayCluster, request: pytest.FixtureRequest
 
 
 class TestSweep:
-    """A sweep whose driver is a job: Ray Tune places its runs."""
+    """A sweep whose driver is a job: Ray places the drivers of its runs."""
 
     SHORT = ("cfg.name=tuning", "cfg.start_workers=1", "tools.early_stopping.patience=1000")
 

@@ -4,6 +4,10 @@ from typing import Protocol
 
 from mlx_runtime.companions.sweeps.trial import TrialJob
 from mlx_runtime.events import Event
+from mlx_runtime.training.options import TrainConfig
+
+STOP = "the sweep stops"
+"""Reason with which trials are asked to stop with a checkpoint."""
 
 
 class Trials(Protocol):
@@ -33,12 +37,33 @@ class Trials(Protocol):
 
 
 class SweepEngine(Protocol):
-    """Runs trials, several at the same time. Signals and output are not its business."""
+    """Runs the trials of one sweep. Signals and output are not its business."""
 
     def run(self, sweep: Trials) -> None:
-        """Run all that the sweep gives, until nothing is left."""
+        """Run all trials of the sweep, until none is left or it wants them killed.
+
+        Raises:
+            MlxError: the engine cannot continue; what it was running has ended.
+        """
         ...
 
     def close(self) -> None:
         """Kill what is still running, and release what the engine holds."""
         ...
+
+
+class SweepEngineClass(Protocol):
+    """A class of engines of sweeps, which the class that `cfg.engine` names has as `sweep_engine`.
+
+    It is called in the main thread, before anything is written.
+
+    Args:
+        cfg: Settings that all trials have in common.
+        parallel: Trials at the same time; None for as many as fit.
+        gpus_per_trial: GPUs, or the share of one, of each trial; None for what its workers need.
+
+    Raises:
+        ConfigError, UsageError: It cannot run the trials like this.
+    """
+
+    def __call__(self, cfg: TrainConfig, *, parallel: int | None, gpus_per_trial: float | None) -> SweepEngine: ...

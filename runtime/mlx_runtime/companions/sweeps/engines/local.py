@@ -13,7 +13,7 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
-from mlx_runtime.companions.sweeps.engines.base import Trials
+from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
 from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import ConfigError, full_message
@@ -75,7 +75,7 @@ class Local:
         ConfigError, UsageError: this does not fit; see `slots`.
     """
 
-    def __init__(self, cfg: TrainConfig, parallel: int | None = None, gpus_per_trial: float | None = None) -> None:
+    def __init__(self, cfg: TrainConfig, *, parallel: int | None = None, gpus_per_trial: float | None = None) -> None:
         self._room = slots(cfg, parallel, gpus_per_trial)
         self._free = list(range(len(self._room.environments)))
         self._server = local.warm_server()
@@ -123,7 +123,7 @@ class Local:
         """Stop or kill trials if the sweep wants that, and kill those that do not exit."""
         for number, trial in self._running.items():
             if sweep.stopping:
-                trial.ask("the sweep stops")
+                trial.ask(STOP)
             if sweep.killing or (trial.ended is not None and time.monotonic() - trial.ended_at > EXIT_S):
                 self._server.kill(number)
 
