@@ -47,7 +47,7 @@ def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list
         )
     if SWEEP_RECORD in mirrored.files:
         raise UsageError(
-            f"{uri} contains the best run of a sweep, which cannot be resumed; start a new run from its config "
+            f"{uri} holds the best run of a sweep, which is not resumed; start a new run from its config "
             f"(--from {uri}) or weights (cfg.restore_checkpoint_path={uri}), and another repository in cfg.hub.mirror"
         )
     claim.refuse_held(repository)
