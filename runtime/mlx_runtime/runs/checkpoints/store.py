@@ -203,7 +203,7 @@ class Checkpoints:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
-        """Keep the best checkpoints by a metric, then the newest of finished epochs, and the latest; remove all others."""
+        """Keep the best checkpoints by a metric, then the newest of finished epochs, and the latest; remove others."""
         saved = self.all()
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
