@@ -109,12 +109,12 @@ def load_what_fits(
     present = {name: unwrap(item) for name, item in members(models, nn.Module).items()}
     for name in sorted(set(present) | set(saved)):
         if name not in saved or name not in present:
-            lines.append(f"models.{name} is {'new' if name in present else 'in the checkpoint only'}")
+            lines.append(f"models.{name} is {'new' if name in present else 'only in the checkpoint'}")
             continue
         own, state = present[name].state_dict(), saved[name]
         fits = {key: item for key, item in state.items() if key in own and _shape(own[key]) == _shape(item)}
         for key in sorted((set(own) | set(state)) - set(fits)):
-            what = "new" if key in own else "in the checkpoint only"
+            what = "new" if key in own else "only in the checkpoint"
             if key in own and key in state:
                 what = f"{_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
             lines.append(f"models.{name}.{key} is {what}")
