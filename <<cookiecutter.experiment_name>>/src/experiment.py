@@ -1,7 +1,7 @@
 """The experiment. Edit: list its parts in the groups below, and train them in worker_loop.
 
-`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file. A default that
-you change here takes effect after the next `make bind`, unless you have edited its value in the file.
+`make bind` writes every default below to src/conf.yaml, and each run builds the objects from that file. After changing
+a default here, run `make bind` again; it keeps values that you have edited in the file.
 """
 
 from collections.abc import Callable
@@ -35,12 +35,12 @@ class Datasets:
 class Models:
     net: nn.Module = DigitsNet()
 
-    map_params_to_optimizers = {"net": "adam"}  # the optimizer of each model
+    map_params_to_optimizers = {"net": "adam"}  # optimizer of each model
 
 
 @dataclass
 class Optimizers:
-    adam: Optimizer = Adam(DUMMY_PARAMS, lr=3e-3)  # a wide type, so that conf.yaml can name another class
+    adam: Optimizer = Adam(DUMMY_PARAMS, lr=3e-3)  # annotated as Optimizer, so that conf.yaml can name another class
 
 
 @dataclass
@@ -76,13 +76,15 @@ class Experiment(BaseModule):
         self.models.net = prepare_model(self.models.net)  # DDP
         train, val, test = self.generate_loaders(dataset_shards=dataset_shards)
         total_steps = train.updates * self.cfg.num_epochs
-        self.scheduler = self.tools.schedule(self.optimizers.adam, total_steps=total_steps)  # on self: checkpointed
+        self.scheduler = self.tools.schedule(
+            self.optimizers.adam, total_steps=total_steps
+        )  # saved because it is on self
 
         epoch = self.cfg.start_epoch
         while epoch < self.cfg.num_epochs and not self.tools.early_stopping.stopped:
             self.train(train, val, epoch)
             self.evaluate(val, epoch)
-            self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # over all workers
+            self.tools.early_stopping.update(self.losses.cross_entropy.compute().item())  # of all workers
             self.tools.best.update(self.metrics.accuracy.compute().item(), epoch, self.models.net)
             self.save_checkpoint(epoch=epoch)
             epoch += 1
@@ -103,7 +105,7 @@ class Experiment(BaseModule):
             logits = self.models.net(batch["image"])
             loss = self.losses.cross_entropy(logits, batch["label"])
             self.backward(loss)
-            if self.optimizer_step("adam"):  # not in every step if gradients are accumulated
+            if self.optimizer_step("adam"):  # True at the last step of an update
                 self.scheduler.step()
             self.update_metrics(logits.detach(), batch["label"])
             self.save_metrics_and_losses(batch_idx=batch_idx, epoch=epoch)
@@ -111,7 +113,7 @@ class Experiment(BaseModule):
                 self.evaluate(val, epoch)
 
     def evaluate(self, loader: Loader, epoch: int) -> None:
-        with self.evaluation():  # resets metrics and losses; no gradients, and models in eval mode
+        with self.evaluation():  # resets metrics and losses; no gradients, models in eval mode
             for batch_idx, batch in enumerate(loader):
                 logits = self.models.net(batch["image"])
                 self.losses.cross_entropy.update(logits, batch["label"])

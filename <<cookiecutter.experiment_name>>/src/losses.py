@@ -7,8 +7,8 @@ from torch.nn import functional as F
 class CrossEntropy(Mean):
     """Mean cross-entropy of logits (n, classes) against labels (n,).
 
-    Calling it returns the loss of the batch, for `self.backward`, and adds the batch to the mean of the epoch, which is
-    over all rows of all workers.
+    Calling it returns the loss of the batch, for `self.backward`, and adds the batch to the mean of the epoch, over all
+    rows of all workers.
     """
 
     def __init__(self, label_smoothing: float = 0.0):

@@ -26,7 +26,7 @@ class ConvBlock(nn.Module):
 class DigitsNet(nn.Module):
     """(n, 1, 8, 8) float32 → logits (n, 10).
 
-    Defaults may be modules. Bind writes them to conf.yaml argument by argument, and each run builds new ones.
+    Defaults may be modules. Bind writes their arguments to conf.yaml, and each run builds new modules from them.
     """
 
     def __init__(

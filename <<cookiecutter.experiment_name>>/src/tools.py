@@ -18,9 +18,9 @@ class EarlyStopping:
     Args:
         patience: number of epochs to wait for a better value, at least 1.
         min_delta: minimum improvement over the best value.
-        mode: `min` if lower values are better, `max` if higher ones are. NaN is never better.
+        mode: `min` if lower values are better, `max` if higher values are better. NaN is never better.
 
-    Raises:
+        Raises:
         ValueError: `patience` is less than 1.
     """
 
@@ -43,15 +43,16 @@ class EarlyStopping:
 
     @property
     def stopped(self) -> bool:
-        """True if training should stop. Survives a restart."""
+        """True if training should stop, also after a restart."""
         return self.waited >= self.patience
 
 
 class BestWeights:
-    """Keeps a copy of the weights of the best epoch, on the CPU. Checkpoints grow by the size of that copy.
+    """Keeps a copy of the weights of the best epoch on the CPU. Checkpoints include this copy.
 
     Args:
-        mode: `min` if lower values are better, `max` if higher ones are. NaN is never better. A tie counts as better.
+        mode: `min` if lower values are better, `max` if higher values are better. NaN is never better; an equal value
+            is.
     """
 
     def __init__(self, mode: Mode = "max"):
@@ -80,7 +81,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def warmup_cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 20) -> LambdaLR:
     """Warm up linearly to the learning rate of the optimizer, then decay to zero along a cosine.
 
-    Unlike torch's OneCycleLR, it peaks at the optimizer's own rate, and can be extended to more epochs on resume.
+    Unlike torch's OneCycleLR, it peaks at the optimizer's own learning rate, and a resumed run can train for more
+    epochs.
 
     Args:
         total_steps: number of steps in all epochs.

@@ -29,7 +29,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights(checkpoint: Path) -> list[torch.Tensor]:
-    """Return all parameters, without the statistics of norm layers, which change without an optimizer."""
+    """Return all parameters, but not the statistics of norm layers, which change even without an optimizer."""
     models = torch.load(checkpoint / "state.pt", weights_only=True)["models"].values()
     return [
         item for model in models for name, item in model.items() if "running_" not in name and item.is_floating_point()

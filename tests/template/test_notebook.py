@@ -88,7 +88,7 @@ def test_it_trains_and_draws_a_table_and_a_curve(cell: Callable[[str], Any], pro
     assert "samples/s" in drawn
     assert drawn.index("val") < drawn.index("      test")  # other columns have another header
     assert output(running, "stream") == ""
-    assert "digits of the validation set are mistaken" in output(cell("net = outcome.run"), "stream")
+    assert "digits of the validation set are misclassified" in output(cell("net = outcome.run"), "stream")
 
 
 def test_leaving_the_loop_stops_the_run_with_a_checkpoint(cell: Callable[[str], Any]) -> None:

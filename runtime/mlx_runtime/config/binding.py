@@ -1,6 +1,7 @@
-"""Write conf.yaml from the defaults of the code, verify that it re-creates them, and keep what the user edited.
+"""conf.yaml, written from the defaults of the code and verified to re-create them; edits of the user are kept.
 
-Variants that name a class are completed and merged in the same way. Patches follow what the code has renamed or moved.
+Variants that name a class are completed and merged in the same way. In patches, renamed arguments and moved classes are
+updated.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ SCHEMA = "conf.schema.json"
 FIRST_SETTINGS = {
     *("name", "restore_checkpoint_path", "start_epoch", "num_epochs", "start_workers", "prefetch_batches"),
     *("path", "overwrite"),  # of a data job
-    "storage_path",  # which commands read that import no code
+    "storage_path",  # read by commands that import no code
 }
 """Settings that every conf.yaml lists."""
 
@@ -72,8 +73,8 @@ def header(path: Path) -> str:
 class Binding:
     """The conf.yaml that fits the code, with its schema and notices for the user; `before` is empty without a file.
 
-    `variants` are the same for each variant, without a schema; `invalid` has one line per value in a variant that no
-    run could use.
+    `variants` has the same for each variant, without a schema; `invalid` has one line per value in a variant that runs
+    would reject.
     """
 
     path: Path
@@ -87,11 +88,11 @@ class Binding:
 
     @property
     def stale(self) -> list[Path]:
-        """The files that must change to fit the code."""
+        """The files that do not match the code."""
         return [part.path for part in (self, *self.variants) if part.before != part.after]
 
     def lines(self) -> list[str]:
-        """Return one line per key that the user should know about."""
+        """Return one line per changed or remarkable key."""
         variants = [f"{line} in {part.path}" for part in self.variants for line in part.changes.lines()]
         notices = [*(f"notice   {text}" for text in self.notices), *(f"invalid  {text}" for text in self.invalid)]
         return [*self.changes.lines(), *variants, *notices]
@@ -99,8 +100,8 @@ class Binding:
     def write(self) -> None:
         """Store all files, each atomically.
 
-        BindError if a variant is invalid: nothing is stored, because the schema of the last bind tells the next one
-        what the code has renamed or moved, for this variant too.
+        Raise BindError if a variant is invalid. Nothing is stored then, because the next bind needs the schema of the
+        last one to find renamed arguments and moved classes.
         """
         if self.invalid:
             stale = f"\n  nothing was written, not even {self.path}" if self.stale else ""
@@ -110,7 +111,7 @@ class Binding:
         write_atomic(self.path.with_name(SCHEMA), self.schema)
 
     def diff(self) -> str:
-        """Return what writing would change, as a unified diff."""
+        """Return the pending changes as a unified diff."""
         parts = (self, *self.variants)
         return "".join(line for part in parts for line in _diff(part.before, part.after, part.path))
 
@@ -134,7 +135,7 @@ def bind(experiment: type, path: Path) -> Binding:
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     schema = path.with_name(SCHEMA)
     former = {}
-    with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
+    with contextlib.suppress(FileNotFoundError, ValueError):  # without a schema, former defaults are unknown
         former = json.loads(schema.read_text(encoding="utf-8"))
     tree = description.tree | {"cfg": _listed(experiment, description.tree["cfg"], present.get("cfg"))}
     binding = merge(path, tree, former_defaults(former), description.of_class)
@@ -161,9 +162,9 @@ def bind(experiment: type, path: Path) -> Binding:
 
 
 def _listed(experiment: type, cfg: Node, present: Any) -> Node:
-    """Return the settings that conf.yaml lists: the first ones, what user code declares, and what is there already.
+    """Return the settings to list in conf.yaml: common ones, those that user code declares, and those already listed.
 
-    The others have the runtime's defaults. Those that are not plain values are listed, too.
+    The others have the runtime's defaults. Settings that are not plain values are listed, too.
     """
     there = present if isinstance(present, dict) else {}
     declared, defaults = FIRST_SETTINGS | _declared_settings(experiment), plain_defaults(base_of(experiment))
@@ -180,7 +181,7 @@ def _listed(experiment: type, cfg: Node, present: Any) -> Node:
 
 
 def _declared_settings(experiment: type) -> set[str]:
-    """Return the names of the settings that user code declares: the fields of its own class, whatever that inherits."""
+    """Return the names of the settings that user code declares: the fields of its class, without inherited ones."""
     base, cls = base_of(experiment), groups(experiment)["cfg"]
     own = [item for item in cls.__mro__ if item not in base.__mro__]
     names = {name for item in own for name in inspect.get_annotations(item)}
@@ -192,7 +193,7 @@ def _merge_variant(
 ) -> tuple[Binding, Node | None]:
     """Update a variant of the node at a key to match its class.
 
-    Returns the node with all defaults, which is empty if its class is gone; None for a patch.
+    Return the node with all defaults, empty if its class does not exist any more; None for a patch.
     """
     before = read_text(file)
     merged, changes = commented_map(before, file), Changes()
@@ -208,12 +209,12 @@ def _merge_variant(
     if node is not None:
         passed = {name: value for name, value in node.items() if name in merged} if merged.get("_partial_") else node
         Merge(former, description.of_class, changes).into(merged, passed, key, same_class=same_class)
-    changes.kept.clear()  # a variant is there to differ
+    changes.kept.clear()  # variants are meant to differ
     return Binding(file, before, yaml_text(merged) if changes else before, changes), node or {}
 
 
 def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
-    """Describe the values in variants that a run would refuse, each variant applied to conf.yaml alone."""
+    """Describe the values in variants that a run would reject. Each variant is applied to conf.yaml separately."""
     classes, base = groups(experiment), base_of(experiment)
     settings = settings_of(experiment)
     bound = Selection(variants, conf.encode())
@@ -224,7 +225,7 @@ def _invalid(experiment: type, variants: Variants, conf: str) -> Iterator[str]:
         selection = Selection(variants, conf.encode())
         selection.complete(settings)
         if key and key not in keys:
-            if not any(key.startswith(f"{other}.") for other in variants.nodes):  # else a variant may have it
+            if not any(key.startswith(f"{other}.") for other in variants.nodes):  # otherwise, a variant may have it
                 yield f"{file.parent}: there is no key {key!r}.{suggest(key, keys)}"
             continue
         try:
@@ -253,18 +254,18 @@ def merge(
     former: Mapping[str, Any] | None = None,
     node_of_class: NodeOfClass = lambda path, key: None,
 ) -> Binding:
-    """Update conf.yaml to match the code, in memory; `former` holds the defaults at the last bind, by full key."""
+    """Update conf.yaml to match the code, in memory; `former` contains the defaults at the last bind, by full key."""
     before = read_text(path)
     changes = Changes()
     if not before.strip():
         return Binding(path, before, header(path) + yaml_text(dict(tree)), changes)
     merged = commented_map(before, path)
     Merge(former or {}, node_of_class, changes).into(merged, tree)
-    return Binding(path, before, yaml_text(merged) if changes else before, changes)  # else not even the layout changes
+    return Binding(path, before, yaml_text(merged) if changes else before, changes)  # or keep the layout
 
 
 def _verify(experiment: type, tree: Mapping[str, Node], text: str) -> None:
-    """Build each default from the YAML text, and refuse text that builds something other than the code declares."""
+    """Build each default from the YAML text, and raise BindError if it differs from the declared one."""
     written = parsed(text)
     problems = []
     for group, cls in groups(experiment).items():
@@ -303,7 +304,7 @@ def _difference(default: Any, hint: Any, node: Any, key: str) -> str | None:
 
 
 def _is_open(node: Any) -> bool:
-    """Return True if the user must fill in something in a node."""
+    """Return True if the user must fill in a value in a node."""
     if isinstance(node, dict | list):
         return any(map(_is_open, node.values() if isinstance(node, dict) else node))
     return bool(node == "???")

@@ -1,4 +1,4 @@
-"""Build live objects from a checked config."""
+"""Objects, built from a checked config."""
 
 import ast
 import contextlib
@@ -28,21 +28,21 @@ DUMMY_PARAMS = [torch.nn.Parameter(torch.zeros(1))]
 """Placeholder in `adam: Adam = Adam(DUMMY_PARAMS)`; a run passes the parameters of the mapped models instead."""
 
 Context = Callable[[str], contextlib.AbstractContextManager[None]]
-"""Returns what a dataset is constructed within, by its name in the group."""
+"""Returns the context manager for the construction of a dataset, given its name in the group."""
 
 
 def build(node: Any, key: str = "", **objects: Any) -> Any:
-    """Build the object that a node at `key` describes, arguments first; ConfigError if a constructor refuses them.
+    """Build the object of the node at `key`, arguments first; raise ConfigError if a constructor rejects them.
 
     Works like `instantiate(node, _convert_="all")` of Hydra, except that arguments are converted to their annotated
     types (lists to tuples, strings to paths and enums), and that a `_partial_` node builds a `functools.partial` of the
-    target itself. `objects` are further arguments that are not YAML, passed as they are.
+    target itself. `objects` are further arguments, passed unchanged.
     """
     return _build(node, key, _builder, objects)
 
 
 def _builder(target: Any) -> Callable[..., Any]:
-    """Return what to call for a target: itself, unless it loads trained weights."""
+    """Return the function to call for a target: the target itself, unless it loads pretrained weights."""
     if not is_pretrained(target):
         return target  # type: ignore[no-any-return]
     from mlx_runtime.config.pretrained import builder
@@ -51,14 +51,14 @@ def _builder(target: Any) -> Callable[..., Any]:
 
 
 def declare(node: Any, key: str = "", **objects: Any) -> Any:
-    """Like `build`, with a Declaration in place of each torch Dataset."""
+    """Build an object like `build`, with a Declaration in place of each torch Dataset."""
     return _build(node, key, declared, objects)
 
 
 def build_group(node: Any, key: str, context: Context) -> Any:
-    """Build a group of datasets, each of which is constructed when it is first read, within `context(name)`.
+    """Build a group whose datasets are constructed when they are first read, within `context(name)`.
 
-    If the group's constructor does more with its datasets than store them, all are constructed immediately.
+    If the group's constructor does more than store its datasets, all are constructed immediately.
     """
     try:
         group = declare_group(node, key, context)
@@ -82,7 +82,7 @@ def declare_group(node: Any, key: str, context: Context = lambda name: contextli
 
 
 def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[str, Any]) -> Any:
-    """Build an object; `callee` returns what to call instead of a target."""
+    """Build an object; `callee` maps each target to the function to call."""
     if isinstance(node, list):
         return [_build(item, f"{key}[{index}]", callee, {}) for index, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -107,7 +107,7 @@ def _build(node: Any, key: str, callee: Callable[[Any], Any], objects: Mapping[s
 
 
 def build_cfg(node: Tree, base: type) -> Any:
-    """Build the group `cfg`. Settings of the runtime's class `base` that its class lacks become attributes."""
+    """Build the group `cfg`. Settings of the runtime's class `base` that the user's class lacks become attributes."""
     own, rest = split_cfg(node, base)
     cfg, settings = build(own, "cfg"), build(rest, "cfg")
     for item in dataclasses.fields(base):
@@ -117,7 +117,7 @@ def build_cfg(node: Tree, base: type) -> Any:
 
 
 def split_cfg(node: Tree, base: type) -> tuple[Tree, Tree]:
-    """Split the node `cfg` in two: the settings of its own class, and the runtime's settings that its class lacks."""
+    """Split the node `cfg` into the settings of the user's class and the runtime's settings that it lacks."""
     taken = {item.name for item in parameters(object_at(node["_target_"])) or []}
     rest = {item.name for item in dataclasses.fields(base)} - taken
     own = {name: value for name, value in node.items() if name not in rest}
@@ -142,7 +142,7 @@ def build_optimizers(node: Tree, models: Any) -> Any:
 
 
 def literal_mapping_problems(tree: Tree, groups: Mapping[str, type]) -> list[str]:
-    """Return the problems of a map that the source of `Models` spells out; others are checked when they are used."""
+    """Return the problems of a literal mapping in the source of `Models`; others are checked when they are used."""
     mapping = _literal_mapping(groups["models"]) if "models" in groups and "optimizers" in groups else None
     if mapping is None:
         return []

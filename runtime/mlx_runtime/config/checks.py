@@ -1,4 +1,4 @@
-"""Check a config against the signatures of the constructors that it names; all problems at once."""
+"""Checks of a config against the signatures of its constructors; all problems are found at once."""
 
 import difflib
 import re
@@ -24,17 +24,17 @@ from mlx_runtime.extras import cure
 
 
 class Problem(NamedTuple):
-    """The full key of a value, and one line with the key, what is wrong, and how to fix it."""
+    """The full key of a value, and a line with the key, the problem and the cure."""
 
     key: str
     text: str
 
 
 class Checker:
-    """Compares the values of a config with the parameters that take them.
+    """Compares the values of a config with the parameters of constructors.
 
-    Without `imports`, the targets that conf.yaml names are not imported; `unseen` lists those that were not before,
-    and therefore stayed unchecked. `variants` are the names that may stand for a node, by its key.
+    Without `imports`, targets are not imported; `unseen` lists those that were not imported already, and are therefore
+    not checked. `variants` are the names that may replace a node, by its key.
     """
 
     def __init__(self, *, imports: bool = True, variants: Mapping[str, Iterable[str]] | None = None) -> None:
@@ -59,7 +59,7 @@ class Checker:
                 yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)
 
     def lacks(self, tree: Tree, key: str, base: type) -> bool:
-        """Return True if code has an argument for a key that its node in the config does not have yet."""
+        """Return True if a key is an argument in the code that its node in the config lacks."""
         *parents, name = key.split(".")
         node: Any = tree
         for parent in parents:
@@ -137,7 +137,7 @@ class Checker:
             if item is not None and item.kind is not item.VAR_KEYWORD:
                 if value == "???" and item.default is not MISSING:
                     yield Problem(here, f"{here}: ??? must be given a value or removed, as {path} has a default")
-                elif value is not None or item.default is not None:  # as in `stride: int = None`, whatever the hint
+                elif value is not None or item.default is not None:  # as in `stride: int = None`
                     yield from self._value(value, item.annotation, here, path)
             elif name == "_args_":
                 for index, argument in enumerate(value):
@@ -163,20 +163,20 @@ def _takes_scalars(hint: Any) -> bool:
 
 
 def _takes_objects(hint: Any) -> bool:
-    """Return True for a class that is not one of Python's own, or a union of such: conf.yaml has nodes there."""
+    """Return True for classes whose objects are nodes in conf.yaml, and unions of them: all but Python's own."""
     classes = [item for item in alternatives(hint) if isinstance(item, type) and item is not type(None)]
     return classes != [] and all(item.__module__ != "builtins" for item in classes)
 
 
 def _makes_another(target: Any, hint: Any) -> bool:
-    """Return True if calling a class does not make an instance of the annotated one."""
+    """Return True if calling a class does not create an instance of the annotated class."""
     if not isinstance(hint, type) or hint in (Any, MISSING) or not isinstance(target, type):
         return False
     return "__new__" not in vars(target) and not issubclass(target, hint)
 
 
 def ambiguous_words(path: Path) -> Iterator[str]:
-    """Describe lines like `flag: yes`: Hydra's YAML 1.1 reads a boolean where editors and YAML 1.2 see a word."""
+    """Describe lines like `flag: yes`, which are booleans in Hydra's YAML 1.1, but words in editors and YAML 1.2."""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if match := re.fullmatch(r"\s*(?:- )?([\w.]+): *(yes|no|on|off) *(?:#.*)?", line, re.IGNORECASE):
             name, word = match.groups()

@@ -33,10 +33,10 @@ from mlx_runtime.storage.documents import DEPTH
 from mlx_runtime.storage.redaction import redacted_tree
 
 SELECTED = "mlx-selected"
-"""Name by which Hydra finds conf.yaml with its variants; not that of a file in `src`."""
+"""Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""
 
 OVERRIDE = "override "
-"""Beginning of a problem that an override causes, followed by the override."""
+"""Prefix of a problem that an override causes, before the override."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Config:
 
     Attributes:
         tree: conf.yaml with all overrides applied and all `${...}` resolved; plain dicts, lists and scalars.
-        unresolved: the same, but `${oc.env:NAME}` stays; for the conf.yaml of the run.
-        cfg: the group `cfg` as the object that user code gets.
+        unresolved: the same, with `${oc.env:NAME}` unresolved; for the conf.yaml of the run.
+        cfg: the group `cfg` as an object for user code.
         overrides: the overrides, as typed.
-        unseen: targets that were not checked, since only a run may import them.
+        unseen: targets that were not checked, because only runs may import them.
     """
 
     tree: Tree
@@ -70,8 +70,8 @@ class Config:
 class Composition(NamedTuple):
     """conf.yaml with overrides applied, not checked against any signature; trees as in `Config`.
 
-    `problems` are unknown keys in overrides and interpolations that lead nowhere; the trees are without them.
-    `selection` is the config before all other overrides were applied.
+    `problems` are unknown keys in overrides and invalid interpolations; the trees do not contain them. `selection` is
+    the config with variants, before all other overrides.
     """
 
     tree: Tree
@@ -91,8 +91,8 @@ def load(
 ) -> Config:
     """Compose and check a config; ConfigError has one line per problem.
 
-    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class. `title` is what messages
-    call the file, if not its path. `project` is as in `read`.
+    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class. `title` is the name of the
+    file in messages, by default its path. `project` is the same as for `read`.
     """
     title = title or path
     tree, unresolved, problems, selection = read(path, overrides, settings_of(experiment), title, project)
@@ -119,13 +119,13 @@ def _in(file: Path | None) -> str:
 
 
 def _blaming(problem: Problem, selection: Selection) -> str:
-    """Return the text of a problem with the override or the variant that causes it."""
+    """Return the text of a problem, with the override or variant that causes it."""
     override = selection.override(problem.key)
     return f"{OVERRIDE}{override}: {problem.text}" if override else problem.text + _in(selection.source(problem.key))
 
 
 def raise_if(problems: Sequence[str], title: object) -> None:
-    """Raise ConfigError if there are problems; `title` is what has them, unless overrides cause all of them."""
+    """Raise ConfigError if there are problems; `title` names their source, unless overrides cause all of them."""
     if not problems:
         return
     typed = all(problem.startswith(OVERRIDE) for problem in problems)
@@ -145,9 +145,9 @@ def read(
 ) -> Composition:
     """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
 
-    `settings` are the values of `cfg` that conf.yaml need not list; those that it lists count.
-    `project` is the conf.yaml of the project if `path` is that of a run. Overrides then choose from the project's
-    variants, while strings in the run's file are only strings: it holds the nodes of its variants.
+    `settings` are the defaults of `cfg` for values that conf.yaml does not list. `project` is the conf.yaml of the
+    project if `path` is that of a run. Overrides then choose from the project's variants, while strings in the run's
+    file are only strings, because it contains the nodes of its variants.
     """
     title = title or path
     if not path.is_file():
@@ -162,7 +162,7 @@ def read(
         items = _choose(overrides, selection)
         values = values_by_key(selection.tree)
         keys = list(values)
-        if "hydra" in keys:  # its search path would import packages
+        if "hydra" in keys:  # Hydra's search path would import packages
             raise ConfigError(f"{title}: hydra: there is no such group; remove it, conf.yaml does not configure Hydra")
         problems, known = [], []
         for item in items:
@@ -183,7 +183,7 @@ def read(
         for key in values_by_key(OmegaConf.to_container(config)):
             try:
                 OmegaConf.select(config, key)
-            except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+            except OmegaConfBaseException as error:  # an invalid interpolation
                 problems.append(Problem(key, f"{key}: {short_message(error)}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
@@ -205,8 +205,8 @@ def _parents(key: str) -> list[str]:
 def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
     """Choose the variants that overrides and options name, and return the other overrides, parsed.
 
-    Outer nodes are chosen before inner ones. Strings in place of a node go last, so that errors name the string and not
-    an override below the node.
+    Outer nodes are chosen before inner ones. Strings in place of a node come last, so that errors name the string and
+    not an override below the node.
     """
     options = [item for item in overrides if item.startswith(OPTION)]
     for option in options:
@@ -232,7 +232,7 @@ def _choose(overrides: Sequence[str], selection: Selection) -> list[Override]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides in Hydra's grammar; ConfigError names the one that is not in it."""
+    """Parse overrides in Hydra's grammar; raise ConfigError, with the override, if one is invalid."""
     for item in overrides:
         if item.startswith("="):
             raise ConfigError(f"the override {item!r} has no key; write key=value without spaces")
@@ -251,7 +251,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return False for text with half of a surrogate pair, which a shell makes of bytes that are not UTF-8."""
+    """Return False for text with half a surrogate pair, from bytes on the command line that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

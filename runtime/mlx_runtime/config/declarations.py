@@ -1,5 +1,5 @@
-"""Datasets and pretrained models as defaults: `train: TrainDataset = TrainDataset()` and
-`net: PreTrainedModel = AutoModel.from_pretrained(...)` are written without loading anything when `src` is imported.
+"""Declarations of datasets and pretrained models, so that importing `src` loads nothing: defaults such as
+`train: TrainDataset = TrainDataset()` and `net: PreTrainedModel = AutoModel.from_pretrained(...)`.
 
 `defer_loading`, which `src/__init__.py` calls, has the modules of `src` rewritten as they are compiled. A call `f(x)`
 that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
@@ -24,13 +24,13 @@ _DEFERRED = "__deferred__"
 
 
 class Declaration:
-    """A dataset or a model that is not constructed yet: its class or function, and the arguments of the call."""
+    """A dataset or model that is not constructed yet: its class or function, and the arguments of the call."""
 
     def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         self.target, self.args, self.kwargs = target, args, kwargs
 
     def make(self) -> Any:
-        """Construct the object, after those that are declared among its arguments."""
+        """Construct the object, after the declared objects among its arguments."""
         return self.target(*_made(self.args), **_made(self.kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -96,9 +96,9 @@ def returns_hf_dataset(function: Any) -> bool:
 
 
 def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what to call for `callee`: a Declaration of data or of trained weights, else `callee` itself.
+    """Return a Declaration in place of `callee` if it yields data or pretrained weights, otherwise `callee` itself.
 
-    This is decided before Python evaluates the arguments.
+    The decision is made before Python evaluates the arguments.
     """
     global _loads_weights
     if is_pretrained(callee):
@@ -111,10 +111,10 @@ def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
-    """Return a function of the arguments that returns what to call without any.
+    """Return a function that takes the arguments and returns a function without arguments, for the final call.
 
-    For a callee with calls among its arguments, which are evaluated before it is decided. The module itself makes the
-    last call, so that a warning names it.
+    Used if there are calls among the arguments, which must be evaluated before the decision. The module itself makes
+    the final call, so that warnings name it.
     """
     if is_pretrained(callee) or is_data(callee) or not _spreads(callee):
         return functools.partial(functools.partial, declared(callee))
@@ -122,11 +122,11 @@ def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
 
 
 _loads_weights = False
-"""A call that loads trained weights has been declared in this process, so it may be an argument of others."""
+"""True if a call that loads pretrained weights was declared in this process, so it may be an argument of others."""
 
 
 def _spreads(callee: Any) -> bool:
-    """Return False for functions of the standard library, which may look at the frame that calls them."""
+    """Return False for functions of the standard library, which may inspect the frame of their caller."""
     return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
 
 
@@ -136,25 +136,25 @@ def is_data(callee: Any) -> bool:
 
 
 FROM_PRETRAINED = {"diffusers", "huggingface_hub", "peft", "timm", "transformers"}
-"""Libraries whose classes have `from_pretrained`, also for classes of the user that inherit it."""
+"""Libraries whose classes have `from_pretrained`, which users' classes may inherit."""
 
 
 def library_of(function: Any) -> str:
-    """Return the library that defines a function, whatever class it is called on."""
+    """Return the library that defines a function, even if it is called on a subclass elsewhere."""
     return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 def is_pretrained(target: Any) -> bool:
-    """Return True if a function is one of a library that may load trained weights, or what belongs to them.
+    """Return True for functions of libraries that may load pretrained weights, tokenizers and the like.
 
-    A `from_pretrained` of the user's own is an ordinary function.
+    A `from_pretrained` that the user defines is an ordinary function.
     """
     name, library = getattr(target, "__name__", ""), library_of(target)
     if name == "from_pretrained":
         return library in FROM_PRETRAINED
     if library == "torchvision":
         module = target.__module__.removeprefix("torchvision.")
-        in_registry = module == "models._api"  # which also has `list_models`
+        in_registry = module == "models._api"  # this module also has `list_models`
         return module.startswith("models") and inspect.isfunction(target) and (not in_registry or name == "get_model")
     return (library, name) == ("timm", "create_model") or (getattr(target, "__module__", ""), name) in (
         ("torch.jit._serialization", "load"),
@@ -163,9 +163,9 @@ def is_pretrained(target: Any) -> bool:
 
 
 def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
-    """Declare a call, with the name of the repository as a keyword where a signature hides it.
+    """Declare a call, with the name of the repository as a keyword if the signature hides that parameter.
 
-    `AutoModel.from_pretrained` of transformers shows `(*model_args, **kwargs)`, though it has that parameter.
+    The signature of `AutoModel.from_pretrained` of transformers is `(*model_args, **kwargs)`.
     """
     if library_of(callee) == "transformers" and len(args) == 1:
         first = next(iter(inspect.signature(callee).parameters.values()))
@@ -175,7 +175,7 @@ def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a class or function, or declare the call if one of its arguments or defaults is declared to be loaded."""
+    """Call a class or function, or declare the call if an argument or default is a declaration of weights."""
     return _call_or_declaration(callee, *args, **kwargs)()
 
 
@@ -188,7 +188,7 @@ def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def is_loaded_later(value: Any) -> bool:
-    """Return True for the declaration of trained weights, and what holds one."""
+    """Return True for a declaration of pretrained weights, and for containers of one."""
     if isinstance(value, Declaration):
         return not is_data(value.target)
     if isinstance(value, tuple | list | dict):
@@ -235,7 +235,7 @@ class SourceLoader(SourceFileLoader):
     """Loads a module with its datasets declared, if the loading of its package is deferred."""
 
     def path_stats(self, path: str) -> Any:
-        raise OSError("bytecode is not cached, since other programs may read the cache")
+        raise OSError("bytecode is not cached, because other programs may read the cache")
 
     def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
         tree = ast.parse(data, path)

@@ -1,7 +1,7 @@
-"""Deep comparison of two objects: types, attributes, slots, closures, and what pickle stores of C and Rust objects.
+"""Deep comparison of two objects: types, attributes, slots, closures, and the pickled state of C and Rust objects.
 
-Freshly initialized weights are random, so tensors are compared by shape, dtype, `requires_grad` and `_version`, which
-counts in-place changes: a default that was modified after its construction has a higher one.
+Initial weights are random, so tensors are compared by shape, dtype, `requires_grad` and `_version`. The latter counts
+in-place changes, and is higher in a default that was modified after its construction.
 """
 
 import functools
@@ -25,7 +25,7 @@ _SCALARS = (complex, set, frozenset, bytes, str, int, float)
 _CONTAINERS = (dict, list, tuple, deque)
 _CODE = (type, types.ModuleType, types.CodeType, inspect.Signature)
 _WHOLE = (torch.Tensor, torch.Generator, PurePath, *_CODE)
-"""Types whose objects are compared as a whole, not part by part."""
+"""Types whose objects are compared as a whole."""
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     types.MethodType: ("__func__", "__self__"),
@@ -33,11 +33,11 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     types.FunctionType: ("__code__", "__defaults__", "__closure__"),
     types.CellType: ("cell_contents",),
 }
-"""What objects of these types consist of."""
+"""Attributes to compare, for types that do not list theirs."""
 
 
 def unlike(default: Any, make: Callable[[], Any]) -> str | None:
-    """Return a description of where a default differs from what `make` returns, or None.
+    """Return a description of the differences between a default and the result of `make`, or None.
 
     Differences between two objects from `make` (the time, a random number, a serial number) are ignored.
     Objects that cannot be compared count as different.
@@ -55,7 +55,7 @@ def _differences(
 ) -> Iterator[tuple[str | None, str]]:
     """Yield the path of each differing part (None if comparing it raised an exception), and a description of it."""
     if isinstance(second, Declaration) and is_loaded_later(second) and not isinstance(first, Declaration):
-        second = second.make()  # as the default was: by code outside `src`, or in a function
+        second = second.make()  # the default was made, too: by code outside `src`, or in a function
     if first is second or (id(first), id(second)) in seen:
         return
     seen[id(first), id(second)] = first, second  # kept alive: many are temporary, and ids are reused
@@ -71,18 +71,18 @@ def _differences(
                 yield difference
         if alike and not _same_whole(first, second):
             yield where, f"{here} is {first!r:.60} and would be {second!r:.60}"
-    except Exception as error:  # of any class's `__eq__`, `__repr__` or properties
+    except Exception as error:  # raised by an `__eq__`, a `__repr__` or a property
         yield None, f"{here} cannot be compared: {type(error).__name__}: {short_message(error)}"
 
 
 def _same_type(first: type, second: type) -> bool:
-    """Return True if both are the same type, or were created the same way at run time, as torch's parametrizations."""
+    """Return True for the same type, or for types created equally at run time, like torch's parametrizations."""
     names = ("__module__", "__qualname__", "__bases__")
     return first is second or all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each part of two objects of one type, like `.bias`, and what they hold there."""
+    """Yield the name of each part of two objects of one type, like `.bias`, and both of its values."""
     if isinstance(first, _WHOLE):
         return
     for cls, names in _ATTRIBUTES.items():
@@ -100,7 +100,7 @@ def _parts(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what containers hold."""
+    """Yield the items of containers."""
     if isinstance(first, dict):
         yield ".keys()", list(first), list(second)
         yield ".default_factory", getattr(first, "default_factory", None), getattr(second, "default_factory", None)
@@ -114,7 +114,7 @@ def _items(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _state(first: Any, second: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield attributes and, for objects of C or Rust that do not show theirs, what pickle stores."""
+    """Yield attributes and, for objects of C or Rust without visible attributes, the pickled state."""
     attributes, others = _attributes(first), _attributes(second)
     if attributes or others:
         yield " attributes", sorted(attributes), sorted(others)
@@ -147,10 +147,10 @@ def _same_whole(first: Any, second: Any) -> bool:
 
 
 def _pickled(thing: Any) -> Any:
-    """Return what pickle stores of an object, or None if it cannot be pickled, like a lock."""
+    """Return the pickled state of an object, or None if it cannot be pickled, like a lock."""
     try:
         return thing.__reduce_ex__(4)
-    except Exception:  # each class refuses in its own way
+    except Exception:  # classes raise all kinds of errors
         return None
 
 
@@ -166,7 +166,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _arguments(declaration: Declaration) -> dict[str, Any]:
-    """Return a declaration's arguments by name, with defaults filled in; those of a library as building passes them."""
+    """Return a declaration's arguments by name, with defaults; for libraries, as they are passed when building."""
     target = declaration.target
     if target is functools.partial:
         return {"args": declaration.args, "keywords": declaration.kwargs}

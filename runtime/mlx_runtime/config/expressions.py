@@ -1,9 +1,9 @@
 """The calls that made a default, from its source.
 
-A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember how they were made. So
-the default's *expression* is read from the source and evaluated again, with every call in it recorded: that yields
-the constructor and its arguments, whatever the class stores (decision 0003). The default itself takes the place of what
-its constructor would make again.
+A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember their constructor call.
+So the default's *expression* is read from the source and evaluated again, with every call in it recorded. This yields
+the constructor and its arguments, regardless of the attributes of the object (decision 0003). The outermost constructor
+is not called again; the default itself is its result.
 """
 
 import ast
@@ -25,7 +25,7 @@ from mlx_runtime.config.signatures import statements
 _RECORDING = "__mlx_recording__"
 
 _CONTAINERS = (tuple, list, dict, set, frozenset)
-"""Types whose objects are written by their items, each of which needs a record of the calls that made it."""
+"""Types whose objects are written item by item, so that each item needs a record of its calls."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Call:
 
 @dataclass
 class Recording:
-    """What happened while one expression was evaluated: calls by the id of their result, names by that of a value."""
+    """The evaluation of one expression: calls by the id of their result, and names by the id of their value."""
 
     calls: dict[int, Call] = field(default_factory=dict)
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
     default: Any = None
-    """The value that the expression had."""
+    """The value of the expression."""
 
     def outermost(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Record the last call of the expression. A constructor is not called again: it has made the default."""
+        """Record the last call of the expression. A constructor is not called again: the default is its result."""
         if type(self.default) is not function or function in _CONTAINERS:
             return self.call(function, *args, **kwargs)
         self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
@@ -74,7 +74,7 @@ class Recording:
 
     @contextlib.contextmanager
     def before(self, call: Call) -> Iterator[None]:
-        """Look at the arguments of a call: one that it also returned is what it was before the call."""
+        """For an argument that a call also returned, show the call that made it."""
         calls = dict(self.calls)
         self.calls.pop(id(call.result), None)
         if call.before is not None:
@@ -88,7 +88,7 @@ class Recording:
 def recorded_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
     """Evaluate the default expression of a parameter again; None if its source is not available.
 
-    If the value that it had is passed as `default`, this takes the place of what its constructor would make again.
+    If `default` is its value, the outermost constructor is not called again.
     """
     if isinstance(target, type) and (dataclasses.is_dataclass(target) or name in inspect.get_annotations(target)):
         source = _field(target, name)
@@ -159,7 +159,7 @@ def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[s
         return None
     arguments = definition.args
     names = [item.arg for item in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
-    values = [*arguments.defaults, *arguments.kw_defaults]  # the first parameters may have none
+    values = [*arguments.defaults, *arguments.kw_defaults]  # the first parameters may have no default
     expression = dict(zip(names[-len(values) :], values, strict=True)).get(name) if values else None
     if expression is None:
         return None

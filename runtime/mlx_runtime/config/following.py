@@ -1,4 +1,4 @@
-"""Renamed arguments and moved classes of the code, followed in variants."""
+"""Updates of variants after the code has renamed arguments or moved classes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from mlx_runtime.config.variants import values_by_key
 class Follow:
     """Names that the code has renamed or moved since the last bind.
 
-    `renamed` maps the full key of each argument to the former one, and `moved` paths of classes that are gone to those
-    that the code's defaults name in their place.
+    `renamed` maps the full key of each argument to the former one. `moved` maps paths of classes that do not exist any
+    more to the paths in the code's defaults.
     """
 
     renamed: Mapping[str, str]
@@ -35,7 +35,7 @@ class Follow:
         return cls(in_code.renamed | changes.renamed, moved)
 
     def into(self, patch: CommentedMap, key: str, changes: Changes) -> None:
-        """Update a mapping of the values that a variant has at a key and below it."""
+        """Update the values that a variant has at a key and below it."""
         self._move(patch, key, changes)
         for name, former in self.renamed.items():
             if key and not name.startswith(f"{key}."):
@@ -46,7 +46,7 @@ class Follow:
                 node = node.get(parent) if isinstance(node, dict) else None
             old = former.rpartition(".")[2]
             if not isinstance(node, CommentedMap) or "_target_" in node or old not in node or last in node:
-                continue  # what names its own class is judged by that
+                continue  # arguments of another class are not renamed
             rename_key(node, old, last)
             changes.renamed[name] = former
 

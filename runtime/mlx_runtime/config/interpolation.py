@@ -13,9 +13,9 @@ from mlx_runtime.storage.documents import from_yaml
 
 
 def parsed(text: str | bytes, *, environment: bool = True) -> dict[str, Any]:
-    """Parse YAML as a run reads it. `???` stays; without `environment`, so does `${oc.env:NAME}`.
+    """Parse YAML as a run does. `???` is kept; without `environment`, so is `${oc.env:NAME}`.
 
-    ValueError, with a message of one line, if it is not YAML, too large, too deep, or not a mapping.
+    Raise ValueError, with a message of one line, if it is not YAML, too large, too deep, or not a mapping.
     """
     config = from_yaml(text.encode() if isinstance(text, str) else text)
     try:
@@ -28,10 +28,10 @@ def parsed(text: str | bytes, *, environment: bool = True) -> dict[str, Any]:
 def resolved(config: Any, *, environment: bool) -> Any:
     """Convert a config of OmegaConf to plain dicts and lists, with interpolations resolved.
 
-    Interpolations that read a variable that is not set, directly or indirectly, are kept as they are; without
-    `environment`, so are all that read the environment.
+    Interpolations that need an unset variable, directly or indirectly, are kept unresolved; without `environment`, so
+    are all that read the environment.
     """
-    unread = False  # True if the interpolation being resolved needs a variable that it may not have
+    unread = False  # True if the current interpolation needs a variable that is unset or must not be read
 
     def variable(*arguments: Any) -> Any:
         nonlocal unread
@@ -67,7 +67,7 @@ def resolved(config: Any, *, environment: bool) -> Any:
 
 
 def unset_variables(node: Any) -> set[str]:
-    """Return the environment variables that a config from `parsed` still names because they are not set here."""
+    """Return the environment variables in a config from `parsed` that are not set here."""
     if isinstance(node, dict | list):
         return {name for item in (node.values() if isinstance(node, dict) else node) for name in unset_variables(item)}
     return set(re.findall(r"\$\{oc\.env:\s*(\w+)", node)) if isinstance(node, str) else set()

@@ -1,4 +1,4 @@
-"""Merge the code's defaults into conf.yaml: the user's values and comments stay."""
+"""Merging of the code's defaults into conf.yaml; the user's values and comments stay."""
 
 import difflib
 import json
@@ -15,7 +15,7 @@ from mlx_runtime.config.text import remove_key, rename_key, written
 from mlx_runtime.errors import BindError
 
 NodeOfClass = Callable[[str, str], Node | None]
-"""Returns the node of a class that the user put in a `_target_`, by its path and key; None if the class is gone."""
+"""Returns the node of a user's `_target_`, given its path and key, or None if the class does not exist any more."""
 
 
 @dataclass
@@ -23,7 +23,8 @@ class Changes:
     """The changes of a merge, by full keys.
 
     `updated` values had the former default and get the new one, `renamed` maps each new key to the former one,
-    `dropped` maps keys to removed values with comments, and `kept` values are the user's and differ from the default.
+    `dropped` maps keys to removed values with comments, and `kept` lists the user's values that differ from the
+    default.
     """
 
     added: list[str] = field(default_factory=list)
@@ -50,10 +51,10 @@ class Changes:
 
 @dataclass
 class Merge:
-    """Updates the mappings of a file in place, which keeps comments where they are.
+    """Updates the mappings of a file in place, so that comments stay where they are.
 
-    `former` holds the defaults at the last bind by full key; a value that still equals its former default follows the
-    code. `node_of_class` describes classes that only the file names; `changes` receives what happens.
+    `former` contains the defaults at the last bind by full key; a value that still equals its former default follows
+    the code. `node_of_class` describes classes that only the file names; `changes` receives all changes.
     """
 
     former: Mapping[str, Any]
@@ -62,7 +63,7 @@ class Merge:
 
     @classmethod
     def of_code(cls, former: Mapping[str, Any], tree: Mapping[str, Node]) -> Changes:
-        """Return what changed in the code alone since `former`, which also has the arguments without a default."""
+        """Return the changes in the code since `former`, which also has the arguments without a default."""
         old = CommentedMap()
         for key, value in former.items():
             *parents, name = key.split(".")
@@ -77,7 +78,7 @@ class Merge:
     def into(self, old: CommentedMap, new: Node, key: str = "", *, same_class: bool = True) -> None:
         """Update `old`, the mapping at `key` in the file, to match the code's node `new`."""
         items = parameters(object_at(new["_target_"])) if "_target_" in new else []
-        open_ended = items is None or takes_any_keyword(items)  # without a signature nothing can be judged
+        open_ended = items is None or takes_any_keyword(items)  # without a signature, nothing can be dropped
         if same_class and not open_ended:
             self._rename(old, new, key)
         for name, value in new.items():
@@ -99,7 +100,7 @@ class Merge:
                 self.changes.dropped[f"{key}.{name}".lstrip(".")] = f"{value}  {remove_key(old, name)}".rstrip()
 
     def _node(self, old: CommentedMap, new: Node, key: str) -> None:
-        """Update a node of the code's class, of a class it no longer uses, or of a class of the user's choice."""
+        """Update a node of the code's class, of a class that the code no longer uses, or of the user's choice."""
         path = old.get("_target_", new["_target_"])
         if path == new["_target_"]:
             self.into(old, new, key)
@@ -116,11 +117,11 @@ class Merge:
         self.changes.kept.append(f"{key}._target_")
         if old.get("_partial_"):  # its caller passes the other arguments
             users = {name: value for name, value in users.items() if name in old}
-        others = Merge({}, self.node_of_class, self.changes)  # the former defaults are those of another class
+        others = Merge({}, self.node_of_class, self.changes)  # the former defaults belong to another class
         others.into(old, users, key, same_class=False)
 
     def _replace(self, old: CommentedMap, new: Node, key: str) -> None:
-        """Turn a node into one of another class; arguments of both classes keep the user's value."""
+        """Change the class of a node; arguments of both classes keep the user's value."""
         for name in list(old):
             if name not in new and (str(name).startswith("_") or self._unedited(old[name], f"{key}.{name}")):
                 remove_key(old, name)
@@ -129,7 +130,7 @@ class Merge:
         self.changes.updated.append(f"{key}._target_")
         count = len(self.changes.added)
         self.into(old, new, key, same_class=False)
-        del self.changes.added[count:]  # they came with the class
+        del self.changes.added[count:]  # they belong to the new class
 
     def _rename(self, old: CommentedMap, new: Node, key: str) -> None:
         """Rename arguments that have a different name in the same position, with the same type and default."""
@@ -163,7 +164,7 @@ class Merge:
         return True
 
     def _unedited(self, value: Any, key: str) -> bool:
-        """Return True if the value was never the user's: the former default, or `???` where there was none."""
+        """Return True if the user has not edited the value: it is the former default, or `???` without one."""
         return not _differ(value, self.former[key]) if key in self.former else bool(value == "???")
 
 

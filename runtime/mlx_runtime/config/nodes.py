@@ -1,4 +1,4 @@
-"""Constructors → nodes: all defaults of an experiment as the plain data that conf.yaml holds."""
+"""Constructors → nodes: all defaults of an experiment as plain data for conf.yaml."""
 
 import enum
 import functools
@@ -39,7 +39,7 @@ BASES = (
     torch.Tensor,
     object,
 )
-"""An annotation with one of these accepts any subclass, so it does not describe an object."""
+"""Base classes whose annotation accepts any subclass, so that it does not describe an object."""
 
 
 class Description:
@@ -60,15 +60,15 @@ class Description:
             if name in ("losses", "metrics"):
                 self.notices += _unrecorded(self.tree[name], name)
         base = base_of(experiment)
-        settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # its own class may lack what a run reads
+        settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # the user's class may lack some
         self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
 
     def of_class(self, path: str, key: str) -> Node | None:
-        """Return the node of the class or function at a path with all its defaults; None if its package has none."""
+        """Return the node of the class or function at a path with all defaults; None if its package lacks it."""
         try:
             target = object_at(path)
         except (ImportError, AttributeError) as error:
-            if importlib.util.find_spec(path.partition(".")[0]) is None:  # not installed here, so it may well exist
+            if importlib.util.find_spec(path.partition(".")[0]) is None:  # the package is not installed here
                 raise BindError(f"it cannot be imported: {short_message(error)}") from error
             return None
         return self._node(target, path, {}, Recording(), key)
@@ -83,7 +83,7 @@ class Description:
             items = None if partial else parameters(function)
             try:
                 bound = None if items is None else inspect.Signature(items).bind(*args, **call.kwargs)
-            except TypeError:  # the call succeeded, so this is not the signature of what was called
+            except TypeError:  # the call succeeded, so the signature is wrong
                 bound = None
             if bound is not None:
                 return self._node(function, path, bound.arguments, recording, key)
@@ -91,7 +91,7 @@ class Description:
             return node | self._passed(args, call.kwargs, recording, key)
 
     def _passed(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
-        """Return the arguments of a call as they were passed, without defaults."""
+        """Return the arguments of a call as passed, without defaults."""
         node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
         positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
         return {**node, "_args_": positional} if positional else node
@@ -123,7 +123,7 @@ class Description:
         return {**node, "_args_": positional} if positional else node
 
     def _default(self, target: Any, parameter: inspect.Parameter, key: str) -> Any:
-        """Return a parameter's default as YAML. Its expression is read only if the value is not sufficient."""
+        """Return a parameter's default as YAML. Its expression is read only if the value alone is not enough."""
         if parameter.default is MISSING:
             return self._described_type(parameter.annotation, key)
         try:
@@ -138,7 +138,7 @@ class Description:
                 return self._value(recorded[0], parameter.annotation, recorded[1], key)
         except BindError:
             raise
-        except Exception as error:  # of a signature, an `__eq__`, or an expression that cannot be evaluated again
+        except Exception as error:  # from a signature, an `__eq__`, or an expression that cannot be evaluated again
             why = f"{type(error).__name__}: {short_message(error)}"
             raise BindError(f"{key}: its default cannot be read: {why}") from error
 
@@ -152,16 +152,16 @@ class Description:
             return
         made = isinstance(default, torch.nn.Module | Declaration)
         if made or (hasattr(default, "__dict__") and not callable(default)):
-            here = (path, parameter.name)  # a class that is used twice has its own default twice
+            here = (path, parameter.name)  # a class that is used twice has the same default twice
             owner = self._owners.setdefault(id(default), (key, here, default))
             if owner[1] != here:
                 self.notices.append(f"{key} shares its default with {owner[0]}; in a run they are two objects")
 
     def _described_type(self, hint: Any, key: str) -> Any:
-        """Return the value of a parameter without a default: the node of its class if that has one, else `???`."""
+        """Return the value of a parameter without a default: the node of its class, or `???` if it has none."""
         if not _describes_itself(hint) or hint in self._open:
             return "???"
-        self._open.append(hint)  # nodes of a tree that take nodes would never end
+        self._open.append(hint)  # classes that take objects of their own class would never end
         try:
             return self._node(hint, path_of(hint), {}, Recording(), key)
         except BindError as error:
@@ -172,7 +172,7 @@ class Description:
             self._open.pop()
 
     def _value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
-        """Return a value as YAML, or raise a BindError that names the key. Constants of `src` are written as made."""
+        """Return a value as YAML, or raise a BindError with the key. Constants of `src` are written as calls."""
         try:
             return self._written(value, hint, recording, key)
         except BindError:
@@ -251,7 +251,7 @@ def _refuse_loaded(module: str, recording: Recording, key: str) -> None:
 
 
 def _refuse_untyped(cls: type, key: str) -> None:
-    """Refuse members of a group without an annotation, which dataclasses leave out of their constructor."""
+    """Refuse members of a group without an annotation, because dataclasses leave them out of the constructor."""
     annotated = inspect.get_annotations(cls)
     for name, value in vars(cls).items():
         if name.startswith("_") or name == "map_params_to_optimizers" or name in annotated:
@@ -279,7 +279,7 @@ def _unrecorded(group: Node, key: str) -> list[str]:
 
 
 def _describes_itself(hint: Any) -> bool:
-    """Return True if an annotation is a class that conf.yaml can spell out, unlike `int`, `Path` or a base class."""
+    """Return True if an annotation is a class with a node in conf.yaml, unlike `int`, `Path` or a base class."""
     if not isinstance(hint, type) or typing.get_args(hint) or hint in (MISSING, *BASES) or inspect.isabstract(hint):
         return False
     if hint.__module__ == "builtins" or getattr(hint, "_is_protocol", False):
@@ -289,7 +289,7 @@ def _describes_itself(hint: Any) -> bool:
 
 
 def _path(thing: Any, recording: Recording, key: str) -> str:
-    """Return the path of a class or function, or else the name by which the default's expression called it."""
+    """Return the path of a class or function, or else its name in the default's expression."""
     try:
         return path_of(thing)
     except BindError as error:

@@ -1,4 +1,4 @@
-"""Where the values of a config come from: the code's default, conf.yaml, a variant, or an override."""
+"""The origins of the values of a config: the code's default, conf.yaml, a variant, or an override."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,10 @@ from mlx_runtime.settings import Settings
 
 
 def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key: str | None, *, as_json: bool) -> str:
-    """Return a config, or what is below a key, with the origin of each value that is not the code's default.
+    """Return a config, or the part below a key, with the origin of each value that is not the code's default.
 
-    As YAML the origins are comments, and a last one lists the variants; `defaults` is the tree that the code describes.
+    In YAML, the origins are comments, and the last comment lists the variants; `defaults` is the tree of the code's
+    defaults.
     """
     settings = {name: value for name, value in defaults.get("cfg", {}).items() if not name.startswith("_")}
     tree, _, _, selection = read(path, overrides, settings)

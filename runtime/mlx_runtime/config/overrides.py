@@ -1,4 +1,4 @@
-"""Values of Python written as overrides, in Hydra's grammar."""
+"""Python values as overrides in Hydra's grammar."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def override(key: str, value: Any) -> str:
     """Return the override that sets a key, new or not, to a plain value; tuples become lists.
 
     Raises:
-        ConfigError: it is not plain, or Hydra's grammar has no override for it.
+        ConfigError: the value is not plain, or cannot be expressed in Hydra's grammar.
     """
     plain = _plain(value, key)
     text = f"++{key}={_literal(plain)}"

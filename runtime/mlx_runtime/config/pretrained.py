@@ -1,8 +1,7 @@
-"""Functions of libraries that load trained weights: how to build their models without downloading the weights.
+"""Pretrained models of libraries, built without downloading their weights if a checkpoint will overwrite them.
 
-A default such as `net: PreTrainedModel = AutoModel.from_pretrained("google-bert/bert-base-uncased")` is declared while
-`src` is imported. Only a worker calls it, or builds the same model without values if a checkpoint is about to
-overwrite them.
+A default such as `net: PreTrainedModel = AutoModel.from_pretrained("google-bert/bert-base-uncased")` is only declared
+while `src` is imported, and called by workers.
 """
 
 import contextlib
@@ -22,23 +21,23 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time
 
 BUILDING = {"attn_implementation", "dtype", "torch_dtype"}
-"""Arguments of `from_pretrained` of transformers that `from_config` takes as well."""
+"""Arguments of `from_pretrained` of transformers that `from_config` accepts, too."""
 
 LOADING = {"disable_mmap", "ignore_mismatched_sizes", "low_cpu_mem_usage", "use_safetensors", "variant", "weights_only"}
-"""Arguments that only affect how weights are loaded. Others may change the model."""
+"""Arguments that only affect the loading of weights; others may change the model."""
 
 HUB = {"cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token"}
-"""Arguments that say where files come from."""
+"""Arguments that determine the source of files."""
 
 DOWNLOADING = ("timm.", "torch.hub.", "torchvision.")
-"""Modules that may download a file once per process; `huggingface_hub` has locks of its own."""
+"""Modules in which several processes may download the same file; `huggingface_hub` has its own locks."""
 
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)
 
 
 @contextlib.contextmanager
 def without_weights(active: bool = True) -> Iterator[None]:
-    """Build models without downloading their weights inside the block, where the library can."""
+    """Within the block, build models without downloading their weights, if the library can."""
     token = _without_weights.set(active)
     try:
         yield
@@ -52,9 +51,9 @@ def weightless() -> bool:
 
 
 def built_to_be_restored(make: Callable[[], Any]) -> Any:
-    """Return the group of models that `make` builds, whose values a checkpoint is about to overwrite.
+    """Return the group of models that `make` builds, to be overwritten by a checkpoint.
 
-    They are built without weights, unless a checkpoint has only some of their values: those of adapters, for example.
+    They are built without weights, unless checkpoints contain only some of their values, such as those of adapters.
     """
     with without_weights():
         group = make()
@@ -71,12 +70,12 @@ def _saves_all_values(model: nn.Module) -> bool:
 
 
 def builder(target: Any) -> Callable[..., Any]:
-    """Return what to call for a function that loads weights: it builds other values inside `without_weights`."""
+    """Return a function to call in place of one that loads weights; it skips them inside `without_weights`."""
     return functools.partial(_built_without_weights if weightless() else _built_with_weights, target)
 
 
 def _built_with_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that loads trained weights; processes of this machine do not download the same file twice."""
+    """Call a function that loads weights, so that processes of this machine do not download the same file twice."""
     try:
         return _called(target, *args, **kwargs)
     except OSError as error:
@@ -102,7 +101,7 @@ def _called(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _built_without_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     library, owner = library_of(target), getattr(target, "__self__", None)
     made = None
-    with contextlib.suppress(Exception):  # then with weights, as if there were no checkpoint
+    with contextlib.suppress(Exception):  # after an error, build it with weights
         if library == "timm":
             made = target(*args, **{**kwargs, "pretrained": False})
         elif library == "torchvision":
@@ -113,9 +112,9 @@ def _built_without_weights(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_transformers(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module | None:
-    """Return the model that `cls.from_pretrained(...)` would return, with initial values; None if that is not certain.
+    """Return the model of `cls.from_pretrained(...)` with initial values; None if the models might differ.
 
-    Like that model, it is in evaluation mode, and has the generation config of the repository.
+    It is in eval mode, with the generation config of the repository, like that model.
     """
     from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -147,7 +146,7 @@ def _of_transformers(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _of_torchvision(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> nn.Module:
-    """Return the model with initial values: its builder runs while the loading of weights is disabled."""
+    """Return the model with initial values, from its builder with the loading of weights disabled."""
     api = importlib.import_module("torchvision.models._api")
     with (
         _replaced(api.WeightsEnum, "get_state_dict", lambda self, *_, **__: {}),

@@ -20,7 +20,7 @@ EXPERIMENT = Path("src/experiment.py")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of project: how messages and commands name it, the file that makes a folder one, and the class in it.
+    """A kind of project: its name in messages and commands, the file by which it is recognized, and the class in it.
 
     `template` is the folder of its template in the repository.
     """
@@ -44,7 +44,7 @@ class Kind:
         return f"{self.file.stem}_name"
 
     def folder(self, start: Path | None = None) -> Path:
-        """Return the working directory (or `start`), which must be such a project."""
+        """Return the working directory (or `start`); raise an error if it is not such a project."""
         folder = start or Path.cwd()
         if not (folder / self.file).is_file():
             raise UsageError(
@@ -68,7 +68,7 @@ def main_class(kind: Kind, folder: Path) -> type:
 
 
 def project_module(name: str, folder: Path) -> ModuleType:
-    """Import a module of a project, like `src.experiment`. Errors name the line of it that raised."""
+    """Import a module of a project, like `src.experiment`. Errors name the line that raised them."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
@@ -85,6 +85,6 @@ def project_module(name: str, folder: Path) -> ModuleType:
 
 
 def commands(conf: Path = CONF) -> str:
-    """Return the group of commands that a conf.yaml is for: `mlx data` in a data job, else `mlx train`."""
+    """Return the group of commands for a conf.yaml: `mlx data` in a data job, otherwise `mlx train`."""
     is_job = (conf.parent / DATA_JOB.file.name).is_file() and not (conf.parent / EXPERIMENT.name).is_file()
     return DATA_JOB.command if is_job else AN_EXPERIMENT.command

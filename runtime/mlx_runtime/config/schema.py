@@ -1,6 +1,6 @@
-"""A JSON Schema next to conf.yaml, with which editors complete and check it as it is typed.
+"""The JSON Schema next to conf.yaml, by which editors complete and check it.
 
-It also stores the defaults of the last bind, so that the next one recognizes the values that the user edited.
+It also stores the defaults of the last bind, so that the next one can recognize edited values.
 """
 
 import enum
@@ -19,7 +19,7 @@ from mlx_runtime.config.targets import object_at
 Schema = dict[str, Any]
 
 OPEN: Schema = {"type": "string", "pattern": r"\$\{.*\}|^\?\?\?$"}
-"""What may stand in place of any value: an interpolation, or `???`."""
+"""Schema of texts that may replace any value: an interpolation, or `???`."""
 
 PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
@@ -27,7 +27,7 @@ PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string", type(N
 def schema_of(experiment: type, tree: Mapping[str, Node], variants: Mapping[str, Mapping[str, Node]]) -> Schema:
     """Return the schema of an experiment's conf.yaml, whose nodes are `tree`.
 
-    `variants` are the nodes that may stand in their place, by key and name; the schema accepts their names.
+    `variants` are alternative nodes, by key and name; the schema accepts their names.
     """
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -43,7 +43,7 @@ def schema_of(experiment: type, tree: Mapping[str, Node], variants: Mapping[str,
 
 
 def former_defaults(schema: Any, key: str = "", *, open_ones: bool = False) -> dict[str, Any]:
-    """Return the defaults that a schema stores, by full key; with `open_ones`, also `???` for arguments without one."""
+    """Return the defaults in a schema, by full key; with `open_ones`, also `???` for arguments without a default."""
     defaults: dict[str, Any] = {}
     properties = schema.get("properties") or schema.get("then", {}).get("properties", {})
     for name, part in properties.items():
@@ -114,7 +114,7 @@ def _type(hint: Any) -> Schema:
 
 
 def argument_texts(target: Any) -> dict[str, str]:
-    """Return what the Args or Attributes sections of a class and its bases say about each argument."""
+    """Return the texts on arguments in the Args or Attributes sections of a class and its bases."""
     texts: dict[str, str] = {}
     sources = reversed(target.__mro__[:-1]) if isinstance(target, type) else [target]
     for source in sources:

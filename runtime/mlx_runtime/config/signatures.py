@@ -1,4 +1,4 @@
-"""The parameters of constructors, and YAML values converted to their types: a list to a tuple, a string to a Path."""
+"""The parameters of constructors, and conversions of YAML values to their types, like a list to a tuple."""
 
 import ast
 import contextlib
@@ -23,7 +23,7 @@ MISSING = inspect.Parameter.empty
 def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """Return the parameters of a class or function, or None if it has no signature, like some C types.
 
-    Annotations are resolved, to `Any` if they cannot be; errors of `inspect.signature` are corrected.
+    Annotations are resolved, or replaced by `Any` if that fails; errors of `inspect.signature` are corrected.
     """
     try:
         items = list(inspect.signature(target).parameters.values())
@@ -33,7 +33,7 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
         del items[0]  # pyo3 classes, like those of tokenizers, list it
     if dataclasses.is_dataclass(target) and hasattr(target.__init__, "__wrapped__"):
         outer = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
-        items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # configs of transformers
+        items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # for configs of transformers
     function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
     try:
         resolved = typing.get_type_hints(function)
@@ -43,7 +43,7 @@ def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _hint(item: inspect.Parameter, resolved: dict[str, Any], function: Any) -> Any:
-    """Resolve one annotation: a name that exists for type checkers only must not hide the others."""
+    """Resolve one annotation separately, because a name that only type checkers import would fail all others."""
     if item.annotation is not MISSING and item.name in resolved:
         return resolved[item.name]
     if not isinstance(item.annotation, str):
@@ -59,7 +59,7 @@ def takes_any_keyword(items: list[inspect.Parameter]) -> bool:
 
 
 def is_factory(default: Any) -> bool:
-    """Return True if a dataclass field shows a placeholder because a factory makes its default."""
+    """Return True if the default of a dataclass field is the placeholder of a factory."""
     return type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
 
 
@@ -69,7 +69,7 @@ def base_of(experiment: type) -> Any:
 
 
 def groups(experiment: type) -> dict[str, type]:
-    """Return the groups of an experiment: parameters of its `__init__`, or its annotated attributes without one."""
+    """Return the groups of an experiment: parameters of its `__init__` or, without one, annotated attributes."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     hints = {item.name: item.annotation for item in parameters(experiment) or [] if item.kind in named}
     owner = f"{experiment.__name__}.__init__"
@@ -99,7 +99,7 @@ def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter |
 
 
 def settings_of(experiment: type) -> dict[str, Any]:
-    """Return the defaults of `cfg` that are plain values: of its class, and of the runtime's for what that lacks."""
+    """Return the plain defaults of `cfg`: those of its class, and the runtime's for settings that it lacks."""
     cls = groups(experiment)["cfg"]
     defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
     if own is None:
@@ -109,13 +109,13 @@ def settings_of(experiment: type) -> dict[str, Any]:
 
 
 def plain_defaults(*classes: type) -> dict[str, Any]:
-    """Return the defaults of classes that are plain values; those of later classes count."""
+    """Return the plain defaults of classes; later classes take precedence."""
     items = [item for cls in classes for item in parameters(cls) or []]
     return {item.name: value for item in items if (value := plain(item.default)) is not MISSING}
 
 
 def plain(value: Any) -> Any:
-    """Return a value as conf.yaml holds it, or `MISSING` if it is not plain."""
+    """Return a value as in conf.yaml, or `MISSING` if it is not plain."""
     if isinstance(value, list | tuple):
         items = [plain(item) for item in value]
         return MISSING if MISSING in items else items
@@ -127,7 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the only one of another annotation."""
+    """Return the types of a union, or the single type of another annotation."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -164,7 +164,7 @@ def convert(value: Any, hint: Any) -> Any:
         key, item = arguments or (Any, Any)
         return {convert(k, key): convert(v, item) for k, v in value.items()}
     if kind is float and type(value) is int:
-        return value  # Python accepts an int, too; a default of 0 for a float stays the int that it was
+        return value  # Python accepts an int, too; an int default of a float stays an int
     if kind is int and type(value) is bool:
         raise TypeError  # in Python a bool is an int; in a config it is a mistake
     if isinstance(kind, type) and isinstance(value, str):
@@ -186,7 +186,7 @@ def _checked(value: Any, fits: bool) -> Any:
 
 
 def fitted(value: Any, hint: Any) -> Any:
-    """Convert a value if it fits the type, else return it as it is, like an object that was built already."""
+    """Convert a value if it fits the type; otherwise return it unchanged, like an object that was already built."""
     try:
         return convert(value, hint)
     except TypeError:
@@ -194,7 +194,7 @@ def fitted(value: Any, hint: Any) -> Any:
 
 
 def type_name(hint: Any) -> str:
-    """Return a type as it is written in code."""
+    """Return a type as written in code."""
     if hint is type(None):
         return "None"
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
@@ -214,4 +214,4 @@ def _parsed(thing: Any) -> list[ast.stmt]:
 
 
 _parsed_once = functools.lru_cache(maxsize=64)(_parsed)
-"""For classes and functions: to find the source of a class, `inspect` parses its whole module."""
+"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

@@ -1,4 +1,4 @@
-"""What a user may have meant by a key or a path that does not exist."""
+"""Suggestions for keys and paths that do not exist."""
 
 import difflib
 import sys
@@ -19,7 +19,7 @@ MOVED = {
 
 
 def renamed(key: str) -> str | None:
-    """Return a sentence about the new key of a setting that had this one; None for all others."""
+    """Return a sentence with the new key of a moved setting; None for all other keys."""
     _, _, name = key.partition("cfg.")
     return f"{key} is cfg.{MOVED[name]} now" if name in MOVED else None
 
@@ -30,7 +30,7 @@ def namesake(path: str) -> str | None:
     home, _, name = path.rpartition(".")
     modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == package]
     found = {f"{module.__name__}.{name}" for module in modules if _defines(module, name)}
-    if not found and home in sys.modules:  # a typing error
+    if not found and home in sys.modules:  # a typo
         public = [item for item in vars(sys.modules[home]) if not item.startswith("_")]
         found = {f"{home}.{item}" for item in difflib.get_close_matches(name, public, n=1)}
     return found.pop() if len(found) == 1 else None

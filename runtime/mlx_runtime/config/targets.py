@@ -1,4 +1,4 @@
-"""Dotted paths by which conf.yaml names classes, functions and constants."""
+"""Dotted paths of classes, functions and constants in conf.yaml."""
 
 import functools
 import importlib
@@ -22,16 +22,16 @@ PUBLIC = {
     "timm.models._factory": "timm",
     "torch.jit._serialization": "torch.jit",
 }
-"""The path that conf.yaml shows for classes and functions, by the module that defines them."""
+"""Paths of classes and functions in conf.yaml, by the module that defines them."""
 
 OWN = {module for paths in PUBLIC.items() for module in paths if module.startswith("mlx_runtime")}
 """Modules of this package whose classes conf.yaml may name."""
 
 
 def path_of(thing: Any) -> str:
-    """Return the dotted path that imports a class or function again.
+    """Return the dotted path by which a class or function can be imported.
 
-    BindError if there is none, as for lambdas, local functions and classes of `__main__`.
+    Raise BindError if there is none, as for lambdas, local functions and classes of `__main__`.
     """
     owner = getattr(thing, "__self__", None)
     if inspect.ismethod(thing) and isinstance(owner, type):  # it may be inherited
@@ -61,14 +61,14 @@ def object_at(path: str) -> Any:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if error.name and f"{module_name}.".startswith(f"{error.name}."):
-                continue  # not a module: perhaps a class that holds the next name
+                continue  # not a module, but perhaps a class with the next name
             raise
         return functools.reduce(getattr, parts[split:], module)
     raise ModuleNotFoundError(f"no module named {parts[0]!r}", name=parts[0])
 
 
 def loaded_object_at(path: str) -> Any | None:
-    """Like `object_at`, but return None if its module is not imported yet, so that no code of others runs."""
+    """Return the same as `object_at`, but None if its module is not imported yet, so that no other code runs."""
     parts = path.split(".")
     if path.rpartition(".")[0] in OWN:
         return object_at(path)
@@ -87,7 +87,7 @@ def loaded_object_at(path: str) -> Any | None:
 
 
 def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterable[str]) -> Any:
-    """Return the class that a setting names, by a word or its import path; ConfigError if it lacks what it needs."""
+    """Return the class of a setting, given a word or an import path; ConfigError if it lacks a required method."""
     path, title = known.get(name, name), f"cfg.{setting}={name}"
     try:
         found = object_at(path)

@@ -1,4 +1,4 @@
-"""conf.yaml as text: written exactly, with the user's comments in place."""
+"""conf.yaml as text: exact values, with the user's comments in place."""
 
 import functools
 import io
@@ -24,7 +24,7 @@ def yaml_text(tree: Any) -> str:
 
 
 def read_text(file: Path) -> str:
-    """Return the content of a file, which is empty if there is none; raise BindError if it is not text."""
+    """Return the content of a file, or "" if it does not exist; raise BindError if it is not text."""
     try:
         with open(file, encoding="utf-8", opener=regular) as stream:
             return stream.read()
@@ -40,7 +40,7 @@ def commented_map(text: str, title: object) -> CommentedMap:
     """Read a mapping with its comments, its order and its quotes."""
     try:
         tree = _yaml().load(text)
-    except Exception as error:  # ruamel raises many types of exceptions, which all mean the same to the user
+    except Exception as error:  # ruamel raises many types of exceptions, all with the same meaning
         raise BindError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, CommentedMap):
         raise BindError(f"{title} is not a mapping of groups; remove it and bind again")
@@ -59,9 +59,9 @@ def _yaml() -> YAML:
 
 
 def written(value: Any) -> Any:
-    """Prepare a value for the writer: strings that YAML 1.1 would read as something else get quotes."""
+    """Prepare a value for the writer: quote strings that YAML 1.1 would not read as strings."""
     if isinstance(value, CommentedMap | CommentedSeq):
-        return value  # read from the file, or prepared already
+        return value  # read from the file, or already prepared
     if isinstance(value, dict):
         return CommentedMap((name, written(item)) for name, item in value.items())
     if isinstance(value, list):
@@ -87,7 +87,7 @@ def rename_key(mapping: CommentedMap, old: str, new: str) -> None:
 
 
 def remove_key(mapping: CommentedMap, name: str) -> str:
-    """Remove a key and return the comment behind it. Comments below it belong to what follows, and stay."""
+    """Remove a key and return the comment on its line. Comments below it belong to the next key, and stay."""
     comments, slot = _comments_behind(mapping, name)
     is_leaf = not isinstance(mapping[name], CommentedMap | CommentedSeq)
     own, _, below = comments[slot].value.partition("\n") if comments[slot] is not None else ("", "", "")
@@ -104,7 +104,7 @@ def remove_key(mapping: CommentedMap, name: str) -> str:
 
 
 def _comments_behind(holder: Any, last: Any) -> tuple[list[Any], int]:
-    """Return where ruamel keeps the comment behind the value of a key: with the last leaf below it."""
+    """Return the place of the comment behind a value in ruamel: the last leaf below its key."""
     while isinstance(holder[last], CommentedMap | CommentedSeq) and holder[last]:
         holder = holder[last]
         last = list(holder)[-1] if isinstance(holder, CommentedMap) else len(holder) - 1

@@ -4,8 +4,8 @@
 chooses it by its name. Without `_target_` it is a patch, which changes the arguments that it lists. `debug.yaml` holds
 values for any keys, which `--variant=debug` applies to conf.yaml.
 
-Config groups of Hydra would be merged into the node instead of replacing it, need a list of defaults in conf.yaml, and
-take every string at the key for a name.
+Hydra's config groups are not used, because they would be merged into the node instead of replacing it, need a list of
+defaults in conf.yaml, and interpret every string at the key as a name.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class Variants:
     """The variants next to a conf.yaml.
 
     Attributes:
-        nodes: files of alternatives for one node, by key and name.
-        partial: files that hold values for any keys, by name.
-        texts: contents to read instead of those on disk.
+        nodes: files with an alternative for one node, by key and name.
+        partial: files with values for any keys, by name.
+        texts: contents to use instead of those on disk.
     """
 
     def __init__(self, conf: Path) -> None:
@@ -40,7 +40,7 @@ class Variants:
         return self.nodes.get(key, {}).get(name) if isinstance(name, str) else None
 
     def read(self, file: Path) -> Any:
-        """Return what a variant holds, with `${...}` not resolved yet."""
+        """Return the content of a variant, with unresolved `${...}`."""
         text = self.texts.get(file)
         try:
             return OmegaConf.to_container(from_yaml(file.read_bytes() if text is None else text.encode()))
@@ -49,22 +49,22 @@ class Variants:
 
 
 class Selection:
-    """A config in which variants are chosen, first those that conf.yaml names.
+    """A config in which variants are chosen, beginning with those that conf.yaml names.
 
     Attributes:
-        tree: the config, with `${...}` not resolved yet.
+        tree: the config, with unresolved `${...}`.
         chosen: the overrides and options that chose a variant, as typed.
         overrides: the other overrides, as typed, by the key that they set.
     """
 
     def __init__(self, variants: Variants, conf: bytes, *, names: bool = True) -> None:
-        """Read a conf.yaml; ValueError if it is not YAML. Without `names`, its strings are only strings."""
+        """Read a conf.yaml; raise ValueError if it is not YAML. Without `names`, its strings never name variants."""
         self.variants = variants
         tree: Any = OmegaConf.to_container(from_yaml(conf))
         self.tree: dict[str, Any] = tree
         self.chosen: list[str] = []
         self.overrides: dict[str, str] = {}
-        self._sources: dict[str, Path | None] = {}  # by the key at the top of what comes from there; None: an override
+        self._sources: dict[str, Path | None] = {}  # source of the values at and below a key; None means an override
         for name, value in self.tree.items() if names else ():
             self._set(self.tree, name, value, name)
 
@@ -74,24 +74,24 @@ class Selection:
         return list(dict.fromkeys(file for file in self._sources.values() if file is not None))
 
     def source(self, key: str) -> Path | None:
-        """Return the variant that the value at a key comes from; None if that is not a variant."""
+        """Return the variant that contains the value at a key; None if it is not from a variant."""
         tops = [top for top in self._sources if key == top or key.startswith((f"{top}.", f"{top}["))]
         return self._sources[max(tops, key=len)] if tops else None
 
     def override(self, key: str) -> str | None:
-        """Return the override that set the value at a key, something in it, or a node around it or its `_target_`."""
+        """Return the override that set the value at a key, a value in it, a node around it, or its `_target_`."""
         here = f"{key}.".replace("[", ".")
         tops = [top for top in self.overrides if here.startswith(f"{top.removesuffix('._target_')}.")]
         tops = tops or [top for top in self.overrides if top.startswith(here)]
         return self.overrides[max(tops, key=len)] if tops else None
 
     def mark(self, key: str, file: Path | None) -> None:
-        """Record the source of what is at a key and below it."""
+        """Record the source of the values at and below a key."""
         others = {top: source for top, source in self._sources.items() if not f"{top}.".startswith(f"{key}.")}
         self._sources = {**others, key: file}
 
     def complete(self, settings: Mapping[str, Any]) -> None:
-        """Add the values of `cfg` that the file does not list, also those of sections that it lists in part."""
+        """Add the values of `cfg` that the file does not list, including those in partly listed sections."""
         if isinstance(cfg := self.tree.get("cfg"), dict):
             for name, value in settings.items():
                 path = value.get("_target_") if isinstance(value, dict) else None
@@ -100,7 +100,7 @@ class Selection:
                 cfg[name] = {**value, **given} if completes else given
 
     def choose(self, key: str, name: Any) -> bool:
-        """Replace the node at a key by a variant; False if `name` is any other value."""
+        """Replace the node at a key by a variant; return False if `name` is any other value."""
         *parents, last = key.split(".")
         node: Any = self.tree
         for part in parents:
@@ -111,7 +111,7 @@ class Selection:
         return True
 
     def apply(self, name: str) -> None:
-        """Apply the values of a partial config. A mapping changes what it holds; one with `_target_` is a new node."""
+        """Apply the values of a partial config. Mappings change the values that they list, or replace a node."""
         file = self.variants.partial.get(name)
         if file is None:
             known = suggest(name, self.variants.partial)
@@ -150,7 +150,7 @@ def is_patch(variant: Any) -> bool:
 
 
 def values_by_key(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return everything below a mapping by its full key, mappings before what they hold."""
+    """Return all values below a mapping by full key, mappings before their values."""
     if not isinstance(tree, dict):
         return {}
     values = {f"{prefix}{name}": value for name, value in tree.items()}

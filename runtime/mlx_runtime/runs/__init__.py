@@ -1,1 +1,1 @@
-"""Runs on disk: folders, records, checkpoints, states of metrics and logs, and queries over them."""
+"""Runs on disk: folders, records, checkpoints, metric states and logs, and queries over them."""

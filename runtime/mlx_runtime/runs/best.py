@@ -19,11 +19,11 @@ def best(
     run: RunFolder | None = None,
     warn: Callable[[str], object] = lambda text: None,
 ) -> dict[str, Any]:
-    """Find the run and the checkpoint of an experiment in which a metric is best, or the checkpoint of one run.
+    """Find the run and the checkpoint of an experiment with the best value of a metric, or the checkpoint of one run.
 
-    Metric and mode (`max` or `min`) default to those of the runs. A value that no checkpoint was saved with, like
-    the result of a final test, comes with the latest checkpoint of the run. Folds of a cross-validation are left out:
-    only their mean compares with other results. `warn` receives a line about them.
+    Metric and mode (`max` or `min`) default to those of the runs. For a value without a checkpoint, like the result of
+    a final test, the latest checkpoint of the run is returned. Folds of a cross-validation are left out, because only
+    their mean is comparable with other results. `warn` receives a line about them.
     """
     rows = [row for row in (list_rows(name) if run is None else summarize([run])) if run or row.problem is None]
     if run is not None and rows[0].problem is not None:
@@ -63,7 +63,7 @@ def best(
         see = f"; see: mlx xp best {name} {sweep}" if sweep else ""
         warn(f"folds of a cross-validation are not compared{see}")
     sign = 1 if chosen_mode == "max" else -1
-    return max(reversed(found), key=lambda item: sign * item["value"])  # the later one of equals
+    return max(reversed(found), key=lambda item: sign * item["value"])  # of equal values, the later one
 
 
 def best_lines(found: Mapping[str, Any]) -> list[str]:

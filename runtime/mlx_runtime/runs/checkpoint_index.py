@@ -1,4 +1,4 @@
-"""List the checkpoints of a run by their descriptions, without reading states or importing torch."""
+"""Descriptions of checkpoints, listed and ranked without reading states or importing torch."""
 
 import math
 import re
@@ -35,9 +35,9 @@ class CheckpointInfo:
     """Description of a checkpoint, as `checkpoint.json` stores it."""
 
     epoch: int  # counted from 0
-    finished: bool  # else it was saved in the middle of the epoch
+    finished: bool  # False if it was saved in the middle of the epoch
     global_step: int  # training steps before it
-    metrics: dict[str, float]  # last values since the checkpoint of an earlier step; the best is chosen by them
+    metrics: dict[str, float]  # last values since the checkpoint of an earlier step, by which it is ranked
     sha256: str = ""  # of its state, in hexadecimal
     size_bytes: int = 0  # of its state
     file: str = STATE  # name of the file with its state
@@ -47,7 +47,7 @@ class CheckpointInfo:
 
     @property
     def name(self) -> str:
-        """Name of its folder. Folders count epochs from 1, as people do."""
+        """Name of its folder, in which epochs are counted from 1."""
         epoch = f"epoch_{self.epoch + 1:04d}"
         return epoch if self.finished else f"{epoch}_step_{self.global_step:08d}"
 
@@ -57,7 +57,7 @@ class CheckpointInfo:
         return self.size_bytes + self.shards_bytes
 
     def fields(self) -> dict[str, Any]:
-        """Return what `checkpoint.json` stores."""
+        """Return the content of `checkpoint.json`."""
         of_shards = ("index", "index_sha256", "shards_bytes")
         return {name: value for name, value in asdict(self).items() if self.index is not None or name not in of_shards}
 
@@ -68,7 +68,7 @@ class CheckpointInfo:
 
 
 def score(value: float | None, mode: str) -> float:
-    """Return how good a value is, higher is better; minus infinity for NaN and for no value."""
+    """Return a score for a value, higher is better; minus infinity for NaN and None."""
     if value is None or math.isnan(value):
         return -math.inf
     return value if mode == "max" else -value
@@ -77,7 +77,7 @@ def score(value: float | None, mode: str) -> float:
 def best_first(checkpoints: Iterable[CheckpointInfo], metric: str | None, mode: str) -> list[CheckpointInfo]:
     """Return the checkpoints with a value of a metric, best first; of equal values, the later is better.
 
-    Those saved in the middle of an epoch are ranked like any other.
+    Checkpoints in the middle of an epoch are ranked like all others.
     """
     scored = [(score(item.metrics.get(metric or ""), mode), item.order, item) for item in checkpoints]
     known = [found for found in scored if found[0] > -math.inf]
@@ -85,7 +85,7 @@ def best_first(checkpoints: Iterable[CheckpointInfo], metric: str | None, mode: 
 
 
 def position(entry: Mapping[str, Any]) -> str:
-    """Return where a checkpoint of a record was saved: `epoch 2`, or `epoch 2, step 1,500` within it."""
+    """Return the position of a checkpoint in training: `epoch 2`, or `epoch 2, step 1,500` within the epoch."""
     step = f", step {entry['step']:,}" if entry.get("step") is not None else ""
     return f"epoch {entry['epoch'] + 1}{step}"
 
@@ -93,7 +93,7 @@ def position(entry: Mapping[str, Any]) -> str:
 def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[CheckpointInfo]:
     """Return the complete checkpoints in a folder or URI, oldest first.
 
-    With `report`, those without a readable description are named on stderr, because a user asked for one of them all.
+    With `report`, checkpoints without a readable description are listed on stderr.
     """
     storage = root if isinstance(root, Storage) else Storage(root)
     checkpoints = checkpoints_by_name(storage)
@@ -103,7 +103,7 @@ def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[Check
 
 
 def undescribed(storage: Storage, name: str) -> str:
-    """Return what is wrong with a checkpoint without a readable description."""
+    """Return the problem of a checkpoint without a readable description."""
     return f"{joined(storage.root, name, ABOUT)} is damaged: it does not describe a checkpoint"
 
 
@@ -112,7 +112,7 @@ def checkpoints_by_name(storage: Storage) -> dict[str, CheckpointInfo | None]:
     with storage_errors(f"cannot read {storage.root}"):
         names = [name for name in storage.names() if re.fullmatch(r"epoch_\d{4,}(_step_\d+)?", name)]
         checkpoints = {name: read_description(storage, name) for name in names}
-        if not storage.local:  # there, a killed save leaves a folder without one
+        if not storage.local:  # there, a killed save leaves a folder without a description
             checkpoints = {name: item for name, item in checkpoints.items() if item or ABOUT in storage.names(name)}
     return checkpoints
 

@@ -2,10 +2,10 @@
 
 <storage>/data/
     digits/                appears when the job is done; job.json records what created it
-    .digits.part-3f2a9c41  while the job runs; the next job removes what a killed one left
+    .digits.part-3f2a9c41  while the job runs; after a kill, the next job removes it
 
-On an object store, what an earlier job left is removed first, files are written in place, and the folder is
-complete once the status in its `job.json` is SUCCEEDED.
+On an object store, the result of an earlier job is removed first, files are written in place, and the folder is
+complete when the status in its `job.json` is SUCCEEDED.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
 RECORD = "job.json"
-"""Name of the file that records what created a folder, and whether it is complete."""
+"""Name of the file that records the job of a folder, and whether the folder is complete."""
 
 
 class Output(Storage):
     """The folder that a data job fills, in a folder or on an object store.
 
-    What `Storage` offers for reading works as well. Any task on any node may write files.
+    It can also be read like any `Storage`. Tasks on all nodes may write files.
 
     Args:
         root: Folder, which must exist, or URI.
@@ -39,11 +39,11 @@ class Output(Storage):
 
     @property
     def folder(self) -> Path:
-        """The folder itself, for plain `open(...)` and libraries that want a path.
+        """The folder itself, for plain `open(...)` and libraries that need a path.
 
         Raises:
-            UsageError: It is on an object store, which has no folders; use `write`, `create` or `upload`.
-            StorageError: This node does not see it.
+            UsageError: The output is on an object store, which has no folders; use `write`, `create` or `upload`.
+            StorageError: The folder does not exist on this node.
         """
         if not self.local:
             raise UsageError(f"{self.root} is not a folder on this machine; use self.output.write, .create or .upload")
@@ -54,17 +54,17 @@ class Output(Storage):
         """Store a file atomically.
 
         Args:
-            data: Its content.
-            parts: Its path below the output, like `"train", "shard_000.npy"`; folders are created.
+            data: Content of the file.
+            parts: Path below the output, like `"train", "shard_000.npy"`; folders are created.
 
         Raises:
-            StorageError: This node does not see the output.
+            StorageError: The folder of the output does not exist on this node.
             OSError: The storage refuses the write.
         """
         self._make_folders(parts)
         super().write(data.encode() if isinstance(data, str) else data, *parts)
 
-    def create(self, *parts: str) -> BinaryIO:  # which `upload` calls, too
+    def create(self, *parts: str) -> BinaryIO:  # also called by `upload`
         """Open a file of the output for writing; otherwise like `write`."""
         self._make_folders(parts)
         return super().create(*parts)
@@ -73,7 +73,7 @@ class Output(Storage):
         if self.local:
             self._check_visible()
             folder = Path(self.path)
-            for name in Path(*parts).parts[:-1]:  # never the output itself: a job that has ended took it away
+            for name in Path(*parts).parts[:-1]:  # never the output itself, which is gone after the end of the job
                 folder /= name
                 folder.mkdir(exist_ok=True)
 
@@ -92,7 +92,7 @@ class Filling:
 
     Args:
         location: Folder or URI.
-        overwrite: Replace what an earlier job left there.
+        overwrite: Replace the result of an earlier job.
         facts: Further fields of `job.json`.
 
     Raises:
@@ -155,7 +155,7 @@ class Filling:
             self.output.write(self._new_record(), RECORD)
 
     def _beat(self) -> None:
-        with contextlib.suppress(OSError, StorageError):  # the job reports what is wrong when it writes
+        with contextlib.suppress(OSError, StorageError):  # the next write of the job reports the problem
             if self._is_ours():
                 self._write_record()
 
@@ -167,7 +167,7 @@ class Filling:
         return record is not None and bool(record.get("filling") == self._facts["filling"])
 
     def _is_abandoned(self, leftover: str) -> bool:
-        """Return True unless a job fills the folder, or may just have made it and written no record yet."""
+        """Return False if a job fills the folder, or may have created it just now without a record yet."""
         folder = Path(self._above.of(leftover))
         if record := job_record(self._above, leftover):
             return job_status(record) not in records.LIVING
@@ -179,7 +179,7 @@ class Filling:
 def refuse_present(location: str, *, overwrite: bool) -> None:
     """Raise UsageError if another job is filling a folder, or if it exists and may not be replaced.
 
-    With `overwrite`, what an earlier data job left there may be.
+    With `overwrite`, the result of an earlier data job may be replaced.
     """
     target = Storage(location)
     filler = _filler(target)
@@ -211,7 +211,7 @@ def job_status(record: Mapping[str, Any]) -> str:
 
 
 def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
-    """Return the `job.json` of a folder, or None if it has no readable one."""
+    """Return the content of the `job.json` of a folder, or None without a readable one."""
     try:
         return records.parsed(storage.document(*parts, RECORD))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, IrregularError, ValueError):
@@ -219,7 +219,7 @@ def job_record(storage: Storage, *parts: str) -> dict[str, Any] | None:
 
 
 def _filler(target: Storage) -> dict[str, Any] | None:
-    """Return the record of the job that is filling a folder or was until a moment ago."""
+    """Return the record of the job that is filling a folder, or has just ended."""
     above, name = _parent(target)
     folders = [name, *(leftover for leftover, _, _ in leftovers(above, name))]
     found = (job_record(above, folder) for folder in folders)

@@ -1,4 +1,4 @@
-"""The folder of a run: its paths, its numbering, and which driver owns it.
+"""The folder of a run: its paths, its number, and the driver that owns it.
 
 <storage>/<experiment>/run_001/       or sweep_001/, with run.json, code.zip, logs/driver.log and folds.npz
     run.json              status, versions, command, best metrics (see `records`)
@@ -39,7 +39,7 @@ from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates
 from mlx_runtime.storage.local import open_regular, regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
-"""The start of an override or option."""
+"""Pattern of the start of an override or option."""
 
 STOP_NOTE = ".stop"
 RESERVE = ".reserve"
@@ -52,8 +52,8 @@ ATTEMPT = ".attempt-"
 class RunFolder:
     """The folder of one run."""
 
-    path: Path  # on this machine; with a URI, a working copy
-    uri: str | None = None  # of the run on an object store
+    path: Path  # folder on this machine; with a URI, a working copy
+    uri: str | None = None  # URI of the run on an object store
 
     @property
     def experiment(self) -> str:
@@ -65,18 +65,18 @@ class RunFolder:
 
     @property
     def location(self) -> str:
-        """URI of the run, or its folder when there is none."""
+        """URI of the run, or its folder if it has none."""
         return self.uri or str(self.path)
 
     @property
     def root(self) -> str:
-        """Root of the storage that the run is in."""
+        """Root of the storage of the run."""
         base, options = split_options(self.location)
         return base.removesuffix(f"/{self.title}") + options
 
     @property
     def title(self) -> str:
-        """Name that every command accepts, like `digits/run_003`."""
+        """Name for commands and messages, like `digits/run_003`."""
         return f"{self.experiment}/{self.name}"
 
     @property
@@ -97,14 +97,14 @@ class RunFolder:
         return joined(self.location, "checkpoints")
 
     def read(self, *parts: str) -> bytes:
-        """Return the content of a file of the run; raise OSError if there is none, or the storage does not answer."""
+        """Return the content of a file of the run; raise OSError if it is missing or the storage does not answer."""
         if self.uri is not None:
             return Storage(self.uri).read(*parts)
         with open_regular(str(self.path.joinpath(*parts))) as file:
             return file.read()
 
     def document(self, *parts: str) -> bytes:
-        """Return the same, of a file that is small unless somebody has replaced it."""
+        """Return the content of a small file, like `read`, but within the limit for documents."""
         return Storage(self.location).document(*parts)
 
     def push(self, *files: Path, must: bool = False) -> None:
@@ -119,9 +119,9 @@ class RunFolder:
                 raise StorageError(f"cannot write {self.uri}: {short_message(error)}") from error
 
     def pull(self, *patterns: str) -> None:
-        """Replace the files whose names match by those on the object store, if the run is on one.
+        """If the run is on an object store, download the files whose names match, in place of local ones.
 
-        Files in subfolders stay: each attempt of a tracker writes its own.
+        Files in subfolders are kept, because each attempt of a tracker writes its own.
         """
         if self.uri is None:
             return
@@ -136,20 +136,20 @@ class RunFolder:
                     storage.download(self.path / name, name)
 
     def attempts(self) -> int:
-        """Return how many drivers have claimed this run so far."""
+        """Return the number of drivers that have claimed this run so far."""
         with storage_errors(f"cannot read {self.location}"):
             return max((_number(name, ATTEMPT) for name in Storage(self.location).names()), default=0)
 
     def claim_attempt(self, number: int, lease: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run. Return True for exactly one of several callers.
 
-        Raise StorageError if the storage cannot keep two drivers from claiming the same run.
+        Raise StorageError if the storage cannot prevent two drivers from claiming the same run.
         """
         storage, name = Storage(self.location), attempt_name(number)
         content = to_json(dict(lease or {})).encode()
         with storage_errors(f"cannot write {self.location}"):
             if number == 1 and not creates_exclusively(storage):
-                storage.write(content, name)  # of a new run, which was claimed with its folder
+                storage.write(content, name)  # a new run was claimed with its folder
                 return True
             try:
                 return create_exclusively(storage, content, name)
@@ -172,7 +172,7 @@ def reading(run: RunFolder, name: str) -> Iterator[None]:
 
 
 def ask_to_stop(run: RunFolder) -> None:
-    """Ask the driver of a run to stop, whatever machine it is on."""
+    """Ask the driver of a run, on any machine, to stop."""
     with storage_errors(f"cannot write {run.location}"):
         Storage(run.location).write(b"", STOP_NOTE)
 
@@ -184,20 +184,20 @@ def asked_to_stop(run: RunFolder) -> bool:
 
 
 def withdraw_stop(run: RunFolder) -> None:
-    """Take back a request to stop."""
+    """Withdraw a request to stop."""
     with contextlib.suppress(OSError, StorageError):
         Storage(run.location).remove_file(STOP_NOTE)
 
 
 def has_begun(run: RunFolder) -> bool:
-    """Return True if a run has a config, so that it can be resumed; also if the storage does not answer."""
+    """Return True if a run has a config, so that it can be resumed, or if the storage does not answer."""
     with contextlib.suppress(OSError):
         return Storage(run.location).size_bytes(run.conf.name) is not None
     return True
 
 
 def in_sweep(run: RunFolder) -> bool:
-    """Return True if the record of a run says that it belongs to a sweep."""
+    """Return True if a run belongs to a sweep, according to its record."""
     with contextlib.suppress(OSError, ValueError):
         return bool(from_json(run.document(run.record.name), {}).get("sweep"))
     return False
@@ -232,9 +232,9 @@ def claim_run(
 
     Args:
         kind: `RUN` or `SWEEP`.
-        name: what follows the kind instead of the next number; raise UsageError if there is such a folder.
-        again: claim the folder with this name even if it exists, because its claim was interrupted.
-        announce: called with the name of each folder just before the attempt to create it.
+        name: suffix instead of the next number; raise UsageError if the folder exists.
+        again: claim the folder with this name even if it exists, after an interrupted claim.
+        announce: called with the name of each folder just before it is created.
     """
     if not is_name(experiment):
         raise ConfigError(
@@ -258,7 +258,7 @@ def claim_run(
                 folder = None
         try:
             if folder.uri is not None:
-                shutil.rmtree(folder.path, ignore_errors=True)  # left by a storage that was emptied
+                shutil.rmtree(folder.path, ignore_errors=True)  # left over from a storage that was emptied
                 folder.path.mkdir(parents=True)
             elif kind == RUN:
                 (folder.path / "checkpoints").mkdir(exist_ok=again)
@@ -297,7 +297,7 @@ def list_sweeps(root: str, experiment: str) -> list[RunFolder]:
 def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
     """Return a run by name (`run_003`), number (`3`) or `latest`, ignoring runs of sweeps.
 
-    Raise UsageError, with similar names, if there is none.
+    Raise UsageError, with similar names, if there is no such run.
     """
     runs = list_sweeps(root, experiment) if run.startswith(SWEEP) else list_runs(root, experiment)
     if not runs:
@@ -309,7 +309,7 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
         for folder in reversed(runs):
             if not in_sweep(folder):
                 return folder
-        raise UsageError(f"all runs of {experiment} are of sweeps, so none is the latest; name one: {runs[-1].title}")
+        raise UsageError(f"all runs of {experiment} belong to sweeps, which latest ignores; name one: {runs[-1].title}")
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run
     named = {folder.name: folder for folder in runs}
     if wanted not in named:
@@ -323,20 +323,20 @@ def names_run(word: str) -> bool:
 
 
 def refuse_empty(names: Mapping[str, str | None]) -> None:
-    """Refuse the empty name of a run after an option; a shell puts it in place of a variable that is not set."""
+    """Refuse the empty name of a run after an option, as a shell passes it for an unset variable."""
     for option, name in names.items():
         if name is not None and not name.strip():
             raise UsageError(f"{option} names no run: {name!r}; write {option} run_003, or {option} latest")
 
 
 def named_run(text: str, root: str, experiment: str) -> RunFolder:
-    """Return the run that a user named: `run_003`, `3`, `latest`, `digits/run_003`, or its path or URI.
+    """Return the run for a name typed by a user: `run_003`, `3`, `latest`, `digits/run_003`, or its path or URI.
 
-    Root and experiment are those to look in if the text does not name them.
+    Root and experiment are used if the text does not contain them.
     """
     base, options = split_options(text.rstrip("/"))
     claimed = False
-    with contextlib.suppress(OSError):  # too long for a path
+    with contextlib.suppress(OSError):  # the text is too long for a path
         claimed = any(Path(text, name).is_file() for name in ("run.json", RESERVE))
     if is_uri(text) or claimed:
         parts = base if is_uri(text) else str(Path(base).resolve())
@@ -349,7 +349,7 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
 
 
 def attempt_name(number: int) -> str:
-    """Return the name of the file with which the driver of an attempt claims a run."""
+    """Return the name of the file by which the driver of an attempt claims a run."""
     return f"{ATTEMPT}{number:03d}"
 
 
@@ -358,7 +358,7 @@ def _numbered(storage: Storage, experiment: str) -> list[str]:
     runs = [name for name in storage.names(experiment) if _number(name)]
     if storage.local:
         return runs
-    # On an object store, a number that two callers claimed at the same time is left behind as an empty folder.
+    # On an object store, a number that two callers claimed at the same time remains as an empty folder.
     with ThreadPoolExecutor(16) as pool:
         contents = pool.map(lambda run: storage.names(experiment, run), runs)
         return [run for run, names in zip(runs, contents, strict=True) if names]

@@ -1,6 +1,6 @@
-"""List runs and their status, from their records alone: their machine or cluster may be gone.
+"""Listings of runs and their status, from their records alone, because their machine or cluster may be gone.
 
-Epochs count from 1 here, as they are printed.
+Epochs are counted from 1 here, as in the output.
 """
 
 import collections
@@ -19,21 +19,21 @@ from mlx_runtime.runs.tables import counted, format_duration, format_number
 from mlx_runtime.storage import documents
 
 UNREADABLE = "UNREADABLE"
-"""Status of a run whose run.json is missing or not a record."""
+"""Status of a run whose run.json is missing or invalid."""
 
 STATUSES = ("PENDING", "WAITING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "PRUNED", "STALE", UNREADABLE)
 
 THREADS = 16
-"""Records read at the same time; an object store is slow, but answers many requests at once."""
+"""Number of records read at the same time; an object store is slow, but answers many requests at once."""
 
 SLOW_S = 0.02
-"""Average time to read a record above which many are read at the same time."""
+"""Average time to read a record above which several are read at the same time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
-"""Returns the status of jobs by address and id, where their clusters know it."""
+"""Returns the status of jobs by address and id, if their clusters know it."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Row:
 
     @property
     def sweep(self) -> Mapping[str, Any]:
-        """Name of the sweep that the run belongs to, with its trial, fold and values; empty without one."""
+        """Name of the run's sweep, with its trial, fold and values; empty without a sweep."""
         return self.record.get("sweep") or {}
 
     @property
     def waits_for(self) -> str | None:
-        """The resources that a WAITING run needs."""
+        """Resources for which a WAITING run waits."""
         return self.record.get("waits_for") if self.status == "WAITING" else None
 
     @property
     def monitor(self) -> str | None:
-        """The metric that decides which checkpoint is best."""
+        """The metric by which the best checkpoint is chosen."""
         return self.record.get("monitor")
 
     @property
@@ -99,7 +99,7 @@ class Row:
         return sum(known) if known else None
 
     def value(self, metric: str) -> float | None:
-        """Return the value to rank by: the best one if the run monitors the metric, else the latest."""
+        """Return the value to rank by: the best one if the run monitors the metric, otherwise the latest."""
         return self.best if metric == self.monitor and self.best is not None else self.metrics.get(metric)
 
     def fields(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Row:
         }
 
     def cells(self, metric: str | None = None) -> dict[str, str]:
-        """Return the cells of a table row by column, for a metric: by default the monitored, else the first one."""
+        """Return the cells of a table row by column, for a metric: by default the monitored one, or else the first."""
         shown = metric or self.monitor or next(iter(self.metrics), None)
         epochs = self.record.get("epochs")
         epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
@@ -164,16 +164,16 @@ def list_rows(
 ) -> list[Row]:
     """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
 
-    Optionally only those with a status, or of a sweep, named with or without `sweep_`.
-    `sort` names a metric to sort by, best first: by `mode`, else by the `cfg.mode` of the runs that monitor it, else
-    smallest first. Runs without a value come last. `warn` is that of `lookup.storage_root`.
+    Optionally, list only runs with a status, or of a sweep, named with or without `sweep_`. `sort` names a metric to
+    sort by, best first: by `mode`, or else by the `cfg.mode` of the runs that monitor it, or else smallest first. Runs
+    without a value come last. `warn` is passed to `lookup.storage_root`.
     """
     if name is not None and is_remote(name):
         return [_remote_row(name)]
     root = lookup.storage_root(warn)
     folders = list_runs(root, name)
     if name is not None and not folders:
-        find_run(root, name)  # raises, with the experiments that exist
+        find_run(root, name)  # raises an error that lists the experiments
     found = summarize(folders, ask)
     if sweep is not None:
         known = {row.sweep["name"] for row in found if row.sweep}
@@ -186,7 +186,7 @@ def list_rows(
 
 
 def table(rows: Sequence[Row], *, sort: str | None = None, sweep: str | None = None) -> list[dict[str, str]]:
-    """Return a listing as rows of a table: sorted, of a sweep, or with the runs of each sweep below a line about it."""
+    """Return a listing as rows of a table: sorted, of one sweep, or with a line per sweep above its runs."""
     if sweep is not None:
         return _sweep_table(rows, sort)
     if sort is not None:
@@ -211,7 +211,7 @@ def _sweep_folder(row: Row) -> RunFolder:
 
 
 def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
-    """Return the line of a sweep: how many trials have begun, and the value of the best, with folds the mean."""
+    """Return the line of a sweep: the number of trials, and the value of the best one, with folds its mean."""
     trials = {run.sweep["trial"] for run in runs}
     cells = sweep.cells() | {"epoch": counted(len(trials), "trial")}
     if spread := format_number((sweep.record.get("best") or {}).get("std")):
@@ -242,7 +242,7 @@ def empty_message(status: str | None) -> str:
 
 
 def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[Row]:
-    """Read the records of runs, and ask the clusters of those that are alive."""
+    """Read the records of runs, and ask the clusters of live ones."""
     rows = map_concurrently(_row, folders)
     jobs = {
         row.folder: (job["address"], job["id"])
@@ -269,7 +269,7 @@ def _row(folder: RunFolder) -> Row:
 
 
 def _remote_row(uri: str) -> Row:
-    """Return the run in a repository."""
+    """Return the row of a run in a repository."""
     run = reader_of(uri).find(uri)
     try:
         record = run.record()
@@ -282,7 +282,7 @@ def _remote_row(uri: str) -> Row:
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """Call a function for many runs, in threads only if the storage is slow.
 
-    With a fast local disk, threads would only wait for each other to parse.
+    With a fast local disk, threads would gain nothing, because parsing holds the GIL.
     """
     waiting, results = iter(items), []
     started = time.monotonic()
@@ -295,13 +295,13 @@ def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) 
 
 
 def mode_of(rows: Iterable[Row], metric: str) -> str | None:
-    """Return `max` or `min`, whichever most of the runs that monitor a metric use; None if no run monitors it."""
+    """Return the most common mode, `max` or `min`, of the runs that monitor a metric; None if no run does."""
     modes = collections.Counter(str(row.record.get("mode") or "min") for row in rows if row.monitor == metric)
     return modes.most_common(1)[0][0] if modes else None
 
 
 def suggest_metric(rows: Iterable[Row], metric: str) -> str:
-    """Suggest a metric that runs have, for the message that says they lack this one."""
+    """Suggest a metric of the runs, for the error that they lack this one."""
     names = {name for row in rows for name in row.metrics}
     return suggest(metric, names) if len(names) <= 30 else " See all with: mlx xp ls --json"
 

@@ -32,7 +32,7 @@ class LogFile:
         self._pushed_bytes = 0
         with contextlib.suppress(OSError, StorageError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            if folder.uri is not None:  # this process may continue the log of another machine
+            if folder.uri is not None:  # the log may have begun on another machine
                 self._path.unlink(missing_ok=True)
                 storage = Storage(folder.uri)
                 if storage.size_bytes(name) is not None:
@@ -50,7 +50,7 @@ class LogFile:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Send what this process and its native libraries print to the log within the block, then close it."""
+        """Within the block, redirect the output of this process and its native libraries to the log; then close it."""
         streams = (1, sys.stdout), (2, sys.stderr)
         before = [os.dup(descriptor) for descriptor, _ in streams]
         try:
@@ -95,7 +95,7 @@ class Log(LogFile):
 
     @property
     def copy(self) -> TextIO | None:
-        """Stream for a copy of what a terminal displays; None if the log receives everything that is printed."""
+        """Stream for a copy of the terminal's output; None if the log receives all output anyway."""
         return cast(TextIO, self) if self.screen.isatty() else None
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class Log(LogFile):
 
 
 class _Tee:
-    """A text stream that also writes to a log, unless it is a terminal: progress bars do not belong in files."""
+    """A text stream that also writes to a log, unless it is a terminal: logs should not contain progress bars."""
 
     def __init__(self, stream: TextIO, log: Log) -> None:
         self._stream, self._log = stream, log
@@ -126,7 +126,7 @@ class _Tee:
 
 
 def read_log(folder: RunFolder, rank: int | None = None) -> bytes | None:
-    """Return the stored part of a log, or None if there is none."""
+    """Return the stored part of a log, or None if there is no such log."""
     name = log_name(rank)
     with storage_errors(f"cannot read {folder.location}/{name}"):
         try:

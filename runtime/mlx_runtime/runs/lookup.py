@@ -1,4 +1,4 @@
-"""Resolve what a user typed: the storage, a run, a checkpoint, or any path in the storage."""
+"""Resolution of names typed by users: the storage, a run, a checkpoint, or any path in the storage."""
 
 import contextlib
 import os
@@ -23,13 +23,13 @@ NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_S
 
 
 RUNS = "runs"
-"""The default storage, where no conf.yaml names another."""
+"""The default storage, if conf.yaml does not name another."""
 
 
 def storage_root(warn: Callable[[str], object] | None = None) -> str:
     """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`.
 
-    With `warn`, a conf.yaml that cannot be read is no error if there is such a folder; it is called with a line.
+    With `warn`, an unreadable conf.yaml is not an error if that folder exists; `warn` is then called with a line.
     """
     path = Settings.read().storage
     try:
@@ -59,8 +59,8 @@ def conf_value(key: str) -> str | None:
 def resolve_run(name: str, run: str | None = None) -> RunFolder:
     """Find the run named on a command line by one or two words: an experiment, and `run_003`, `3` or `latest`.
 
-    A single word is one of the latter in this experiment, `digits/run_003`, or the path or URI of a run's folder; a
-    second word is then ignored.
+    A single word is a run of this experiment, `digits/run_003`, or the path or URI of a run's folder; a second word is
+    then ignored.
     """
     if is_remote(name):
         raise UsageError(
@@ -78,9 +78,9 @@ def resolve_run(name: str, run: str | None = None) -> RunFolder:
 
 
 def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, str]:
-    """Find a checkpoint by its folder or URI, or that of a run that `resolve_run` finds or that is mirrored.
+    """Find a checkpoint by its folder or URI, or by its run or mirror.
 
-    Of a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
+    For a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
     """
     path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
     match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?|best|latest)/?(\?.*)?", path)
@@ -105,7 +105,7 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
 def find_checkpoint(folder: RunFolder, which: str) -> CheckpointInfo:
     """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name.
 
-    Those that are left out because their description is damaged are named on stderr.
+    Checkpoints with a damaged description are listed on stderr.
 
     Raises:
         UsageError: There is no such checkpoint.
@@ -129,7 +129,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> CheckpointInfo:
 
 
 def no_checkpoint(folder: RunFolder) -> UsageError:
-    """Return the error about a run without checkpoints: it has not saved any yet, or they are gone."""
+    """Return the error for a run without checkpoints: it has not saved any yet, or they are missing."""
     with contextlib.suppress(StorageError):  # the record cannot be read
         if latest := records.recorded(folder).get("latest"):
             return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
@@ -155,7 +155,7 @@ class StoragePath:
 
     @classmethod
     def parse(cls, root: str, text: str | None) -> "StoragePath":
-        """Parse a path below the root, or a full path or URI that leads into it; None stands for the root.
+        """Parse a path below the root, or a full path or URI that leads into it; None means the root.
 
         Raises:
             UsageError: It lies outside the storage, or does not exist.

@@ -1,6 +1,6 @@
-"""States of TorchMetrics objects: read, restored, merged over workers, and computed without changing the metric.
+"""States of TorchMetrics objects: reading, restoring, merging over workers, and computing without changing the metric.
 
-The one home of private attributes of TorchMetrics.
+All uses of private attributes of TorchMetrics are in this module.
 """
 
 import copy
@@ -20,14 +20,14 @@ _RESTORABLE = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero
 
 
 def metric_parts(metric: AnyMetric) -> dict[str, Metric]:
-    """Return the metric itself and those within it, by path."""
-    if isinstance(metric, Metric) and not metric._modules:  # most are, and metrics are recorded often
+    """Return the metric and all metrics within it, by path."""
+    if isinstance(metric, Metric) and not metric._modules:  # fast path, because metrics are recorded often
         return {"": metric}
     return {path: part for path, part in metric.named_modules() if isinstance(part, Metric)}
 
 
 def keeps_rows(metric: AnyMetric) -> bool:
-    """Return True if the state grows with each row, as that of AUROC does."""
+    """Return True if the state grows with each row, as for AUROC."""
     return any(isinstance(item, list) for part in metric_parts(metric).values() for item in part._defaults.values())
 
 
@@ -43,16 +43,16 @@ def syncs_itself(metric: AnyMetric) -> bool:
 
 
 def is_updated(metric: AnyMetric) -> bool:
-    """Return True if the metric has seen data; of a collection, if every member has."""
+    """Return True if the metric, or every member of a collection, has been updated."""
     if isinstance(metric, MetricCollection):
         return all(map(is_updated, metric.values()))
     return any(part.update_called for part in metric_parts(metric).values())
 
 
 def state_of(metric: AnyMetric) -> State:
-    """Return the state; tensors are not copied, but lists of them are."""
+    """Return the state. Tensors are not copied, but lists of them are."""
     if isinstance(metric, MetricCollection):
-        list(metric.values())  # gives members of one compute group their own, up-to-date states
+        list(metric.values())  # updates the states of all members of a compute group
     return {
         path: {"states": {name: _value(part, name) for name in part._reductions}, "updates": part._update_count}
         for path, part in metric_parts(metric).items()
@@ -79,7 +79,7 @@ def load_state(metric: AnyMetric, state: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
-    """Merge the states of several workers, for a value over all of them, reduced as the metric defines."""
+    """Merge the states of several workers with the metric's own reductions."""
     merged: State = {}
     for path, part in metric_parts(metric).items():
         updates = [state[path]["updates"] for state in states]
@@ -92,7 +92,7 @@ def merge_states(metric: AnyMetric, states: Sequence[State]) -> State:
 
 
 def is_average(metric: AnyMetric) -> bool:
-    """Return True if the state consists of single numbers that are summed, like that of a mean."""
+    """Return True if the state consists of single numbers that are summed, as for a mean."""
     parts = metric_parts(metric).values()
     sums = [(part._defaults[name], reduction) for part in parts for name, reduction in part._reductions.items()]
     return bool(sums) and all(
@@ -102,7 +102,7 @@ def is_average(metric: AnyMetric) -> bool:
 
 
 def state_since(now: State, before: State | None) -> State:
-    """Return what was added to the state of an average after an earlier one; all of it if it was reset since."""
+    """Return the difference between the state of an average and an earlier one; the whole state after a reset."""
     if before is None or any(part["updates"] <= before[path]["updates"] for path, part in now.items()):
         return now
     made: State = {}
@@ -114,7 +114,7 @@ def state_since(now: State, before: State | None) -> State:
 
 
 def is_mergeable(metric: AnyMetric) -> bool:
-    """Return True if a merged state is again the state of one worker, which more data may update."""
+    """Return True if a merged state can be used as the state of one worker and updated further."""
     return all(
         isinstance(part._defaults[name], list) or reduction in _RESTORABLE
         for part in metric_parts(metric).values()
@@ -123,14 +123,15 @@ def is_mergeable(metric: AnyMetric) -> bool:
 
 
 def compute_from(metric: AnyMetric, state: State) -> Any:
-    """Return what `metric.compute()` returns for a state. The metric does not change, and no worker synchronizes."""
+    """Return the value of a metric for a state, without changing the metric and without communication."""
     return _stand_in(metric, state, "").compute()
 
 
 def _stand_in(metric: Any, state: State, path: str) -> Any:
     """Return an object that shares everything with a metric but its state.
 
-    It uses the methods of the class, because those that TorchMetrics sets on each object cache values and synchronize.
+    It uses the methods of the class, because TorchMetrics replaces those of each object with ones that cache and
+    synchronize.
     """
     made = object.__new__(type(metric))
     prefix = f"{path}." if path else ""

@@ -52,6 +52,6 @@ def _git(limit_bytes: int = 1 << 20) -> dict[str, Any] | None:
     names = [f"{name}**" if name.endswith("/") else name for name in FILES if not name.startswith("!")]
     hidden = [f":(exclude,icase,glob)**/{name}" for name in names]
     diff = git("diff", "HEAD", "--", ".", *hidden) or ""
-    if len(diff) > limit_bytes:  # whole lines, so that every secret in them is recognized
+    if len(diff) > limit_bytes:  # cut after whole lines, so that every secret in them is recognized
         diff = diff[: diff.rfind("\n", 0, limit_bytes) + 1]
     return {"commit": commit.strip(), "diff": redacted(diff)}

@@ -1,4 +1,4 @@
-"""Read a run back in a notebook or a script: its record, config, metrics and weights."""
+"""Stored runs for notebooks and scripts: record, config, metrics and weights."""
 
 import contextlib
 import sys
@@ -27,9 +27,9 @@ def open_run(run: str | Path) -> "Run":
     """Open a run for reading, even while it trains.
 
     Args:
-        run: `name/run_003`, the path or URI of its folder, or a repository that it was mirrored to, like
-            `hf://user/name` or `hf://user/name@REVISION`. A name is looked up in the storage of the experiment in the
-            working directory, or in `MLX_STORAGE`.
+        run: `name/run_003`, the path or URI of its folder, or its mirror, like `hf://user/name` or
+            `hf://user/name@REVISION`. A name is looked up in the storage of the experiment in the working directory, or
+            in `MLX_STORAGE`.
 
     Raises:
         UsageError: there is no such run.
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The resolved conf.yaml as plain dicts; `${oc.env:NAME}` remains where that variable is not set here.
+        """The resolved conf.yaml as plain dicts; `${oc.env:NAME}` remains if that variable is not set here.
 
         Raises:
             StorageError: it cannot be read.
@@ -79,12 +79,11 @@ class Run:
         metric, NaN where a row lacks it.
 
         Args:
-            by: `report` for one row per report, which holds the metrics of one pass; or `epoch` for one row per epoch,
-                with the last value of each metric in that epoch: of several evaluations, the last one. Step and
-                timestamp are those of its last report.
+            by: `report` for one row per report, with the metrics of one pass; or `epoch` for one row per epoch, with
+                the last value of each metric in that epoch, and the step and timestamp of its last report.
 
         Raises:
-            UsageError: `by` is something else.
+            UsageError: `by` has another value.
             StorageError: they cannot be read.
         """
         import pandas
@@ -93,7 +92,7 @@ class Run:
             raise UsageError(f"metrics(by={by!r}): there is one row per 'report' or per 'epoch'")
 
         with reading(self._folder, "metrics.jsonl"):
-            *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last one
+            *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last line
             rows = [from_json(line, {}) for line in lines]
         if by == "epoch":
             epochs: dict[int, dict[str, Any]] = {}
@@ -115,7 +114,7 @@ class Run:
     def state(self, checkpoint: str = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
 
-        Names in state dicts are those of the model itself, without the prefix of DDP.
+        Names in state dicts have no prefix of DDP.
 
         Args:
             checkpoint: the `latest`, the `best` by `cfg.monitor`, or one by its name, like `epoch_0002`.
@@ -135,7 +134,7 @@ class Run:
                 storage could have put any code there. The default is the code in the working directory.
 
         Raises:
-            UsageError: there is no such checkpoint or code, or the run has no models, like those of functions.
+            UsageError: there is no such checkpoint or code, or the run has no models, like runs of functions.
             ConfigError: the code does not match the run.
         """
         if "models" not in self.config:
@@ -149,7 +148,7 @@ class Run:
     def load_datasets(self, *, trust: bool = False) -> Any:
         """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
 
-        In a run of a fold, `train` and `val` are the `Subset`s of `datasets.train` that it trained on and held out.
+        In a run of a fold, `train` and `val` are the `Subset`s of `datasets.train` that were trained on and held out.
 
         Args:
             trust: the same as for `load_models`.
@@ -169,9 +168,9 @@ class Run:
 
     @contextlib.contextmanager
     def _matching(self, method: str, group: str, trust: bool) -> Iterator[Any]:
-        """Provide the node of a group to build, and raise a ConfigError with the way out if the code has none like it.
+        """Provide the node of a group to build. If the code does not match it, raise a ConfigError with a cure.
 
-        Errors of importing the code and of its constructors are those of code that does not match.
+        All errors of imports and constructors count as such mismatches.
         """
         node = self._importable(group, trust)
         try:
@@ -198,7 +197,7 @@ class Run:
                 "if you trust everyone who can write to that storage, use the stored code: load_models(trust=True)"
             )
         loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
-        if str(here / "src") not in map(str, loaded):  # `src` of another experiment
+        if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
             return snapshots.private(node, here)
         if str(here) not in sys.path:
             sys.path.insert(0, str(here))
@@ -211,7 +210,7 @@ class Run:
 
 
 class _RemoteRun(Run):
-    """A run in a repository, as of the commit at which it was opened. Checkpoints are downloaded when they are read."""
+    """A run in a repository, at the commit at which it was opened. Checkpoints are downloaded when they are read."""
 
     def __init__(self, run: RemoteRun) -> None:
         super().__init__(run.cached())

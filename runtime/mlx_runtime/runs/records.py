@@ -1,4 +1,4 @@
-"""The record of a run, `run.json`: enough to list, judge and repeat it when everything else is lost.
+"""The record of a run, `run.json`: enough to list, assess and repeat the run if everything else is lost.
 
 Only the driver that owns the run writes it, atomically.
 """
@@ -34,10 +34,10 @@ from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished, write_atomic
 
 CLAIM_S = 0.5
-"""How long a driver may take between claiming a run and writing its lease."""
+"""Time limit between the claim of a run and the first lease of its driver."""
 
 LAST_PAUSES_S = (1, 4, 10)
-"""Pauses before an object store is asked again to take the last record of a run."""
+"""Pauses before the last record of a run is written to an object store again."""
 
 LIVING = ("PENDING", "WAITING", "RUNNING")
 
@@ -101,7 +101,7 @@ SHAPE: dict[str, Kind] = _DRIVER | {
     "fold": mapping_with({"fold": COUNT, "folds": COUNT, "rows": TEXT}).or_null(),
     REPLACED: Kind("a record", lambda value: value is None or misfit(value, SHAPE) is None),
 }
-"""Types of the fields of the record of a run or a data job. Anybody may have written the file."""
+"""Types of the fields in the record of a run or a data job. They are checked, because the file is not trusted."""
 
 
 class Record:
@@ -111,9 +111,9 @@ class Record:
 
     Args:
         folder: Folder of the run.
-        before: Stored record, if the run resumes.
-        held: Leave the stored record unchanged until `begin`; until then, only the lease shows that it is alive.
-        fields: First fields.
+        before: Stored record of a run to resume.
+        held: Leave the stored record unchanged until `begin`; until then, only the lease shows that the run is alive.
+        fields: Initial fields.
     """
 
     def __init__(
@@ -151,20 +151,20 @@ class Record:
             self._fields |= fields
 
     def begin(self, conf: str) -> None:
-        """Store conf.yaml, then the record and its later changes, because the run has begun."""
+        """Store conf.yaml and then the record, when the run begins; later changes are stored at once."""
         with self._lock:
             self.held = False
             self._write(self.folder.conf, conf, must=True)
         self.update()
 
     def finish(self, status: str, **fields: Any) -> None:
-        """Record how the run ended, in the space that was reserved for it."""
+        """Record the end of the run, in the space reserved for it."""
         self._free_reserve()
         fields |= {"status": status, "end": now()}
         for pause_s in LAST_PAUSES_S if self.folder.uri is not None else ():
             try:
                 return self._update(fields, must=True)
-            except StorageError:  # no heartbeat repeats the last write
+            except StorageError:  # retried here, because no heartbeat follows
                 time.sleep(pause_s)
         self._update(fields)
 
@@ -189,7 +189,7 @@ class Record:
         """Refresh the heartbeat while the block runs."""
 
         def beat() -> None:
-            with contextlib.suppress(StorageError):  # a full disk must not hide why a run ends
+            with contextlib.suppress(StorageError):  # a full disk must not hide the error that ends the run
                 self.update()
 
         with heartbeat(beat):
@@ -206,9 +206,9 @@ class Record:
     def _write(self, file: Path, content: str, *, must: bool = False) -> None:
         """Replace a file of the run unless another driver has claimed the run.
 
-        The check comes after the new file is written and before it is renamed. A driver that takes over claims the run
-        first and then removes such files, so one of the two always notices the other. (An object store has no rename:
-        a driver that freezes between check and write can still replace one file.)
+        The check comes after the new file is written and before it is renamed. A driver that takes over first claims
+        the run and then removes such files, so one of the two always notices the other. (An object store has no rename,
+        so a driver that freezes between check and write can still replace one file.)
         """
         try:
             write_atomic(file, content, self._check_ours)
@@ -236,14 +236,14 @@ def recorded(folder: RunFolder) -> dict[str, Any]:
 
 
 def located(record: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """Return a record with the paths of checkpoints in this folder, which may be a copy of the one that they name."""
+    """Return a record whose checkpoint paths are in this folder, which may be a copy of the original one."""
     found = {name: entry for name in ("best", "latest") if (entry := record.get(name)) and entry.get("path")}
     names = {name: split_options(entry["path"])[0].rpartition("/")[2] for name, entry in found.items()}
     return record | {name: found[name] | {"path": joined(folder.checkpoints, names[name])} for name in found}
 
 
 def parsed(content: bytes) -> dict[str, Any]:
-    """Return the fields of a record, of the types in `SHAPE`; raise ValueError if it is not a record."""
+    """Return the fields of a record, with the types in `SHAPE`; raise ValueError if it is not a record."""
     record = from_json(content, SHAPE, needs=("status",))
     if record["status"] in LIVING and "heartbeat" not in record:
         raise ValueError("heartbeat is missing")
@@ -253,7 +253,7 @@ def parsed(content: bytes) -> dict[str, Any]:
 def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     """Return the status of a run: PENDING WAITING RUNNING SUCCEEDED FAILED STOPPED PRUNED, or STALE if its driver died.
 
-    `job` is the status of its job according to the cluster, if known.
+    `job` is the status of its job on the cluster, if known.
     """
     status = str(record.get("status"))
     if status not in LIVING:
@@ -261,7 +261,7 @@ def status_of(record: Mapping[str, Any], job: str | None = None) -> str:
     if job in ("SUCCEEDED", "FAILED", "STOPPED"):
         return job
     if job is not None and status == "PENDING":
-        return status  # it waits for resources or for its environment
+        return status  # the job waits for resources or for its environment
     return status if is_alive(record) else "STALE"
 
 
@@ -287,13 +287,13 @@ def refuse_living(folder: RunFolder) -> dict[str, Any]:
 
 
 def resuming(folder: RunFolder, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the lease of a live driver that has claimed a run but not changed its record yet, or nothing."""
+    """Return the lease of a live driver that has claimed a run but not changed its record yet, or {}."""
     newest = folder.attempts()
     if newest <= record.get("attempt", newest):
         return {}
     content = _read_lease(folder, newest)
     if not content:
-        time.sleep(CLAIM_S)  # it is about to write its lease, unless it died
+        time.sleep(CLAIM_S)  # it will write its lease soon, unless it died
         content = _read_lease(folder, newest)
     with contextlib.suppress(ValueError):
         driver = parsed(content)
@@ -310,7 +310,7 @@ def _read_lease(folder: RunFolder, attempt: int) -> bytes:
 
 
 def attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the history of a run that resumes: one entry per attempt, including the one that ended last."""
+    """Return the history of a run to resume: one entry per attempt, including the last one."""
     last = {name: record.get(name) for name in _DRIVER}
     if last["end"] is None:  # its driver was killed
         last |= {"end": record.get("heartbeat"), "status": "STALE"}
@@ -323,16 +323,16 @@ def take_over(folder: RunFolder) -> int:
     A request to stop the earlier driver is withdrawn.
 
     Raises:
-        UsageError: its driver is alive, or another one has just taken over.
+        UsageError: the driver of the run is alive, or another one has just taken over.
     """
     refuse_living(folder)
-    withdraw_stop(folder)  # before the claim, because whoever sees that can ask this driver to stop
+    withdraw_stop(folder)  # before the claim: a request after it is for this driver
     number = folder.attempts() + 1
     if not folder.claim_attempt(number, lease()):
         raise UsageError(
             f"another driver has just taken over {folder.title}; wait for it, or end it with: mlx xp stop "
             f"{folder.experiment} {folder.name}"
         )
-    for file in (folder.record, folder.conf):  # which a driver that seemed dead is about to rename
+    for file in (folder.record, folder.conf):  # temporary files of a driver that only seemed dead
         discard_unfinished(file)
     return number

@@ -1,4 +1,4 @@
-"""Runs and checkpoints in repositories elsewhere, which companions read: `hf://user/name` names the mirror of a run."""
+"""Runs and checkpoints in remote repositories, read by companions: `hf://user/name` is the mirror of a run."""
 
 from typing import Any, Protocol, cast
 
@@ -7,15 +7,15 @@ from mlx_runtime.runs.folder import RunFolder
 
 
 class RemoteRun(Protocol):
-    """A run in a repository, as of the moment at which it was found."""
+    """A run in a repository, in the state in which it was found."""
 
     @property
     def listed(self) -> RunFolder:
-        """The folder of the run for listings, which is not on this machine."""
+        """A folder for listings that represents the run; it does not exist on this machine."""
 
     @property
     def held(self) -> bool:
-        """True if a driver writes to the repository."""
+        """True if a driver may still write to the repository."""
 
     def record(self) -> dict[str, Any]:
         """Return the fields of its record; raise StorageError if it is damaged."""
@@ -24,7 +24,7 @@ class RemoteRun(Protocol):
         """Return a copy of the run on this machine, with the descriptions of its checkpoints, but not their states."""
 
     def fetch_checkpoint(self, name: str) -> None:
-        """Add everything of a checkpoint to the copy on this machine."""
+        """Download all files of a checkpoint to the copy on this machine."""
 
 
 class RemoteReader(Protocol):
@@ -34,22 +34,22 @@ class RemoteReader(Protocol):
         """Return the run in a repository."""
 
     def fetched_checkpoint(self, uri: str) -> tuple[RunFolder, str]:
-        """Return a copy of a run on this machine, and the name of a checkpoint that the copy holds completely.
+        """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
 
-        The URI is that of the run, which stands for its latest checkpoint, or ends in `/checkpoints/NAME`.
+        The URI names the run, for its latest checkpoint, or ends in `/checkpoints/NAME`.
         """
 
     def pinned_checkpoint(self, uri: str) -> str:
-        """Download a checkpoint. Return a URI of its present state, which all workers then read."""
+        """Download a checkpoint. Return a URI of its current state, so that all workers read the same."""
 
 
 def is_remote(text: str) -> bool:
-    """Return True if a companion reads this URI."""
+    """Return True if a companion can read this URI."""
     return companions.scheme_of(text) is not None
 
 
 def reader_of(uri: str) -> RemoteReader:
-    """Return what reads a URI for which `is_remote` is True."""
+    """Return the reader of a URI for which `is_remote` is True."""
     scheme = companions.scheme_of(uri)
     assert scheme is not None
     return cast(RemoteReader, companions.remote_of(scheme))

@@ -1,4 +1,4 @@
-"""Remove data and runs from the storage, but nothing that is in use or has changed since the user was asked."""
+"""Removal of data and runs from the storage, except what is in use or has changed since the user confirmed."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from mlx_runtime.storage.files import Storage, joined, size_text
 from mlx_runtime.storage.local import opened, remove_tree
 
 MANIFEST = "manifest.json"
-"""File that makes a prepared dataset complete."""
+"""Last file of a prepared dataset; without it, the dataset is incomplete."""
 
 
 def refuse_in_use(path: StoragePath, found: Survey) -> None:
@@ -31,7 +31,7 @@ def refuse_in_use(path: StoragePath, found: Survey) -> None:
     runs = [path.parts + run for run in sorted(found.runs)]
     runs += [parts for parts in above if storage.size_bytes(*parts, RUN) is not None]
     for parts in runs:
-        if not any(REMOVING in part for part in parts):  # the rest of a run that was partly removed
+        if not any(REMOVING in part for part in parts):  # not the rest of a partly removed run
             _refuse_run(path.root, parts)
     for parts in [path.parts + job for job in sorted(found.jobs)] + above:
         record = job_record(storage, *parts)
@@ -65,7 +65,7 @@ def remove(path: StoragePath) -> None:
 
 
 def _remove_local(storage: Storage, path: StoragePath) -> None:
-    """Remove from a folder on this machine, renaming a folder first, so that no partial folder has its name."""
+    """Remove from a folder on this machine. A folder is renamed first, so that no partial folder keeps its name."""
     *above, name = path.parts
     with contextlib.ExitStack() as stack:
         try:
@@ -110,7 +110,7 @@ def _partly_removed(path: StoragePath, rest: StoragePath, cause: str) -> Storage
 
 @dataclass(frozen=True)
 class RunRemoval:
-    """A run that may be removed, and what the user should know first."""
+    """A run that may be removed, and the facts for the user's confirmation."""
 
     folder: RunFolder
     path: StoragePath

@@ -1,7 +1,7 @@
 """The code of a run: stored with it, and imported under a private name.
 
 All experiments call their package `src`. Modules of a snapshot are imported into a private package, in which `src`
-means that package's own, so that one process can open models of several experiments.
+refers to the snapshot, so that one process can open models of several experiments.
 """
 
 import builtins
@@ -33,7 +33,7 @@ from mlx_runtime.storage.documents import stays_below
 from mlx_runtime.storage.uploads import RUNTIME, Upload
 
 FILE_BYTES, ALL_BYTES = 1 << 20, 20 << 20
-"""Maximum size of a file in a snapshot, and of all files together; larger ones are data, not code."""
+"""Maximum size of a file in a snapshot, and of all files together; larger files are data, not code."""
 
 CODE = "code.zip"
 PREFIX = "_mlx_code_"
@@ -45,14 +45,14 @@ WITH_CODE = GitIgnoreSpec.from_lines(
         *("/requirements.txt", "/constraints.txt", "/pyproject.toml"),
     )
 )
-"""Files of an experiment that its code needs without importing them."""
+"""Files that the code of an experiment needs but does not import."""
 
 
 def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
     """Store the code of a project as `code.zip` of a run, `src` first.
 
-    That is every file that a launch would upload if git tracks it, the code imports it, or `listed` names it, in lines
-    of a .gitignore. So what merely lies in the folder stays out.
+    It contains the files that a launch would upload and that git tracks, the code imports, or `listed` names, with
+    patterns of a .gitignore. Other files in the folder are left out.
     """
     code = folder.path / CODE
     part = code.with_suffix(".part")
@@ -61,9 +61,9 @@ def store(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> None:
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             left = ALL_BYTES
             for path, size in sorted(_files(project, listed), key=lambda item: (item[0].parts[0] != "src", item)):
-                if size > min(FILE_BYTES, left) or path.parts[0] == RUNTIME.name:  # which comes with every job
+                if size > min(FILE_BYTES, left) or path.parts[0] == RUNTIME.name:  # part of every job
                     continue
-                with contextlib.suppress(FileNotFoundError):  # removed just now
+                with contextlib.suppress(FileNotFoundError):  # removed in the meantime
                     archive.write(project / path, path)
                     left -= size
         part.replace(code)
@@ -77,7 +77,7 @@ def refuse_unmatched(project: Path, listed: Sequence[str]) -> None:
     files = [path for path, _ in Upload.of(project).files] if listed else []
     for line in listed:
         if not any(map(GitIgnoreSpec.from_lines([line.removeprefix("!")]).match_file, files)):
-            raise ConfigError(f"cfg.code_files names {line!r}, which no file here matches that a launch would upload")
+            raise ConfigError(f"cfg.code_files names {line!r}, which matches no file that a launch would upload")
 
 
 def unpacked(folder: RunFolder) -> Path:
@@ -110,7 +110,7 @@ def is_unpacked(project: Path) -> bool:
 
 
 def project_of(cls: type) -> Path:
-    """Return the folder of the project that a class is from: the unpacked code of a run, or the working directory."""
+    """Return the folder of a class's project: the unpacked code of a run, or the working directory."""
     file = Path(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
     return next((folder for folder in file.parents if is_unpacked(folder)), Path.cwd())
 
@@ -127,7 +127,7 @@ def _files(project: Path, listed: Sequence[str]) -> list[tuple[Path, int]]:
 
 
 def _tracked(project: Path) -> set[Path]:
-    """Return the files of a project that git tracks: none outside a repository."""
+    """Return the files of a project that git tracks; empty outside a repository."""
     command = ["git", "ls-files", "-z", "--recurse-submodules", "--", "."]
     try:
         done = subprocess.run(command, cwd=project, capture_output=True, timeout=10)
@@ -144,7 +144,7 @@ def _imported(project: Path) -> set[Path]:
     text = conf.read_text(encoding="utf-8", errors="replace") if conf.is_file() else ""
     for name in {"src.experiment", "main", *re.findall(r"\bsrc(?:\.\w+)+", text)}:
         while name and name not in finder.modules:
-            # A class in a module, or broken code; modulefinder knows no packages without `__init__.py`.
+            # A class in a module, or broken code; modulefinder does not know packages without `__init__.py`.
             with contextlib.suppress(ImportError, SyntaxError, ValueError, AttributeError):
                 finder.import_hook(name)
             name = name.rpartition(".")[0]
@@ -167,7 +167,7 @@ _unpacked: "dict[str, tempfile.TemporaryDirectory[str]]" = {}
 
 
 def private(tree: Any, project: Path) -> Any:
-    """Return a config whose `_target_`s in `src` name the modules of a project, whatever `src` is in this process."""
+    """Return a config whose `_target_`s in `src` name the modules of a project, even if `src` is another one here."""
     prefix = PREFIX + hashlib.sha256(str(project.resolve()).encode()).hexdigest()[:16]
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
@@ -179,7 +179,7 @@ def private(tree: Any, project: Path) -> Any:
 
 
 def public(text: str) -> str:
-    """Return a message with the names that modules have in their own code."""
+    """Return a message with the original names of modules in place of private ones."""
     return re.sub(rf"{PREFIX}\w+\.", "", text)
 
 
@@ -196,7 +196,7 @@ def _renamed(node: Any, prefix: str) -> Any:
 
 
 class _Finder:
-    """Find modules of private packages, and let them import each other by the names in their code."""
+    """Finds modules of private packages, and lets them import each other by their original names."""
 
     @staticmethod
     def find_spec(
@@ -223,7 +223,7 @@ def _import(
     """`__import__` of the modules in a private package."""
     top = name.partition(".")[0]
     spec = importlib.util.find_spec(f"{prefix}.{top}") if top and not level else None
-    if spec is None or (spec.origin is None and top != "src"):  # a folder without __init__.py may be anything
+    if spec is None or (spec.origin is None and top != "src"):  # other folders without __init__.py may not be packages
         return builtins.__import__(name, globals, locals, fromlist or (), level)
     found = builtins.__import__(f"{prefix}.{name}", globals, locals, fromlist or (), 0)
     return found if fromlist else sys.modules[f"{prefix}.{top}"]

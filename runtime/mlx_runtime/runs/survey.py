@@ -1,6 +1,6 @@
 """Contents of the storage: a tree of folders with their sizes, for `mlx data show`.
 
-Sizes are the lengths of files, in decimal units; links count nothing and are never followed.
+Sizes are the lengths of files, in decimal units; links have size 0 and are never followed.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from mlx_runtime.storage.files import Storage, size_text, storage_errors
 RUN = "run.json"
 
 READ_MARK = "used-"
-"""Start of the names of files that mark a prepared dataset as being read."""
+"""Prefix of files that mark a prepared dataset as being read."""
 
 REMOVING = ".removing-"
 """Part of the name of a folder that is being removed."""
 
 THREADS = 8
-"""Folders listed at the same time; a shared folder is slow, but answers many requests at once."""
+"""Number of folders listed at the same time; a shared folder is slow, but answers many requests at once."""
 
 Parts = tuple[str, ...]
 
 
 @dataclass
 class Entry:
-    """A file or folder in the storage, with all that is below it."""
+    """A file or folder in the storage, with everything below it."""
 
     name: str
     kind: str = "folder"  # or file, or link
@@ -120,11 +120,11 @@ class Survey:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Survey":
-        """Restore what `as_json` shows of a survey."""
+        """Restore a survey from `as_json`."""
         return cls(Entry.from_json(found), found.get("unreadable", []))
 
     def add_mark(self, folder: Parts, name: str, modified_s: float) -> None:
-        """Register what a folder is, if the name of a file in it reveals that."""
+        """Register a folder as a data job or as being read, if the name of a file in it shows that."""
         if name == RUN or name.startswith(ATTEMPT):
             self.runs.add(folder)
         elif name == RECORD:
@@ -136,7 +136,7 @@ class Survey:
 def survey(path: StoragePath, depth: int, limit: int) -> Survey:
     """Measure a file or folder with everything below it.
 
-    Lists `depth` levels and per folder the `limit` largest entries (0: all). The others are counted.
+    Lists `depth` levels, and in each folder the `limit` largest entries (0: all); the others are only counted.
     """
     storage = Storage(path.root)
     with storage_errors(f"cannot read {path.title}"):
@@ -165,8 +165,8 @@ def _measure_top(storage: Storage, path: StoragePath) -> Entry:
 def _build_tree(folders: Iterable[tuple[Parts, list[Entry] | None]], found: Survey, depth: int, limit: int) -> None:
     """Add the files of folders to the entries above them. Folders may arrive in any order and in several parts.
 
-    A folder deeper than `depth` has no entry of its own and only adds to those above it. None stands for the files of a
-    folder that cannot be read.
+    A folder deeper than `depth` has no entry and only adds to the entries above it. None means the files of a folder
+    that cannot be read.
     """
     entries: dict[Parts, Entry] = {}
     for parts, files in folders:
@@ -226,7 +226,7 @@ def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry
 
 
 def _remote_folders(storage: Storage, path: StoragePath, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:
-    """Yield the files of an object store, which lists all below a prefix at once, each with its folder."""
+    """Yield the files of an object store, each with its folder; all files below a prefix are listed at once."""
     for info in storage.below(*path.parts):
         *above, name = info.path.removeprefix(path.path).strip("/").split("/")
         found.add_mark(tuple(above), name, (info.mtime_ns or 0) / 1e9)

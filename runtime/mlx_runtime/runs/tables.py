@@ -1,4 +1,4 @@
-"""Tables and numbers as commands and pages print them."""
+"""Formats of tables and numbers for commands and pages."""
 
 import shutil
 from collections.abc import Mapping, Sequence

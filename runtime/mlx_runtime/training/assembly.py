@@ -1,4 +1,4 @@
-"""What a worker builds from the config: models first, then the strategy, then optimizers; and the dataset shards."""
+"""The objects that a worker builds from the config: models, optimizers and other groups, and the dataset shards."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def build_experiment(
     job: Job, topology: Topology, cfg: Any, strategy: "Strategy", stack: contextlib.ExitStack
 ) -> tuple[dict[str, Any], BaseModule]:
-    """Return the groups of conf.yaml as live objects, and the experiment made of them.
+    """Build the groups of conf.yaml, and return them and the experiment that contains them.
 
     `stack` is closed at the end of the run.
 
@@ -41,7 +41,7 @@ def build_experiment(
     """
     cls = object_at(job.experiment)
     if cfg.use_gpu and topology.device.type == "cpu":
-        hint = "mlx doctor shows what torch finds; cfg.use_gpu=null uses what there is"
+        hint = "mlx doctor lists the devices that torch finds; cfg.use_gpu=null uses GPUs only if there are any"
         raise ConfigError(f"cfg.use_gpu=true, but rank {topology.rank} has no GPU that torch can use; {hint}")
     if topology.device.type == "cuda":
         stack.enter_context(matmul_precision(cfg.matmul_precision))
@@ -66,7 +66,7 @@ def build_experiment(
 
 
 def silence_load_reports() -> None:
-    """Let transformers report missing and unexpected weights in other workers only, whose models have the same."""
+    """Silence transformers' reports of missing and unexpected weights here; another worker prints the same ones."""
     logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
 
 
@@ -77,7 +77,7 @@ def _built_to_be_restored(make: Callable[[], Any]) -> Any:
 
 
 def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any]) -> bool:
-    """Return True if a checkpoint is about to overwrite the trained weights of models. Every worker must call this."""
+    """Return True if a checkpoint will overwrite the pretrained weights of models. Every worker must call this."""
     if not any(is_pretrained(object_at(target)) for target in targets_of(models)):
         return False
     some = broadcast(CheckpointStore(job.folder.checkpoints).any() if topology.writes else None)
@@ -88,8 +88,8 @@ def _restores(job: Job, topology: Topology, cfg: Any, models: Mapping[str, Any])
 def matmul_precision(precision: str) -> Iterator[None]:
     """Set the precision of float32 matrix products inside the block.
 
-    Not with the newer `torch.backends.cuda.matmul.fp32_precision`: in torch 2.13, reading `allow_tf32` then raises an
-    error, and torch.compile reads it.
+    The newer `torch.backends.cuda.matmul.fp32_precision` is not used, because in torch 2.13 it breaks `allow_tf32`,
+    which torch.compile reads.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
@@ -118,7 +118,7 @@ def dataset_shards(
 ) -> DatasetShards:
     """Return one shard per argument of `Datasets`, in order. Every worker must call this.
 
-    `follow` returns the loader to use instead of a new one.
+    `follow` is called with each new loader, and returns the loader to use.
     """
     topology = strategy.topology
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}

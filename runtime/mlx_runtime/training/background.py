@@ -28,20 +28,20 @@ NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx trai
 class RunJob:
     """The run that a process trains."""
 
-    module: str  # of the experiment's class, like `src.experiment`
-    name: str  # of that class
-    overrides: tuple[str, ...]  # Hydra's, and the options of `load_config`
-    command: tuple[str, ...]  # that started the process which asks for the run, for the record
-    function: str = ""  # import path of the function that the experiment calls, if it was `Trainer` that asked
+    module: str  # module of the experiment's class, like `src.experiment`
+    name: str  # name of that class
+    overrides: tuple[str, ...]  # Hydra's overrides, and options of `load_config`
+    command: tuple[str, ...]  # command line of the requesting process, for the record
+    function: str = ""  # import path of the training function, if `Trainer` requested the run
 
     @property
     def title(self) -> str:
-        """The import path of what the user asked to run."""
+        """Import path of the class or function that the user runs."""
         return self.function or f"{self.module}.{self.name}"
 
     @property
     def resume_call(self) -> str:
-        """The Python that resumes the latest run."""
+        """Python code that resumes the latest run."""
         name = self.title.rpartition(".")[2]
         return f'trainer.run({name}, resume="latest")' if self.function else f'run({name}, ["--resume"])'
 
@@ -70,14 +70,14 @@ def work(job: RunJob, connection: Any) -> int:
         error = caught
         if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:
             caught.hint = f"Resume from the last checkpoint: {job.resume_call}"
-    local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
+    local.cool_down()  # an unused server would keep this process from exiting
     unbegun = RunEnded("STOPPED" if isinstance(error, KeyboardInterrupt | RunStopped) else "FAILED", {})
     link.finish(replace(ended or unbegun, error=error))
     return 0
 
 
 def loaded_config(experiment: type, overrides: tuple[str, ...], title: str) -> RunConfig:
-    """Return the checked config of an experiment. A conf.yaml that the project lacks is written first."""
+    """Return the checked config of an experiment. If the project has no conf.yaml, write one first."""
     with conf_of(experiment) as conf:
         if not conf.is_file():
             bind(experiment, conf).write()
@@ -88,8 +88,8 @@ def loaded_config(experiment: type, overrides: tuple[str, ...], title: str) -> R
 def conf_of(experiment: type) -> Iterator[Path]:
     """Provide the conf.yaml of an experiment within the block.
 
-    `src.experiment` has the one of the project. Those of other modules, such as the cells of a notebook, have the
-    defaults of their code.
+    For `src.experiment`, it is the project's own file. For other modules, such as the cells of a notebook, it contains
+    the defaults in their code.
     """
     if experiment.__module__ == AN_EXPERIMENT.module:
         yield CONF

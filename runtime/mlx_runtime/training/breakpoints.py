@@ -1,4 +1,4 @@
-"""`breakpoint()` in user code: where pdb may start, and where nobody could answer it."""
+"""`breakpoint()` in user code, which may start pdb only in processes with a terminal."""
 
 import contextlib
 import functools
@@ -39,12 +39,12 @@ NO_TERMINAL = "workers have no terminal; to debug, add cfg.start_workers=0"
 
 
 def no_pdb(sink: Sink, why: str = NO_TERMINAL) -> Callable[[], bool]:
-    """Return a function that rejects pdb on a worker, which has no terminal, with one notice; others may need none."""
+    """Return a function that rejects pdb, with one notice, because there is no terminal. It allows other debuggers."""
     notify_once = functools.cache(lambda: sink.send(Notice(f"breakpoint() is ignored: {why}", once=True)))
 
     def allowed() -> bool:
         debugger = os.environ.get("PYTHONBREAKPOINT", "")
-        if debugger and not debugger.startswith("ray."):  # Ray sets its own, which would wait for a user to attach
+        if debugger and not debugger.startswith("ray."):  # Ray's own debugger would wait for a user to attach
             return debugger != "pdb.set_trace"
         notify_once()
         return False

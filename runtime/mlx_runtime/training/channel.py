@@ -1,7 +1,7 @@
 """The channel between workers and the driver: events in one direction, orders in the other.
 
-Workers send events, and the driver displays them: Ray delivers workers' output late and line by line, so a progress bar
-would be unreadable and the last lines could come after the end.
+Workers send events for the driver to display, because Ray delivers the output of workers late and line by line: a
+progress bar would be unreadable, and the last lines could arrive after the end.
 """
 
 import socket
@@ -54,7 +54,7 @@ class Inbox(Protocol):
 
 
 class NoWorkers:
-    """The driver's end where it trains itself: nobody connects."""
+    """The driver's end if it trains itself, so that no worker connects."""
 
     address, key = ("127.0.0.1", 9), b""
 

@@ -1,4 +1,4 @@
-"""The content of a checkpoint: an experiment is saved to it and restored from it."""
+"""The content of checkpoints: saving and restoring an experiment."""
 
 import contextlib
 from collections.abc import Collection, Mapping
@@ -21,16 +21,16 @@ from mlx_runtime.training.optimization import Optimization
 from mlx_runtime.training.reporting import Reporter
 
 SAVED_ONCE = ("models", "optimizers", "tools", "own")
-"""Groups that a checkpoint holds once, from rank 0; `own` is what `worker_loop` put on the experiment itself."""
+"""Groups saved from rank 0; `own` contains the objects that `worker_loop` assigns to the experiment itself."""
 
 SAVED_PER_RANK = ("metrics", "losses")
-"""Groups that it holds for every rank, like `per_worker`, the objects of `tools` and `own` with this attribute."""
+"""Groups saved for every rank; `per_worker` contains the objects of `tools` and `own` with this attribute."""
 
 SIZES = ("world_size", "model_parallel_size")
-"""Sizes of the group that has saved a checkpoint; those of the one that restores it may differ."""
+"""Sizes of the group of workers that saved a checkpoint; the restoring group may have others."""
 
 MADE_BY_LOOP = ("tools", "own")
-"""Groups that `worker_loop` may add to; what it adds is restored when the first pass begins."""
+"""Groups to which `worker_loop` may add objects; these are restored when the first pass begins."""
 
 EVERYTHING = dict.fromkeys(SAVED_ONCE)
 """All members of these groups."""
@@ -41,12 +41,12 @@ class Checkpointer:
 
     def __init__(self, context: RunContext, reporter: Reporter, optimization: Optimization) -> None:
         self._context, self._reporter, self._optimization = context, reporter, optimization
-        self.loaders: dict[str, Loader] = {}  # by dataset name
-        self.positions: dict[str, Any] = {}  # of loaders that the loop has not asked for since the restore
+        self.loaders: dict[str, Loader] = {}  # by name of the dataset
+        self.positions: dict[str, Any] = {}  # positions of loaders that the loop has not used since the restore
         self.requested = False  # a checkpoint is saved as soon as the current update is complete
-        self.step: int | None = None  # global step of the one saved or restored last
-        self._values: dict[str, float] = {}  # numbers that it is ranked by
-        self._valued_at: tuple[int, int] | None = None  # its epoch and global step
+        self.step: int | None = None  # global step of the checkpoint saved or restored last
+        self._values: dict[str, float] = {}  # numbers by which that checkpoint is ranked
+        self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
         self._to_resume: State | None = None
         self._from_shards = False  # the checkpoint to restore has shards
         self._restored_names: dict[str, set[str]] = {}
@@ -57,12 +57,12 @@ class Checkpointer:
             allowed = reporter.tracking.push_for_checkpoint if reporter.tracking is not None else lambda: None
             self._saver = BackgroundSaver(context.checkpoints, self._stored, allowed)
 
-    # -- save
+    # -- saving
 
     def save(self, epoch: int, *, finished: bool) -> None:
         """Gather the state of all ranks, and store it in the background.
 
-        It is ranked by the numbers recorded since the checkpoint of an earlier step; older ones are not its own.
+        The checkpoint is ranked only by numbers recorded since the checkpoint of an earlier step.
         """
         before, self._valued_at = self._valued_at, (epoch, self._context.progress.global_step)
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
@@ -96,14 +96,14 @@ class Checkpointer:
         return checkpoints.has_shards(*(self._context.groups.members(name) for name in SAVED_ONCE))
 
     def _group_states(self) -> State:
-        """Return the states of the groups that a checkpoint holds once."""
+        """Return the states of the groups that are saved from rank 0."""
         return {
             group: {name: state for name, state in self._states(group).items() if name not in self._of_workers(group)}
             for group in SAVED_ONCE
         }
 
     def _states(self, group: str) -> State:
-        """Return the states of the members of a group, and report what cannot be part of a checkpoint."""
+        """Return the states of the members of a group, and report members that cannot be part of a checkpoint."""
         context = self._context
         secrets = hidden_texts(context.config, context.shown_config)
         states, left_out = checkpoints.state_of(context.groups[group], secrets)
@@ -116,11 +116,11 @@ class Checkpointer:
         return states
 
     def _of_workers(self, group: str) -> set[str]:
-        """Return the names of the members of a group of which each worker has its own."""
+        """Return the names of the members of a group whose state differs by worker."""
         return {name for name, item in self._context.groups.members(group).items() if is_per_worker(item)}
 
     def _state(self, ranks: list[Any], groups: State) -> State:
-        """Return what a checkpoint holds, given what belongs to each rank and the states of groups."""
+        """Return the content of a checkpoint, given the states of each rank and of groups."""
         context = self._context
         state: State = {"ranks": ranks, "global_step": context.progress.global_step, "seed": context.cfg.seed}
         state |= {name: getattr(context.topology, name) for name in SIZES} | groups
@@ -145,14 +145,14 @@ class Checkpointer:
             self._saver.wait()
 
     def settle(self) -> None:
-        """Wait until the last checkpoint is stored, after the loop has failed; an error here must not hide that one."""
+        """After a failure of the loop, wait until the last checkpoint is stored, and ignore errors."""
         with contextlib.suppress(MlxError):
             self.wait()
 
-    # -- restore
+    # -- restoring
 
     def restore(self) -> int | None:
-        """Restore the latest checkpoint, or else the one configured; see `BaseModule.restore_checkpoint`."""
+        """Restore the latest checkpoint, or else the one in `cfg`; see `BaseModule.restore_checkpoint`."""
         found = self._find()
         if found is None:
             return None
@@ -178,16 +178,17 @@ class Checkpointer:
             context.cfg.start_epoch = progress.epoch = state["epoch"] + 1  # also if that epoch had not ended
             self._to_resume, self.positions = None, {}
             self._reporter.forget()
-        elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: a function decides
+        elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: the training function decides
             epochs = f"{context.cfg.start_epoch} of {context.cfg.num_epochs}"
             self._reporter.events.notice(f"already at epoch {epochs}; raise cfg.num_epochs to train further")
         return int(state["epoch"])
 
     def resume(self, loader: str) -> None:
-        """Restore what `worker_loop` created or changed before its first pass, as if it had never been interrupted.
+        """Restore objects that `worker_loop` created or changed before its first pass, as if it had not been
+        interrupted.
 
-        It may have created a scheduler, drawn random numbers, and reset the metrics; the reset is correct before
-        a whole pass, and undone before the rest of one. An evaluation before the interrupted pass restores
+        It may have created a scheduler, drawn random numbers, and reset the metrics. The reset is right before a whole
+        pass, and is undone before the rest of an interrupted one. An evaluation before the interrupted pass restores
         nothing. `loader` is the name of the loader whose pass begins.
         """
         state = self._to_resume
@@ -206,7 +207,7 @@ class Checkpointer:
             self._set_group_values(state)
         for name in MADE_BY_LOOP:
             for missing in sorted(set(state[name]) - set(self._context.groups.members(name))):
-                self._reporter.events.notice(f"{name}.{missing} is in the checkpoint only".removeprefix("own."))
+                self._reporter.events.notice(f"{name}.{missing} is only in the checkpoint".removeprefix("own."))
         self._load_rank(prepared, metrics=not state["finished"])
         new = added["own"] | {f"tools.{item}" for item in added["tools"]}
         self._load_per_worker(prepared, new if state["finished"] else self._context.groups.members("per_worker"))
@@ -215,7 +216,7 @@ class Checkpointer:
         self._context.progress.interrupted = not state["finished"]
 
     def _regrouped_by_loop(self, state: State) -> set[str]:
-        """Return the optimizers that had other parameter groups at save time; sharded ones are restored as they are."""
+        """Return the optimizers that had other parameter groups at save time, without those of sharded models."""
         if self._from_shards or self._has_shards():
             return set()
         optimizers = self._context.groups.members("optimizers")
@@ -227,7 +228,7 @@ class Checkpointer:
         }
 
     def _find(self) -> tuple[State, State] | None:
-        """Return the state to restore everything from, and the same as it is loaded, or None if there is none."""
+        """Return the state to restore, as saved and as prepared for loading, or None if there is no checkpoint."""
         saved, path = self._context.checkpoints, self._context.cfg.restore_checkpoint_path
         notice = self._reporter.events.notice
         while True:
@@ -260,7 +261,7 @@ class Checkpointer:
         return state, self._prepared(state)
 
     def _prepared(self, state: State, wanted: Mapping[str, Collection[str] | None] = EVERYTHING) -> State:
-        """Return a state as the members of groups load it: each worker reads the parts that it holds.
+        """Return a state in the form that the members of groups load: each worker reads the parts that it holds.
 
         Raises:
             DamagedError: a worker has read a damaged file. All workers raise it.
@@ -290,7 +291,7 @@ class Checkpointer:
         return prepared
 
     def _layouts(self) -> Any:
-        """Return where the tensors of a state belong, or None if neither they nor those of the run are sharded."""
+        """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
         if not self._from_shards and not self._has_shards():
             return None
         layouts = companions.part("sharding.layouts").Layouts
@@ -310,7 +311,7 @@ class Checkpointer:
         return checkpoints.load_what_fits(self._context.groups["models"], saved, **options)
 
     def _configs(self, state: State) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Return the config of a checkpoint, including the secrets that are known, and the config of the run."""
+        """Return the config of a checkpoint, with secrets that are known here, and the config of the run."""
         return filled(state["config"], self._context.shown_config, self._context.config), self._context.config
 
     def _load(self, name: str, state: State, *, only: set[str] | None = None, owned: bool) -> None:
@@ -334,12 +335,12 @@ class Checkpointer:
         return with_settings(part, before[name], now[name], f"tools.{name}")
 
     def _load_per_worker(self, state: State, names: Collection[str]) -> None:
-        """Restore objects of which each worker has its own, unless the number of workers has changed."""
+        """Restore the objects whose state differs by worker, unless the number of workers has changed."""
         topology, group = self._context.topology, self._context.groups["per_worker"]
         only = {*names} & set(checkpoints.members(group))
         if not self._has_sizes_of(state):
             for name in sorted(only):
-                text = f"{name} starts over: each worker had its own, and the number of workers has changed"
+                text = f"{name} starts over: each worker had its own state, and the number of workers has changed"
                 self._reporter.events.notice(text)
             return
         saved = {
@@ -351,7 +352,7 @@ class Checkpointer:
             self._reporter.events.notice(text.removeprefix("per_worker."))
 
     def _has_sizes_of(self, state: State) -> bool:
-        """Return True if a checkpoint was saved by as many workers and replicas as there are."""
+        """Return True if a checkpoint was saved by the same numbers of workers and replicas."""
         return all(getattr(self._context.topology, name) == state.get(name, 1) for name in SIZES)
 
     def _set_group_values(self, state: State) -> None:
@@ -363,7 +364,7 @@ class Checkpointer:
         set_group_values(self._context.groups.optimizers, kept, before, now)
 
     def _load_rank(self, state: State, *, metrics: bool) -> None:
-        """Restore random numbers and, if wanted, metrics of this rank; after a change of size, what can be merged."""
+        """Restore random numbers and, if `metrics`, metrics of this rank; after a change of size, mergeable ones."""
         topology, ranks = self._context.topology, state["ranks"]
         replicas, size = topology.data_parallel_size, state.get("model_parallel_size", 1)
         if self._has_sizes_of(state):
@@ -372,7 +373,7 @@ class Checkpointer:
             randomness.seed_everything(mix_seeds(state["seed"], topology.data_parallel_rank, state["global_step"]))
         of_replicas = ranks[topology.rank % topology.model_parallel_size % size :: size]
         mine = of_replicas[topology.data_parallel_rank :: replicas]
-        for name in SAVED_PER_RANK if metrics and mine else ():  # else there are more replicas than at save time
+        for name in SAVED_PER_RANK if metrics and mine else ():  # otherwise, there are more replicas than at save time
             saved, group = mine[0][name], self._context.groups[name]
             if replicas < len(of_replicas):
                 saved = checkpoints.merged([part[name] for part in mine], group)

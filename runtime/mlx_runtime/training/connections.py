@@ -1,4 +1,4 @@
-"""The channel between processes: TCP connections of workers to the driver, which prove that they know its key."""
+"""The channel between processes: TCP connections of workers to the driver, authenticated by its key."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ from mlx_runtime.events import Event, WorkerConnected, WorkerPosition, decode, e
 from mlx_runtime.training.channel import LOCATE, STOP
 
 HANDSHAKE_S = 10.0
-"""Seconds that a new connection has to authenticate."""
+"""Time limit for the authentication of a connection, in seconds."""
 
 MAX_PENDING = 256
-"""Maximum number of connections that have not authenticated yet; more than workers that connect at the same time."""
+"""Maximum number of unauthenticated connections; larger than the number of workers that connect at the same time."""
 
 
 class Remote:
@@ -34,7 +34,7 @@ class Remote:
         self._connection: Connection[Any, Any] | None = None
         self._display: Any = None
         self._stop = threading.Event()
-        self._sending = threading.Lock()  # checkpoints are reported from another thread
+        self._sending = threading.Lock()  # because checkpoints are reported from another thread
         with contextlib.suppress(OSError, EOFError):
             self._connection = Client(address, authkey=key)
             threading.Thread(target=self._listen, args=(self._connection,), name="driver", daemon=True).start()
@@ -50,7 +50,7 @@ class Remote:
                     self._connection = None  # the driver is gone; the engine ends this worker soon
             if self._rank == 0:
                 if self._display is None:
-                    from mlx_runtime.tracking.console import Display  # rarely needed, and rich takes long to import
+                    from mlx_runtime.tracking.console import Display  # rarely needed, and rich is slow to import
 
                     self._display = Display(sys.stdout)
                 self._display.handle(event)
@@ -79,8 +79,8 @@ class Remote:
 class Receiver:
     """The driver's end of the channel: receives the events of all workers, including replacements.
 
-    Anyone on the network can connect. A connection has `HANDSHAKE_S` to prove that it knows the key, and at most
-    `MAX_PENDING` may be doing so; beyond that, the oldest are closed.
+    Anyone on the network can connect. A connection has to authenticate within `HANDSHAKE_S`; if more than `MAX_PENDING`
+    are unauthenticated, the oldest are closed.
     """
 
     def __init__(self, host: str) -> None:
@@ -107,9 +107,9 @@ class Receiver:
                 timeout_s = 0.0
 
     def drain(self, timeout_s: float = 2.0) -> Iterator[Event]:
-        """Yield the remaining events once the workers have closed their ends, or have sent none for `timeout_s`.
+        """Yield the remaining events until all workers have closed their ends or have sent none for `timeout_s`.
 
-        Workers that keep sending are left after five times as long.
+        After five times as long, give up on workers that keep sending.
         """
         until = time.monotonic() + timeout_s
         limit = until + 4 * timeout_s
@@ -157,7 +157,7 @@ class Receiver:
                 if index < excess or since < deadline:
                     del self._pending[peer]
                     with contextlib.suppress(OSError):
-                        peer.shutdown(socket.SHUT_RDWR)  # ends the thread that reads from it, which closes it
+                        peer.shutdown(socket.SHUT_RDWR)  # ends the reading thread, which closes the socket
 
     def _serve(self, peer: socket.socket) -> None:
         with contextlib.suppress(OSError), peer, Connection(os.dup(peer.fileno())) as connection:
@@ -175,5 +175,5 @@ class Receiver:
             self._workers.append(connection)
             with contextlib.suppress(EOFError, OSError):
                 while True:
-                    self._messages.put(connection.recv_bytes())  # not decoded, which may take longer than `drain` waits
+                    self._messages.put(connection.recv_bytes())  # decoding could exceed the wait of `drain`
             self._workers.remove(connection)

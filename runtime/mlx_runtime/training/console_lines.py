@@ -1,4 +1,4 @@
-"""The lines that the user sees at the start of a run, at its end, and when something happens in between."""
+"""The lines that a run prints at its start, at its end, and about events in between."""
 
 import os
 import shlex
@@ -73,11 +73,11 @@ class ConsoleLines:
             self._overrides()
         self._workers()
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
-            self._print(f"note      conf.yaml of the run holds {', '.join(written)} as written")
+            self._print(f"note      conf.yaml of the run contains {', '.join(written)} in plain text")
             self._print("          to keep a secret out of it, read it from an environment variable: ${oc.env:NAME}")
 
     def _overrides(self) -> None:
-        """Print what differs from the config that the run had before, and which overrides change nothing."""
+        """Print the differences from the previous config of the run, and overrides without effect."""
         config = self._plan.config
         for change in config.changes:
             when = "" if change.key.startswith("cfg.") else ", set once its state is restored"
@@ -98,7 +98,7 @@ class ConsoleLines:
             self._print(f"          {engine.notice}")
         if cfg.use_gpu is None and cluster.gpus and not cluster.use_gpu:
             gpus = f"{cluster.gpus:g} GPU{'s' * (cluster.gpus != 1)}"
-            hint = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false chooses CPUs"
+            hint = f"cfg.start_workers={int(cluster.gpus)} trains on GPUs; cfg.use_gpu=false selects CPUs"
             self._print(f"warning   training on CPUs, with {gpus} for {number} workers. {hint}", always=True)
         cores = os.cpu_count() or 1
         if cluster.shares_cores and number * cfg.cpus_per_worker > cores:
@@ -136,7 +136,7 @@ class ConsoleLines:
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if config.run is not None:
-            from mlx_runtime.runs.listing import summarize  # here, because a new run lists no others
+            from mlx_runtime.runs.listing import summarize  # here, because new runs do not need it
 
             rows["took"] += f", {format_duration(summarize([config.run])[0].duration_s)} in all attempts"
         if event.evaluation is not None:
@@ -163,7 +163,7 @@ def resume_command(run: RunFolder, overrides: tuple[str, ...]) -> str:
 
 
 def _board_command(run: events.RunInfo, overrides: tuple[str, ...]) -> str:
-    """Return the command that shows a run: the short form where it works, else one that works in any folder."""
+    """Return the command that opens TensorBoard: the short form where it works, otherwise one for any folder."""
     words = [run.place] if _elsewhere(overrides) else [run.experiment, run.name]
     if Settings.read().job or (shutil.which("mlx") and len(words) > 1):
         return shlex.join(["mlx", "xp", "board", *words])
@@ -171,6 +171,6 @@ def _board_command(run: events.RunInfo, overrides: tuple[str, ...]) -> str:
 
 
 def _elsewhere(overrides: tuple[str, ...]) -> bool:
-    """Return True if a run is not in the storage that conf.yaml names, so that only its path identifies it."""
+    """Return True if a run is not in the storage of conf.yaml, so that only its path identifies it."""
     settings = Settings.read()
     return bool(settings.job or settings.storage) or any(item.startswith("cfg.storage_path") for item in overrides)

@@ -17,7 +17,7 @@ from mlx_runtime.runs.checkpoints import CheckpointStore, members
 from mlx_runtime.runs.folder import RunFolder
 
 GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
-"""The groups of objects that make an experiment, as conf.yaml names them."""
+"""The groups of objects in an experiment, by their names in conf.yaml."""
 
 
 class Groups:
@@ -27,16 +27,16 @@ class Groups:
         self.experiment = experiment
 
     def __getitem__(self, name: str) -> Any:
-        """Return a group; `own` holds the objects with a state that user code put on the experiment itself.
+        """Return a group. `own` contains the objects with a state that user code assigned to the experiment itself.
 
-        `per_worker` holds those of its objects and of tools whose attribute `per_worker` is True, like `tools.hidden`.
+        `per_worker` contains those objects and tools whose attribute `per_worker` is True, like `tools.hidden`.
         """
         if name == "own":
             return SimpleNamespace(**self._own())
         if name == "per_worker":
             found = {f"tools.{item}": value for item, value in self.members("tools").items()} | self._own()
             return SimpleNamespace(**{item: value for item, value in found.items() if is_per_worker(value)})
-        return getattr(self.experiment, name, None)  # its own __init__ may set fewer
+        return getattr(self.experiment, name, None)  # the experiment's own __init__ may set fewer groups
 
     def members(self, name: str) -> dict[str, Any]:
         """Return the objects of a group by name."""
@@ -52,7 +52,7 @@ class Groups:
 
     @property
     def in_train_mode(self) -> bool:
-        """False if there are models, and all are in eval mode."""
+        """False if there are models and all are in eval mode."""
         models = self.modules
         return not models or any(item.training for item in models)
 
@@ -82,12 +82,12 @@ class Progress:
     epoch: int = 0  # counted from 0
     epochs: int | None = None  # expected in total; None means `cfg.num_epochs`
     global_step: int = 0  # training steps taken in all epochs; steps that make one update together count once
-    interrupted: bool = False  # restarted within an epoch whose training pass has not been resumed yet
+    interrupted: bool = False  # restarted within an epoch; its training pass has not resumed yet
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """The run that a worker takes part in."""
+    """The run, as seen by a worker."""
 
     folder: RunFolder
     topology: Topology
@@ -95,7 +95,7 @@ class RunContext:
     groups: Groups
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved conf.yaml of the run
     shown_config: Mapping[str, Any] = field(default_factory=dict)  # the same without secrets
-    evaluates: bool = False  # a checkpoint is evaluated and nothing is trained
+    evaluates: bool = False  # evaluate a checkpoint, without training
     preempted: Callable[[], bool] | None = None  # see `Cluster`
     progress: Progress = field(default_factory=Progress)
 

@@ -1,4 +1,4 @@
-"""One run from the outside: claim its folder, start the workers, follow their events, record how it ends."""
+"""The driver of one run: it claims the folder, starts the workers, follows their events, and records the outcome."""
 
 import contextlib
 import time
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from mlx_runtime.training.watchdog import DeadlockDetector
 
 SLOW_START_S = 2.0
-"""Workers that take longer to start are announced."""
+"""Time after which a line says that workers are starting."""
 
 
 class Driver:
-    """Trains one run, and reports what happens.
+    """Trains one run, and yields its events.
 
-    A driver installs no signal handlers, prints nothing and may run in any thread, so that a command, a notebook, a
-    sweep and a test can all use one:
+    A driver installs no signal handlers, prints nothing and may run in any thread, so commands, notebooks, sweeps and
+    tests can all use it:
 
         config = load_config(Experiment)
         with connect(config.cfg) as cluster, planned(Experiment, config, cluster) as plan:
@@ -44,7 +44,7 @@ class Driver:
         plan: plan of the run, from `planned`.
         listeners: called with each event, in the driver's thread.
         control: determines when the run ends early.
-        guard: entered before the record marks the run as alive, and exited once its end is certain to be recorded.
+        guard: entered before the record marks the run as alive, and exited when the outcome is about to be recorded.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Driver:
         guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.control = control or StopRequests()
-        self.recorder: RunRecorder | None = None  # of the claimed run
+        self.recorder: RunRecorder | None = None  # set when the run is claimed
         self._plan, self._guard = plan, guard
         callbacks = Listeners(plan.config.cfg.callbacks, "callbacks", lambda text: self._emit(events.Notice(text)))
         self._listeners = (*listeners, callbacks.handle)
@@ -72,7 +72,7 @@ class Driver:
 
     @property
     def resuming(self) -> bool:
-        """True while the run that this one resumes is still as it was."""
+        """True while a run to resume is still unchanged."""
         return self.recorder is not None and self.recorder.record.held
 
     def stop(self, reason: str = "stop()") -> None:
@@ -80,14 +80,14 @@ class Driver:
         self.control.request(reason)
 
     def prune(self, reason: str = "prune()") -> None:
-        """End the run like `stop`, but mark it PRUNED: nothing resumes it unless a user names it."""
+        """End the run like `stop`, but mark it PRUNED: it is resumed only if a user names it."""
         self.control.request(reason, prune=True)
 
     def run(self) -> Iterator[events.Event]:
         """Train, and yield each event after the listeners have seen it. The last one is `RunEnded`.
 
-        With `cfg.start_workers=0` the loop runs within `next()`, so all its events come when it is done; listeners see
-        them immediately. Closing the iterator early stops the run without a checkpoint.
+        With `cfg.start_workers=0`, the loop runs within `next()`, so its events are yielded after its end; listeners
+        get them immediately. Closing the iterator early stops the run without a checkpoint.
 
         Raises:
             UsageError: another driver is training the run.
@@ -172,7 +172,7 @@ class Driver:
             self._emit(events.Notice(warning))
 
     def _prepared_datasets(self, stack: contextlib.ExitStack) -> "dict[str, PreparedSet]":
-        """Return the prepared datasets to read instead of samples. Nobody removes them until `stack` is closed."""
+        """Return the prepared datasets of the run, protected from removal until `stack` is closed."""
         if not may_be_prepared(self._plan.config):
             return {}
         prepared = companions.part("prepared.datasets")
@@ -198,7 +198,7 @@ class Driver:
                         self._emit(event)
                         if deadlocks is not None:
                             deadlocks.handle(event)
-                        stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it does not know yet
+                        stop_sent = stop_sent and not isinstance(event, events.WorkerConnected)  # it is new
                     if not recorder.world_size and time.monotonic() > look_at:
                         waited, missing, look_at = missing, group.waits_for(), time.monotonic() + SLOW_START_S
                         if missing and missing != waited:
@@ -207,7 +207,7 @@ class Driver:
                             self._emit(events.Notice("starting  workers"))
                             announced = True
                     if missing and not recorder.world_size and self._stop_requested():
-                        raise Terminated  # there is no checkpoint to wait for
+                        raise Terminated  # no worker can save a checkpoint
                     self.control.check()
                     if self._stop_requested() and not stop_sent:
                         receiver.broadcast(STOP)
@@ -218,8 +218,8 @@ class Driver:
                     yield from self._pending()
                 for event in receiver.drain():
                     self._emit(event)
-            except MlxError:  # what workers reported before they failed belongs in the record
-                stack.close()  # local workers end with it, so that `drain` does not wait for them
+            except MlxError:  # the record needs the events that workers sent before they failed
+                stack.close()  # ends local workers, so that `drain` does not wait for them
                 for event in receiver.drain():
                     self._emit(event)
                 raise
@@ -240,7 +240,7 @@ class Driver:
         return True
 
     def _receive(self) -> None:
-        """Emit what extensions of the run have sent."""
+        """Emit the events of the run's extensions."""
         for event in self._extensions.received():
             self._emit(event)
 

@@ -1,4 +1,4 @@
-"""`BaseModule`: what an experiment inherits, and everything that user code calls during training."""
+"""`BaseModule`: the base class of experiments, with all methods that user code calls during training."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -31,8 +31,8 @@ class BaseModule:
 
             def worker_loop(self, dataset_shards): ...
 
-    An `__init__` that takes the groups and passes them to `super().__init__` works as well. When the loop runs, all
-    objects are real: models are on the worker's device, and optimizers hold their parameters.
+    An `__init__` that passes the groups to `super().__init__` works as well. When the loop runs, models are on the
+    worker's device, and optimizers have their parameters.
     """
 
     cfg: Any
@@ -56,7 +56,7 @@ class BaseModule:
             raise MlxError("this method works inside worker_loop, during a run")
         return self._run
 
-    # -- what the user writes
+    # -- written by the user
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         """Train. Every worker runs this with its own shards.
@@ -69,14 +69,14 @@ class BaseModule:
     def eval_loop(self, dataset_shards: DatasetShards) -> None:
         """Evaluate a restored checkpoint without training. Every worker runs this for `mlx train eval`.
 
-        What is recorded here is stored in the folder of the run that the checkpoint belongs to.
+        Recorded values are stored in the folder of the checkpoint's run.
 
         Args:
             dataset_shards: the same as for `worker_loop`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs an eval_loop(self, dataset_shards)")
 
-    # -- what the user calls
+    # -- called by the user
 
     @overload
     def generate_loaders(self, dataset_shards: DatasetShards) -> list[Loader]: ...
@@ -87,8 +87,8 @@ class BaseModule:
     def generate_loaders(self, dataset_shards: DatasetShards | DatasetShard) -> list[Loader] | Loader:
         """Return one loader per dataset, in the order of `Datasets`. Every worker must call this.
 
-        With a single dataset unpack the list, `(train,) = self.generate_loaders(dataset_shards)`, or ask for that one
-        loader, `train = self.generate_loaders(dataset_shards.train)`.
+        With a single dataset, unpack the list, `(train,) = self.generate_loaders(dataset_shards)`, or pass its shard,
+        `train = self.generate_loaders(dataset_shards.train)`.
 
         A dataset is constructed when its loader is first read or `len()` is called, so an unused one costs nothing.
 
@@ -108,18 +108,17 @@ class BaseModule:
         optimizer: str | None = None,
         **options: Any,
     ) -> None:
-        """Call `loss.backward()` as `cfg.precision` and `cfg.accumulate_grad_batches` require. Every worker calls it.
+        """Call `loss.backward()`, with `cfg.precision` and `cfg.accumulate_grad_batches`. Every worker must call this.
 
-        The gradient of the update is the mean over the rows of all workers and steps, also where batches differ in
-        size, as one large batch would give. Losses of the same step add up.
+        The gradient of an update is the mean over the rows of all workers and steps, as for one large batch, even if
+        batches differ in size. Losses of the same step add up.
 
         Args:
-            loss: loss of this step, a mean over its rows or over what `weight` counts.
-            weight: what the loss is a mean over, if these are not rows: the number of its target tokens, or the sum of
-                its weights; () or a number, 0 or more. None counts the rows of the batch from the leading training
-                loader.
-            optimizer: the only optimizer whose parameters get gradients, by its name in `Optimizers`. For losses that
-                pass through models of others, like that of a generator through its discriminator.
+            loss: loss of this step, (): a mean over the rows of the batch, or over the elements counted by `weight`.
+            weight: for a loss that is not a mean over rows, the number of its target tokens or the sum of its weights;
+                () or a number, 0 or more. None means the number of rows in the batch of the leading training loader.
+            optimizer: name in `Optimizers` of the only optimizer whose parameters get gradients. For a loss that passes
+                through models of other optimizers, like the loss of a generator through its discriminator.
             options: keyword arguments of `torch.Tensor.backward`, like `retain_graph=True`.
 
         Raises:
@@ -132,13 +131,13 @@ class BaseModule:
     def optimizer_step(self, name: str | None = None) -> bool:
         """Clip the gradients, step and zero them, at the last step of an update. Every worker must call this.
 
-        With `cfg.precision=fp16` a step whose gradients are not finite is skipped, and the loss scale is reduced.
+        With `cfg.precision=fp16`, a step with gradients that are not finite is skipped, and the loss scale is reduced.
 
         Args:
             name: name of the optimizer in `Optimizers`; may be left out if there is only one.
 
         Returns:
-            True at the last step of an update, on every worker: this is when to step a scheduler.
+            True at the last step of an update, on every worker. Step schedulers only then.
 
         Raises:
             MlxError: there is no such optimizer, or the loop has not called `backward`.
@@ -148,10 +147,10 @@ class BaseModule:
     def save_metrics_and_losses(self, batch_idx: int, epoch: int, stage: str | None = None) -> None:
         """Record metrics and losses. Every worker must call this, after each batch; most calls cost nothing.
 
-        Values are over all workers, since `reset_all_metrics_and_losses`. They are computed every `cfg.log_every_steps`
-        training steps and at the last batch of a pass; metrics that keep every row, like AUROC, only at the last batch.
-        What was saved in a pass that the loop leaves early, or that reads data unknown to the runtime, is recorded when
-        another pass begins, when metrics are reset, with the next checkpoint, or at the end.
+        Values cover all rows of all workers since `reset_all_metrics_and_losses`. They are computed every
+        `cfg.log_every_steps` training steps and at the last batch of a pass; metrics that keep every row, like AUROC,
+        only at the last batch. If the loop leaves a pass early, or reads its own data, they are recorded when another
+        pass begins, when metrics are reset, with the next checkpoint, or at the end.
 
         Args:
             batch_idx: index of this batch in the pass, from 0.
@@ -160,7 +159,7 @@ class BaseModule:
                 or of `self.stage`.
 
         Raises:
-            MlxError: not all workers have called this since the last time.
+            MlxError: some workers have not called this since the last record.
         """
         self._session.save(("losses", "metrics"), batch_idx, epoch, stage)
 
@@ -173,12 +172,12 @@ class BaseModule:
         self._session.save(("losses",), batch_idx, epoch, stage)
 
     def stage(self, name: str, *, training: bool = False) -> AbstractContextManager[None]:
-        """Name what is recorded in a `with` block, whatever the block reads. Every worker must enter it.
+        """Set the name under which a `with` block records, whatever it reads. Every worker must enter it.
 
         Args:
             name: first part of the names, like `probe` in `probe/accuracy`.
-            training: count its steps as training steps. Without it, nothing in the block is training: steps are not
-                counted, and a training dataset that it reads continues afterwards with the same order and position.
+            training: count the steps of the block as training steps. Otherwise, steps are not counted, and a training
+                dataset that the block reads keeps its order and position for later training.
         """
         return self._session.stage(name, training=training)
 
@@ -186,8 +185,8 @@ class BaseModule:
     def evaluation(self) -> Iterator[None]:
         """Evaluate in a `with` block: metrics and losses reset, gradients disabled, all `self.models` in eval mode.
 
-        Afterwards each part of a model is in the mode that it was in, so an evaluation within an epoch needs nothing
-        else:
+        At the end, each part of a model returns to its previous mode, so that one block is enough for an evaluation
+        within an epoch:
 
             with self.evaluation():
                 for batch_idx, batch in enumerate(val):
@@ -209,10 +208,11 @@ class BaseModule:
     def log(self, values: Mapping[str, float | torch.Tensor]) -> None:
         """Record your own numbers. Only the values of rank 0 are used; workers are not synchronized.
 
-        The last value of each appears in the line of the epoch and in the table at the end; `cfg.monitor` may name it.
+        The last value of each number appears in the line of the epoch and in the table at the end; `cfg.monitor` may
+        name one.
 
         Args:
-            values: like `{"gan/penalty": 0.3}`; each a number or a tensor of one element.
+            values: numbers, or tensors of one element, by name, like `{"gan/penalty": 0.3}`.
         """
         self._session.log(values)
 
@@ -236,14 +236,14 @@ class BaseModule:
                     metric.reset()
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Save everything that changes during training. Every worker must call this, as the last thing in an epoch.
+        """Save everything that changes during training. Every worker must call this, last in an epoch.
 
-        The checkpoint is stored in the background. In the middle of a pass, it includes the position in that pass. Of
-        tools, those of rank 0 are saved for all workers.
+        The checkpoint is stored in the background. In the middle of a pass, it includes the position in that pass.
+        Tools are saved from rank 0 for all workers.
 
         Args:
             epoch: the epoch that has just ended; a restart begins with the next one.
-            metrics: numbers to record, as `log` does. `cfg.monitor` may name one of these or any other recorded number.
+            metrics: numbers to record, as with `log`. `cfg.monitor` may name one of these or any other recorded number.
 
         Raises:
             StorageError: the previous checkpoint could not be written.
@@ -253,8 +253,8 @@ class BaseModule:
     def restore_checkpoint(self) -> int | None:
         """Restore the run's latest checkpoint, or the one at `cfg.restore_checkpoint_path`, and set `cfg.start_epoch`.
 
-        The runtime does so before `worker_loop` begins. What `worker_loop` creates, like a scheduler, is restored
-        when the first pass begins. Every worker must call this.
+        The runtime calls this before `worker_loop` begins. Objects that `worker_loop` creates, like a scheduler, are
+        restored when the first pass begins. Every worker must call this.
 
         Returns:
             The epoch of the checkpoint, or None if there is nothing to restore.
@@ -273,8 +273,9 @@ class BaseModule:
                 self.evaluate(val, epoch)
 
         Returns:
-            True in one step of each multiple, the last one of an update, on every worker. False outside a training
-            step, within a nested evaluation, and if `steps` is None. A resumed run gives the same answers.
+            True in the step that completes a multiple (with accumulation, the last one of the update), on every worker.
+                False outside training steps, within a nested evaluation, and if `steps` is None. The same in a resumed
+                run.
 
         Raises:
             MlxError: `steps` is less than 1.
@@ -288,7 +289,7 @@ class BaseModule:
 
 
 class _NoWriter:
-    """Stands in for a writer where nothing is written."""
+    """Replaces a writer if nothing should be written."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None

@@ -1,4 +1,4 @@
-"""Extensions of a run: what accompanies it in the process of its driver, like the upload to a mirror."""
+"""Extensions that accompany a run in the process of its driver, like the upload to a mirror."""
 
 import contextlib
 import threading
@@ -17,8 +17,8 @@ Listener = Callable[[Event], object]
 class RunExtension(Protocol):
     """Accompanies a run. Companions provide one for a setting, and any object of `cfg.callbacks` can be one.
 
-    It is entered when the driver has claimed the run folder, before anything else is written, and exited when the end
-    of the run is recorded, before that is announced. A `MlxError` on entering fails the run; all other exceptions are
+    It is entered after the driver has claimed the run folder, before anything else is written, and exited after the
+    outcome is recorded, before it is announced. A `MlxError` on entering fails the run; all other exceptions are
     reported, and the run continues without the extension.
     """
 
@@ -27,7 +27,7 @@ class RunExtension(Protocol):
 
 
 class AccompaniedRun:
-    """A run as its extensions see it.
+    """A run as seen by its extensions.
 
     Args:
         record: fields of `run.json`; `record.folder` is the folder of the run.
@@ -37,16 +37,16 @@ class AccompaniedRun:
     def __init__(self, record: Record, stop: Callable[[str], object]) -> None:
         self.record, self.stop = record, stop
         self.taken_over = False  # True at the end if another driver owns the run folder now: do not write to it
-        self.interrupted = False  # True at the end if the user does not wait for it
+        self.interrupted = False  # True at the end if the user pressed Ctrl-C: do not make them wait
         self._sent: deque[Event] = deque()
 
     def notify(self, event: Event) -> None:
-        """Send an event, such as a `Notice`, to all that follow the run. May be called from any thread."""
+        """Send an event, such as a `Notice`, to all listeners of the run. May be called from any thread."""
         self._sent.append(event)
 
     def received(self) -> Iterator[Event]:
         """Yield the events that were sent since the last call."""
-        for _ in range(len(self._sent)):  # those that are sent meanwhile are received next time
+        for _ in range(len(self._sent)):  # events sent meanwhile are received by the next call
             yield self._sent.popleft()
 
 
@@ -57,7 +57,7 @@ class Extensions:
         self._extensions = tuple(extensions)
         self._run: AccompaniedRun | None = None
         self._entered: list[_Entered] = []
-        self._calling = threading.RLock()  # without workers, checkpoints are reported from another thread
+        self._calling = threading.RLock()  # because without workers, another thread reports checkpoints
 
     def enter(self, run: AccompaniedRun) -> None:
         self._run = run
@@ -67,7 +67,7 @@ class Extensions:
                 self._entered.append(_Entered(extension, context, context.__enter__()))
 
     def handle(self, event: Event) -> None:
-        """Call the listeners with an event. One that fails is not called again."""
+        """Call the listeners with an event. A listener that fails is not called again."""
         with self._calling:
             for entered in self._entered:
                 if (listener := entered.listener) is not None:
@@ -86,13 +86,13 @@ class Extensions:
             try:
                 with self._reporting(entered.extension, entered):
                     entered.context.__exit__(None, None, None)
-            except KeyboardInterrupt:  # the others are exited, too, and need not wait
+            except KeyboardInterrupt:  # exit the others, too, without waiting
                 assert self._run is not None
                 self._run.interrupted = True
 
     @contextlib.contextmanager
     def _reporting(self, extension: RunExtension, entered: "_Entered | None" = None) -> Iterator[None]:
-        """Report an exception of an extension, which then hears no more events."""
+        """Report an exception of an extension, and send it no more events."""
         try:
             yield
         except USER_ERRORS as error:

@@ -1,4 +1,4 @@
-"""What happens around the `forward` of a module: half precision, recomputation and compilation.
+"""Wrappers of the `forward` of a module: half precision, recomputation and compilation.
 
 Modules are changed in place, so that the names of their states stay the same.
 """
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from mlx_runtime.errors import ConfigError, short_message, suggest
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Values of `cfg.precision` besides 32."""
+"""Values of `cfg.precision` other than 32."""
 
 
 def in_half_precision(model: nn.Module, device: torch.device, precision: str) -> None:
@@ -50,7 +50,7 @@ def recompute(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
-    """Leave the running statistics of normalizations as they are: the batch has no weight in them."""
+    """Keep the running statistics of normalizations unchanged, by giving the batch no weight in them."""
     before = [(item.momentum, item.num_batches_tracked) for item in norms]
     for item in norms:
         item.momentum, item.num_batches_tracked = 0.0, None
@@ -62,7 +62,7 @@ def _without_statistics(norms: Iterable[Any]) -> Iterator[None]:
 
 
 COMPILE_OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
-"""Arguments of `torch.compile` that `cfg.compile` may have."""
+"""Arguments of `torch.compile` that `cfg.compile` may set."""
 
 
 def compile_forward(module: nn.Module, how: bool | str | Mapping[str, Any]) -> None:

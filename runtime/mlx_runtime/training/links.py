@@ -1,6 +1,6 @@
-"""A run in a process of its own: what the process and the one that started it send each other.
+"""The connection between the process of a run and the process that started it.
 
-Events of the run go one way, and requests to stop it go the other.
+It carries events of the run in one direction, and requests to stop in the other.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.stop_requests import StopRequests, interrupt_main
 
 PRUNE = "the scheduler of the sweep"
-"""Reason with which a run is pruned; any other one stops it."""
+"""Reason that prunes a run; any other reason stops it."""
 
 
 class RunProcess:
-    """A run in a process of its own, seen from the one that started it.
+    """A run in a separate process, as seen by the process that started it.
 
     Args:
-        server: Server that starts it.
-        number: By which the server knows it.
-        target: Function that it calls with a `Link`'s connection; returns the exit code.
-        variables: Its environment.
+        server: Server that starts the process.
+        number: Number of the process on that server.
+        target: Function to call in the process with the connection of a `Link`; returns the exit code.
+        variables: Environment variables of the process.
 
     Attributes:
-        events: Connection to it; readable once an event has arrived.
-        ended: End of the run, once it has arrived; `ended_at` is when.
+        events: Connection to the process; readable when an event has arrived.
+        ended: Last event of the run, once it has arrived, at the time `ended_at`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunProcess:
                     yield event
 
     def ask(self, reason: str, *, again: bool = False) -> None:
-        """Ask the run to end with a checkpoint, once; `again` asks it not to wait for the checkpoint any more."""
+        """Ask the run, once, to end with a checkpoint; with `again`, ask it not to wait for the checkpoint."""
         if again or not self._asked:
             self._asked = True
             with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ class Link:
 
     def _send(self) -> None:
         while (event := self._events.get()) is not None:
-            with contextlib.suppress(OSError):  # nobody reads any more
+            with contextlib.suppress(OSError):  # the other process has ended
                 self._connection.send(event)
 
     def _listen(self) -> None:

@@ -10,22 +10,22 @@ from mlx_runtime.errors import MlxError
 
 
 class Mean(Metric):
-    """A loss function, whose value over an epoch is the mean over all rows of all workers.
+    """A loss function whose value for an epoch is the mean over all rows of all workers.
 
         losses: cross_entropy = Mean(F.cross_entropy, label_smoothing=0.1)
 
     Calling it returns the loss of the batch, for `self.backward`, and adds the batch to the mean; `update` only adds
-    it. Rows are counted by the first argument of the function. With `ignore_index` these are the targets that count,
-    in the mean and for `self.backward`; a batch without any has the loss 0.
+    it. The length of the function's first argument is the number of rows. With `ignore_index`, all other targets are
+    counted instead, in the mean and for `self.backward`; a batch without any has the loss 0.
 
     Args:
         function: function that returns the mean loss of a batch (), like those of `torch.nn.functional`.
-        ignore_index: label of targets, the second argument of the function, that it leaves out; passed to it.
-        options: more keyword arguments of the function.
+        ignore_index: label of the targets to ignore; also passed to the function, whose second argument is the targets.
+        options: further keyword arguments of the function.
 
-    Attributes:
+        Attributes:
         calls: Calls with gradients since the last `self.backward`.
-        counted: Elements that the last of these is a mean over; None if they are rows.
+        counted: Number of elements in the mean of the last of these calls; None if they are rows.
 
     Raises:
         MlxError: the function cannot be called, or `reduction` is not `mean`.
@@ -57,7 +57,8 @@ class Mean(Metric):
 
         Args:
             args: arguments of the function.
-            count: what the loss is a mean over, if neither rows nor targets: the sum of the weights of its rows, say.
+            count: number of elements in the mean, if they are neither rows nor targets; for example, the sum of the
+                weights.
             options: more keyword arguments of the function.
 
         Returns:
@@ -87,7 +88,7 @@ class Mean(Metric):
     def _mean(
         self, args: tuple[Any, ...], count: float | torch.Tensor | None, options: dict[str, Any]
     ) -> tuple[torch.Tensor, Any]:
-        """Return the loss of a batch, and what it is a mean over."""
+        """Return the loss of a batch, and the number of elements in its mean."""
         value = self.function(*args, **self.options, **options)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             found = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,4 +1,4 @@
-"""What models and optimizers take in the memory of a worker, and what to do when there is too little."""
+"""Memory of models and optimizers on a worker, and advice if there is too little."""
 
 import contextlib
 import errno
@@ -22,12 +22,12 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import joined, size_text
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "
-"""In the message of the plain RuntimeError that torch raises when there is no memory left on the CPU."""
+"""Text in the plain RuntimeError that torch raises if there is no memory left on the CPU."""
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that training takes on one worker, besides activations and batches."""
+    """Bytes that training needs on one worker, without activations and batches."""
 
     parameters: int
     gradients: int
@@ -41,7 +41,7 @@ class MemoryNeeds:
 
 
 def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
-    """Return what the members of two groups need on this worker, which holds some or all shards of each tensor."""
+    """Return the needs of models and optimizers on this worker, which holds some or all shards of each tensor."""
     modules = members(models, nn.Module).values()
     for part in (part for module in modules for part in module.modules() if is_sharded(part)):
         part.reshard()  # the error may have left it gathered
@@ -51,9 +51,9 @@ def memory_needs(models: Any, optimizers: Any) -> MemoryNeeds:
 
 
 def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
-    """Return what the models and optimizers of a resolved conf.yaml need on one worker that holds all of them.
+    """Return the needs of the models and optimizers of a resolved conf.yaml on a worker that holds all of them.
 
-    Their constructors run, on the meta device.
+    Calls their constructors on the meta device.
     """
     with without_weights(), torch.device("meta"):
         models = build(tree["models"], "models")
@@ -61,7 +61,7 @@ def needs_of_config(tree: dict[str, Any]) -> MemoryNeeds:
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error means, or was raised because, there is no memory left on the CPU or the GPU."""
+    """Return True if an error, or one of its causes, says that there is no memory left on the CPU or the GPU."""
     seen = set()
     while error is not None and id(error) not in seen:  # Ray's errors may be causes of themselves
         seen.add(id(error))
@@ -76,7 +76,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 
 def snapshot(folder: RunFolder, topology: Topology) -> str:
-    """Store what the memory of this worker's GPU is used for. Return a line about it, empty if there is none."""
+    """Store a memory snapshot of this worker's GPU. Return a line about it, or "" without a GPU."""
     if topology.device.type != "cuda":
         return ""
     file = folder.path / "profile" / f"memory_rank_{topology.rank}.pickle"
@@ -108,11 +108,11 @@ def ways_to_save(cfg: Any) -> str:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state after its first step, which a copy takes on the meta device."""
+    """Return the size of an optimizer's state after its first step, taken by a copy on the meta device."""
     groups = [group | {"params": [_without_data(item) for item in group["params"]]} for group in optimizer.param_groups]
     kind: Any = type(optimizer)
     state = optimizer.state
-    with contextlib.suppress(Exception), torch.no_grad():  # it may need a closure, or other arguments
+    with contextlib.suppress(Exception), torch.no_grad():  # `step` may need a closure, or other arguments
         copy = kind(groups)
         inspect.unwrap(kind.step)(copy)  # without the hooks of all optimizers
         state = copy.state

@@ -28,14 +28,14 @@ from mlx_runtime.training.reporting import Reporter
 
 @dataclass
 class PassRecord:
-    """What was saved in a pass."""
+    """The saved metrics of a pass."""
 
     sent_step: int = 0  # step of the last record
     sent_at: float = field(default_factory=time.monotonic)
     groups: set[str] = field(default_factory=set)  # saved since the pass began, of `losses` and `metrics`
     new: set[str] = field(default_factory=set)  # those saved since numbers were last recorded
     snapshots: dict[str, Snapshot] = field(default_factory=dict)  # taken when user code saved the metrics
-    values: dict[str, float] = field(default_factory=dict)  # recorded last
+    values: dict[str, float] = field(default_factory=dict)  # latest recorded values
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Exchange:
     step: int
     epoch: int
     rates: Mapping[str, float]
-    ends: bool  # it is the last one of the pass
+    ends: bool  # True for the last exchange of the pass
 
 
 class MetricRecorder:
@@ -62,7 +62,7 @@ class MetricRecorder:
         self._in_flight: Exchange | None = None
         self._steps_left = 0  # until its numbers are reported
         self._set_aside: tuple[Pass, dict[str, State]] | None = None  # of a training pass, before a reset within a step
-        self._evaluated = False  # since that reset
+        self._evaluated = False  # an evaluation has run since that reset
         self._before = reporter.states  # of averages of training, when they were recorded last
 
     def begin(self, item: Pass) -> None:
@@ -71,7 +71,7 @@ class MetricRecorder:
         self._records[item] = PassRecord(item.step)
 
     def values(self, item: Pass) -> Mapping[str, float]:
-        """Return the values that were recorded last in a pass."""
+        """Return the latest recorded values of a pass."""
         return self._records[item].values
 
     def is_due(self, item: Pass) -> bool:
@@ -80,7 +80,7 @@ class MetricRecorder:
         return item.finished or (item.training and item.step % every == 0)
 
     def turn_to(self, item: Pass) -> None:
-        """Record what was saved in another pass, before the metrics of this one are saved."""
+        """Record the saved metrics of another pass, before those of this one are saved."""
         if self._unfinished is not item:
             self.flush()
         if item.training:
@@ -88,7 +88,7 @@ class MetricRecorder:
         self._evaluated |= not item.training
 
     def before_reset(self, around: Pass | None) -> None:
-        """Record what was saved, and set it aside if the loop is within a step of a pass, where it may now evaluate."""
+        """Record saved metrics. Within a step of a pass, set them aside, because an evaluation may follow."""
         self.receive()
         self.flush()
         self._evaluated = False
@@ -119,7 +119,7 @@ class MetricRecorder:
         record.new.update(groups)
         if not self.is_due(item):
             return
-        if item.loader is None:  # nobody reports the end of the step
+        if item.loader is None:  # no loader reports the end of the step
             self.send(item, last=False)
             self.receive()
         else:
@@ -128,8 +128,8 @@ class MetricRecorder:
     def step_finished(self, item: Pass, lag: int) -> None:
         """Record numbers at the current step if they are due.
 
-        Those of an exchange are reported `lag` steps after it began, or when the next one begins: workers that have to
-        wait for each other at the next step would lose time if steps are short. `lag` is the same on all workers.
+        The numbers of an exchange are reported `lag` steps after its start, or when the next one starts: waiting for
+        other workers already at the next step would cost time if steps are short. `lag` is the same on all workers.
         """
         if item.training:
             self.restore(item)
@@ -146,7 +146,7 @@ class MetricRecorder:
                 self._unfinished = None
 
     def flush(self) -> None:
-        """Record what was saved in a pass that the loop has left, before it is discarded."""
+        """Record the saved metrics of a pass that the loop has left, before they are discarded."""
         item, self._unfinished = self._unfinished, None
         if item is None or item.recorded:
             return
@@ -214,13 +214,13 @@ class MetricRecorder:
             rates["gpu/memory"] = peak_gb
         if item.training and item.loader is not None:
             rates["time/data_wait_pct"] = waited
-            # The time of a single step is mostly that of starting to read.
+            # A single step mostly measures the start of reading.
             if exchange.ends and item.step > 1:
                 self._reporter.input_speed(item, rates["samples_per_s"], waited)
         self._reporter.record(values | intervals | rates, exchange.step, exchange.epoch)
 
     def _may_lag(self) -> bool:
-        """Return True unless there is nobody to wait for, or metrics that synchronize themselves keep changing."""
+        """Return False if there are no other workers, or if metrics that synchronize themselves keep changing."""
         alone = self._context.topology.data_parallel_size == 1
         return not alone and not any(item.syncs_itself for item in self._metrics.values())
 
@@ -239,7 +239,7 @@ class MetricRecorder:
         return numbers(title, metric.metric.compute()) if updated else None
 
     def _rates(self, item: Pass, record: PassRecord) -> dict[str, float]:
-        """Return the numbers recorded of training in addition to metrics: learning rates, speed, memory."""
+        """Return the numbers that are recorded for training in addition to metrics: learning rates, speed, memory."""
         optimizers = self._context.groups.members("optimizers").items()
         rates = {
             f"lr/{name}": float(item.param_groups[0]["lr"])
@@ -258,7 +258,7 @@ class MetricRecorder:
         return rates
 
     def _operations(self, samples_per_s: float) -> dict[str, float]:
-        """Return the operations per second of one device, if models say what a row takes."""
+        """Return the operations per second of one device, if models have `flops_per_row`."""
         counted = [model for model in map(unwrap, self._context.groups.modules) if hasattr(model, "flops_per_row")]
         if not counted:
             return {}

@@ -1,5 +1,5 @@
-"""Updates as the config requires: half precision and compiled models; gradients in which all rows weigh the same, over
-several workers and steps, scaled and clipped, and inspected before each update."""
+"""Updates of models: gradients in which all rows have the same weight, across workers and steps; loss scaling, clipping
+and inspection; half precision and compilation."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Accumulation:
-    """The position of the current step among those that make one update."""
+    """The position of the current step within its update."""
 
     first: bool = True
     last: bool = True
@@ -45,18 +45,18 @@ class Optimization:
         cfg, debug = context.cfg, context.cfg.debug
         self._context, self._reporter, self.strategy = context, reporter, strategy
         self.accumulation = Accumulation()
-        self._divisor = 1.0  # of the loss of this step; see `WorkerPass.loss_divisor`
+        self._divisor = 1.0  # divisor of the loss of this step; see `WorkerPass.loss_divisor`
         self._weighted = WeightedLosses()
         self._monitor = self._gradient_monitor() if debug.watch_gradients or debug.stop_on_nan else None
         self._scaler = strategy.scaler(enabled=cfg.precision == "fp16")
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`
-        self._knows_steps = False  # a loader of the runtime was read, which knows the last step of a pass
+        self._knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
-        self._owners: set[str] = set()  # optimizers that `step` was called for, ever
+        self._owners: set[str] = set()  # optimizers for which `step` was ever called
         self._last_owners: set[str] = set()  # those since the last backward pass
-        self._without: set[str] = set()  # those without gradients just before it
+        self._without: set[str] = set()  # optimizers without gradients just before that pass
 
     def _gradient_monitor(self) -> "GradientMonitor":
         from mlx_runtime.training.gradients import GradientMonitor
@@ -90,7 +90,7 @@ class Optimization:
             param.grad = gradient
 
     def _set_aside(self, name: str) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Remove the gradients of all parameters but those of an optimizer. Return them, to be restored."""
+        """Remove the gradients of all parameters except those of an optimizer. Return them, to be restored later."""
         if self.strategy.shards and self.accumulation.steps > 1:
             raise MlxError(
                 "self.backward(loss, optimizer=...) cannot accumulate the gradients of sharded models; set "
@@ -105,7 +105,7 @@ class Optimization:
         return kept
 
     def _notice_leftovers(self) -> None:
-        """Notice gradients that a loss has left in parameters whose optimizer did not step after it, as in a GAN."""
+        """Warn about gradients in parameters whose optimizer did not step after the loss, as in a GAN."""
         owners, self._last_owners = self._last_owners, set()
         optimizers = self._context.groups.optimizers
         if len(optimizers) < 2:
@@ -120,7 +120,7 @@ class Optimization:
         self._without = set(optimizers) - found
 
     def _weigh(self, loss: torch.Tensor, weight: Weight | None) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return a loss as a part of the update, and a function to call after its backward pass."""
+        """Return a loss, weighted as a part of the update, and a function to call after its backward pass."""
         alone = self.accumulation.steps == 1
         weight = self._counted() if weight is None else weight
         self.forget_calls()
@@ -133,7 +133,7 @@ class Optimization:
         return loss if self._divisor == 1 else loss / self._divisor, _nothing
 
     def _counted(self) -> Weight | None:
-        """Return what the loss called for this backward pass counts; None for rows, or if several were called."""
+        """Return the count of the loss that was called for this backward pass; None for rows or after several calls."""
         called = {name: loss for name, loss in self._losses().items() if loss.calls}
         counted = [name for name, loss in called.items() if loss.counted is not None]
         if counted and sum(loss.calls for loss in called.values()) == 1:
@@ -149,7 +149,7 @@ class Optimization:
         return members(self._context.groups["losses"], Mean)
 
     def forget_calls(self) -> None:
-        """Forget which losses were called, as a step begins."""
+        """Forget the calls of losses, at the beginning of a step."""
         for loss in self._losses().values():
             loss.calls, loss.counted = 0, None
 
@@ -182,7 +182,7 @@ class Optimization:
         return True
 
     def _optimizer(self, name: str | None, call: str = "") -> tuple[str, Optimizer]:
-        """Return the name of an optimizer, and the optimizer; None stands for the only one."""
+        """Return the name of an optimizer, and the optimizer; None means the only one."""
         optimizers = self._context.groups.optimizers
         if name is None and len(optimizers) == 1:
             name = next(iter(optimizers))
@@ -194,7 +194,7 @@ class Optimization:
         return name, optimizers[name]
 
     def _update_scale(self) -> None:
-        """Update the scale, once all optimizers that share it have stepped."""
+        """Update the loss scale after all optimizers have stepped."""
         if self._scale_is_due:
             self._scaler.update()
             self._scale_is_due = False
@@ -235,13 +235,13 @@ class Optimization:
             self._scaler.load_state_dict(state)
 
     def step_completed_update(self) -> bool:
-        """Return True if the step that has just finished completed an update, so that a checkpoint holds all of it."""
+        """Return True if the step that has just finished completed an update, so that a checkpoint may be saved."""
         updated, self._updated = self._updated, False if self._updated else self._updated
         return self.accumulation.last and updated is not False
 
     @property
     def expected(self) -> bool:
-        """True if the loop has optimizers, so that training means updates."""
+        """True if there are optimizers, so that training is expected to update models."""
         return bool(self._context.groups.optimizers) or self._updated is not None
 
     @property
@@ -250,7 +250,7 @@ class Optimization:
         return self._managed and not self._owners and self._updated is None
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Check that an optimizer may step now, with gradients that are not scaled or incomplete, and inspect them."""
+        """Check that an optimizer may step now, with unscaled and complete gradients, and inspect them."""
         if not self._stepping:
             self._check_plain_step()
         step = self._context.progress.global_step
@@ -286,7 +286,7 @@ class Optimization:
             )
 
     def picture(self) -> Any:
-        """Draw the norms of gradients since the last picture, if they are watched."""
+        """Draw the norms of gradients since the last picture, if `cfg.debug.watch_gradients` is set."""
         return None if self._monitor is None else self._monitor.picture()
 
     def _report_norms(self, values: dict[str, float]) -> None:
@@ -307,7 +307,7 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
     """Apply `cfg.precision` and `cfg.compile` to models, in place; the names in their states stay the same.
 
     Raises:
-        ConfigError: `cfg.compile` has what `torch.compile` does not take.
+        ConfigError: `cfg.compile` has an argument that `torch.compile` does not accept.
     """
     if cfg.precision == 32 and not cfg.compile:
         return

@@ -1,4 +1,4 @@
-"""Settings that every experiment (`TrainConfig`) and every data job (`DataConfig`) has."""
+"""Settings of every experiment (`TrainConfig`) and every data job (`DataConfig`)."""
 
 import functools
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class _Checked:
 
     @staticmethod
     def out_of_range(cfg: Any) -> list[str]:
-        """Return one line per setting that is out of range. A `cfg` of a user's own class need not have all of them."""
+        """Return one line per setting that is out of range. A user's own class of `cfg` may lack settings."""
         problems = []
         for name, minimum in minimums().items():
             value = functools.reduce(lambda part, word: getattr(part, word, None), name.split("."), cfg)
@@ -52,7 +52,7 @@ class _Checked:
 
 
 def _strategy_problems(cfg: Any) -> list[str]:
-    """Return one line per setting that contradicts `cfg.strategy`. One that others program is asked once it may run."""
+    """Return one line per setting that contradicts `cfg.strategy`. Other packages' strategies are checked later."""
     if (name := getattr(cfg, "strategy", None)) not in STRATEGIES:
         return [] if name is None else _unknown("strategy", name, STRATEGIES)
     from mlx_runtime.training.strategies.selection import problems  # here, because data jobs have no strategy
@@ -61,7 +61,7 @@ def _strategy_problems(cfg: Any) -> list[str]:
 
 
 def _unknown(setting: str, name: str, known: Iterable[str]) -> list[str]:
-    """Return a line if a setting has neither a word that is known nor an import path."""
+    """Return a line if a setting is neither a known word nor an import path."""
     if name in known or "." in name:
         return []
     return [f"cfg.{setting} is {name!r}; write {', '.join(known)}, or an import path.{suggest(name, known)}"]
@@ -73,65 +73,65 @@ class TrainConfig(_Checked):
 
     Attributes:
         name: experiment name, and folder of its runs in the storage.
-        resume: `auto` resumes the latest run of this name unless it has succeeded, and starts a new one if there is
-            none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one. The
-            latest run is never one of a sweep, which has its own `--resume`.
+        resume: `auto` resumes the latest run of this name, does nothing if it has succeeded, and starts a new run if
+            there is none; `latest`, `run_003`, `name/run_003`, a path or a URI resumes that run; None starts a new one.
+            Runs of sweeps are never the latest, because a sweep has its own `--resume`.
         restore_checkpoint_path: folder or URI of a checkpoint that a new run starts from, or the mirror of a run, like
             `hf://user/name` or `hf://user/name/checkpoints/epoch_0004`; None starts from scratch.
-        restore_strict: everything must match that checkpoint; `false` loads the weights that match, lists the others,
-            and initializes everything else.
+        restore_strict: everything must match that checkpoint; `false` loads only weights whose names and shapes match,
+            and lists the others.
         start_epoch: first epoch; set by the runtime when a checkpoint is restored.
-        num_epochs: total number of epochs; a run restored after 3 of 10 trains 7 more.
-        max_steps: training steps in all epochs and attempts, after which the run ends successfully with a checkpoint,
-            even within an epoch. It counts updates, like `global_step`; None means no limit.
+        num_epochs: total number of epochs; a run that resumes after 3 of 10 trains 7 more.
+        max_steps: maximum number of training steps, in all epochs and attempts. The run then ends successfully, with a
+            checkpoint, even within an epoch. Counts updates, like `global_step`; None means no limit.
         evaluate_every_steps: for loops that call `self.every(self.cfg.evaluate_every_steps)`; None means never.
-        engine: starts the workers: `local` as processes on this machine; `ray` on a cluster, or on a Ray embedded
-            here; `auto` is `local` on one machine unless only Ray can train the run. The import path of a class names
-            an engine of your own.
+        engine: starts the workers. `local`: as processes on this machine; `ray`: on a cluster, or in a Ray embedded on
+            this machine; `auto`: `local` on one machine unless only Ray can train the run. May also be the import path
+            of your own engine.
         start_workers: number of workers; 0 trains in this process, where a debugger works.
-        hang_timeout_s: seconds without a step after which a deadlock is detected, and the run fails.
-        loader: what reads samples of datasets that are not prepared: `auto` the worker itself, `workers=N` N
-            processes per worker.
-        prefetch_batches: batches that are read while the loop trains on earlier ones. None is 2 for each of the
-            processes of `workers=N`, and for streams of Ray Data, and 0 for what the worker itself reads. A number is
-            for all of them; a thread of the worker then reads what the worker would, unless the first batch of a pass
-            draws from the global random generators: it would change the numbers that the loop draws.
+        hang_timeout_s: seconds without a step after which workers that wait for each other count as deadlocked, and the
+            run fails.
+        loader: reads the samples of datasets that are not prepared. `auto`: the worker itself; `workers=N`: N processes
+            per worker.
+        prefetch_batches: batches that are read while the loop trains on earlier ones. None means 2 for each process of
+            `workers=N` and for streams of Ray Data, and 0 for datasets that the worker itself reads. With a number, a
+            thread of the worker reads the latter, unless the first batch of a pass draws from the global random
+            generators, because that would change the random numbers of the loop.
         strategy: `ddp` replicates models on all workers, `fsdp` shards them over all workers, and `hsdp` over
-            `sharding.shard_size` of them, with replicas; `Models.strategies = {"net": "ddp"}` overrides it.
-            The import path of a class names a strategy of your own.
-        activation_checkpointing: recompute activations in the backward pass instead of storing them: true for the
-            blocks that repeat, or a pattern of module paths like `layers.*`.
-        precision: `bf16` or `fp16` runs each model's `forward` under autocast to that type, and all of a sharded
-            model in it; outputs are float32.
+            `sharding.shard_size` of them, with replicas; `Models.strategies = {"net": "ddp"}` overrides it. May also be
+            the import path of your own strategy.
+        activation_checkpointing: recompute activations in the backward pass instead of storing them: true for repeated
+            blocks, or a pattern of module paths like `layers.*`.
+        precision: `bf16` or `fp16` runs each model's `forward` under autocast, and all of a sharded model in that type;
+            outputs are float32.
         accumulate_grad_batches: steps per update, for loops that call `self.backward` and `self.optimizer_step`.
         gradient_clip: maximum gradient norm of each optimizer, for loops that call `self.optimizer_step`; None does
             not clip.
         compile: compile the models: true, the name of a backend of `torch.compile`, or some of its arguments, like
             `{mode: max-autotune, dynamic: false}`.
-        matmul_precision: float32 matrix products on GPUs: `high` runs them on tensor cores, in TF32 with 10 bits of
-            mantissa; `highest` in full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
-        deterministic: use deterministic algorithms of torch, or fail if there is none; slower on GPUs.
+        matmul_precision: precision of float32 matrix products on GPUs. `high`: TF32 on tensor cores, with 10 bits of
+            mantissa; `highest`: full float32, with 23 bits; `medium` may use bfloat16. Without effect on CPUs.
+        deterministic: use only deterministic algorithms of torch, and fail if there is none; slower on GPUs.
         seed: seeds Python, NumPy and torch on every worker, and the order of the data.
         storage_path: folder or URI of runs; a relative folder is below the experiment. `MLX_STORAGE` overrides it.
-        code_files: files that `code.zip` of a run holds although git does not track them and no code imports them, as
-            lines of a .gitignore.
+        code_files: further files for `code.zip` of a run, which contains those that git tracks or the code imports;
+            patterns as in a .gitignore.
         log_every_steps: training steps between two reductions of the metrics over all workers.
-        trackers: receive numbers in addition to the run's own `metrics.jsonl`, by name: those of
-            `mlx_runtime.trackers`, or any class with the methods listed in `mlx_runtime.tracking.callbacks`; `null`
-            removes one.
-        callbacks: called in the driver: any class with the same methods, by name.
-        monitor: metric that decides which checkpoint is best, like `val/accuracy`; None keeps the newest.
-        mode: `max` or `min`: the best value of `monitor`.
-        checkpoint_every_steps: training steps between two checkpoints within an epoch; None saves only when the loop
-            does.
+        trackers: objects by name that receive the recorded numbers, in addition to `metrics.jsonl`: classes of
+            `mlx_runtime.trackers`, or any class with methods of `mlx_runtime.tracking.callbacks`; `null` removes one.
+        callbacks: objects by name with the same methods, called in the driver.
+        monitor: metric by which the best checkpoints are chosen, like `val/accuracy`; None keeps the newest ones.
+        mode: `max` or `min`, whether larger or smaller values of `monitor` are better.
+        checkpoint_every_steps: training steps between two checkpoints within an epoch; with None, only the loop saves
+            checkpoints.
         keep_checkpoints: number of checkpoints kept per run: the best by `monitor`, and always the latest.
         cpus_per_worker: CPU cores and torch threads per worker.
         runtime_env: additions to the environment of jobs on a cluster, as in Ray:
             `{"pip": [...], "env_vars": {...}}`.
         secrets: names of environment variables that must be set on every node of a cluster, like `WANDB_API_KEY`.
         use_gpu: train on one GPU per worker; None means only if there are enough.
-        cross_validation: training without one of several folds of the rows.
-        debug: quick looks at a run, and the search for what is wrong with it.
+        cross_validation: one fold of a cross-validation.
+        debug: quick looks and debugging.
         elastic: workers that are lost, replaced or added while a run trains.
         hub: the mirror of the run on the Hugging Face Hub.
         preparation: datasets that are prepared before training.
@@ -188,8 +188,9 @@ class DataConfig(_Checked):
     Attributes:
         name: name of the job.
         path: folder in the storage that the job fills; None means `data/<name>`.
-        overwrite: replace what an earlier data job left in that folder once this one is done; otherwise, refuse to.
-        start_workers: maximum number of concurrent tasks; 0 works in this process, where a debugger works.
+        overwrite: replace the result of an earlier data job in that folder when this one is done; otherwise, refuse to
+            start.
+        start_workers: maximum number of concurrent tasks; 0 runs them in this process, where a debugger works.
         cpus_per_worker: CPU cores per task.
         runtime_env: the same as for training.
         secrets: the same as for training.

@@ -1,4 +1,4 @@
-"""The pass that the training loop is in, and whether it trains.
+"""The current pass of the training loop, and the rules for whether it trains.
 
 A pass begins with the first batch of a loader. It ends after its last batch, when the loop leaves it, or when another
 pass of its kind over the same dataset begins. The rules:
@@ -6,14 +6,14 @@ pass of its kind over the same dataset begins. The rules:
     A pass over a training dataset trains: its steps are counted. It does not in a `with self.stage(name)`; nor with
     gradients disabled or all models in eval mode, until an optimizer updates the models.
 
-    Where one step reads several training loaders, the one that is read first leads and gives the pass its name; when it
-    runs out and the loop reads on, the next one takes over.
+    If a step reads several training loaders, the one that is read first leads and gives the pass its name; when it runs
+    out and the loop continues, the next one takes over.
 
-    An evaluation loader that is iterated within a step is a pass of its own until the next step; otherwise it is read
-    alongside. A pass that does not train is treated like one.
+    An evaluation loader that is iterated within a step is a separate pass until the next step; otherwise it is read
+    alongside. Passes that do not train are treated in the same way.
 
-A training pass whose iterator is kept but no longer read also ends when the loop resets the metrics or saves a
-checkpoint, and then turns to another training loader.
+A training pass whose iterator is no longer read also ends when the loop resets the metrics or saves a checkpoint, and
+then reads another training loader.
 """
 
 import math
@@ -30,14 +30,14 @@ class Pass:
 
     name: str  # first part of the names of its records, like `val` in `val/accuracy`
     training: bool  # its steps count as global steps
-    dataset: str | None = None  # name of what is read; None for data that the runtime does not know
+    dataset: str | None = None  # name of the dataset; None for data that the runtime does not know
     loader: Any = None  # yields the batches; None for data that the runtime does not know
-    part: Any = None  # the rows that this worker reads, and how far it is
+    part: Any = None  # the rows of this worker, and its position in them
     in_doubt: bool = False  # it trains if an optimizer updates the models
     updated: bool = False  # an optimizer has updated the models in it
     steps: int = 0  # total number of batches; 0 if unknown
     accumulate: int = 1  # steps per update
-    step: int = 0  # number of the last batch, from 1; after a restart it continues where the interrupted pass left off
+    step: int = 0  # number of the last batch, from 1, including those before an interruption
     active: bool = True  # until the pass ends
     recorded: bool = False  # its final metrics are recorded
     closed: bool = False  # the loop reset the metrics or saved a checkpoint since the last batch
@@ -61,12 +61,12 @@ class Block:
     training: bool = True  # False if no step in it counts as a training step
     stack: list[Pass] = field(default_factory=list)  # active passes, each begun within a step of the previous one
     in_doubt: list[Pass] = field(default_factory=list)
-    latest: Pass | None = None  # led last
+    latest: Pass | None = None  # the last one that led
     unknown: Pass | None = None  # the pass over data that the runtime does not know
 
 
 class PassTracker:
-    """Applies the rules of this module to passes over datasets, which it knows by their names."""
+    """Applies the rules of this module to passes over datasets, identified by their names."""
 
     def __init__(self) -> None:
         self._blocks = [Block()]
@@ -80,7 +80,7 @@ class PassTracker:
 
     @property
     def training(self) -> Pass | None:
-        """The innermost training pass with batches left, which a checkpoint made now could resume."""
+        """The innermost training pass with batches left, to be resumed from a checkpoint saved now."""
         return next((item for item in reversed(self._stacked) if item.training and not item.finished), None)
 
     @property
@@ -100,7 +100,7 @@ class PassTracker:
 
     @property
     def latest(self) -> Pass | None:
-        """The pass that leads, or else the one that led last."""
+        """The pass that leads or, between passes, the last one that led."""
         return self.leading or self._blocks[-1].latest or self._blocks[-1].unknown
 
     @property
@@ -119,7 +119,7 @@ class PassTracker:
         self._outside[dataset] = self.leading
 
     def restarts_beside(self, dataset: str) -> bool:
-        """Return True if a loader that was read to its end alongside the leading training pass begins again."""
+        """Return True if a loader begins again after it was read to its end alongside the leading training pass."""
         leading, before = self.leading, self._latest.get((dataset, True))
         beside = leading is not None and leading.training and dataset in leading.beside
         return beside and before is not None and not before.active
@@ -141,7 +141,7 @@ class PassTracker:
         return made
 
     def _place(self, made: Pass, *, within_step: bool) -> None:
-        """Let a pass lead, or be read alongside the one that does."""
+        """Decide whether a pass leads or is read alongside the leading one."""
         stack, dataset = self._blocks[-1].stack, made.dataset
         assert dataset is not None
         trainer = next((item for item in stack if item.training), None)
@@ -163,7 +163,7 @@ class PassTracker:
         block = self._blocks[-1]
         before = None if block.stack else block.latest
         if before is not None and not before.closed and found.training and found.dataset in before.beside:
-            block.stack.append(found)  # the one that led has run out
+            block.stack.append(found)  # the leading one has run out
         for block in self._blocks:
             if found in block.stack:
                 del block.stack[block.stack.index(found) + 1 :]
@@ -172,7 +172,7 @@ class PassTracker:
         return False
 
     def update(self) -> list[Pass]:
-        """An optimizer updates the models. Return the passes that were in doubt, and train as is clear now."""
+        """An optimizer updates the models. Return the passes that were in doubt, and are now known to train."""
         block = self._blocks[-1]
         settled, block.in_doubt = block.in_doubt, []
         for item in settled:
@@ -213,11 +213,11 @@ class PassTracker:
             block.latest.recorded = block.latest.closed = True
 
     def to_record(self, name: str | None, *, evaluation: bool) -> Pass:
-        """Return the pass that the metrics saved now belong to.
+        """Return the pass to which metrics saved now belong.
 
-        The leading one; between passes the previous one or, if that is already recorded, data that the runtime does
-        not know. `name` is what user code calls it, if anything; `evaluation` is True if such a name means that its
-        steps are not training steps.
+        It is the leading one; between passes, the previous one or, if that is already recorded, a pass over data that
+        the runtime does not know. `name` is the name that user code gives it, if any; `evaluation` is True if its steps
+        are then not training steps.
         """
         block = self._blocks[-1]
         current = self.leading

@@ -1,4 +1,4 @@
-"""Decides how a run is carried out, and refuses one that cannot be, before anything is written."""
+"""Plans of runs: the choice of the engine, and all checks before anything is written."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mlx_runtime.training.engines.protocol import Engine
 
 OPEN_FILES = 48, 16
-"""Files that a driver has open at once: without workers, and for each of them."""
+"""Number of files that a driver has open: without workers, and per worker."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunPlan:
     project: Path  # folder of the experiment
     launched: bool = False  # True in a job of a cluster; its record exists already
     verbose: bool = False  # let Ray print
-    extensions: tuple[RunExtension, ...] = ()  # what accompanies the run in its driver
+    extensions: tuple[RunExtension, ...] = ()  # they accompany the run in its driver
     fold: "Fold | None" = None  # rows of `datasets.train` to train on and to hold out; None without cross-validation
 
 
@@ -67,15 +67,15 @@ def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -> Iterator[RunPlan]:
-    """Check that a run can be carried out, and provide what it needs within the block.
+    """Check that a run can be carried out, and provide its plan within the block.
 
     Call it in the main thread, before others are started: the engine may fork this process.
 
     Raises:
         DatasetError: a dataset cannot be batched.
-        ConfigError: the engine or the strategy cannot train this, the checkpoints to resume from are gone, or the rows
-            of `datasets.train` cannot be split into folds.
-        UsageError: the experiment has no `eval_loop` to evaluate a checkpoint with, or too few files may be open.
+        ConfigError: the engine or the strategy cannot train this, the checkpoints of a run to resume are missing, or
+            the rows of `datasets.train` cannot be split into folds.
+        UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
     """
     _refuse_too_few_files(config.cfg)
     if problems := selection.problems(config.cfg):
@@ -121,7 +121,7 @@ def check_datasets(config: RunConfig) -> None:
 
 
 def check_optimizers(config: RunConfig) -> None:
-    """Refuse values that optimizers of torch refuse, like a negative lr. Others may depend on the real parameters."""
+    """Refuse values that torch's optimizers refuse, like a negative lr. Other optimizers may need real parameters."""
     for name, node in config.tree.get("optimizers", {}).items():
         if isinstance(node, dict) and str(node.get("_target_")).startswith("torch.optim."):
             values = {key: value for key, value in node.items() if key != "params"}
@@ -129,13 +129,13 @@ def check_optimizers(config: RunConfig) -> None:
 
 
 def may_be_prepared(config: RunConfig) -> bool:
-    """Return False if there are certainly no prepared datasets to read, and none are to be made."""
+    """Return False if the run certainly neither reads nor makes prepared datasets."""
     how, root = config.cfg.preparation.mode, config.prepared_root
     return how == "make" or (how == "auto" and (is_uri(root) or Path(Storage(root).path).is_dir()))
 
 
 def _refuse_too_few_files(cfg: TrainConfig) -> None:
-    """Raise UsageError if the system lets a process open fewer files than a run needs, which would fail anywhere."""
+    """Raise UsageError if the limit of open files is too low for a run, because it could fail anywhere."""
     needed, (limit, _) = OPEN_FILES[0] + OPEN_FILES[1] * cfg.start_workers, resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != limit < needed:
         cure = f"run ulimit -n {max(1024, needed)} first"
@@ -166,19 +166,19 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
 def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
-    timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives: deadlock detection comes first
+    timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives, longer than deadlock detection
     engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
     if (local := sys.modules.get("mlx_runtime.training.engines.local")) is not None:
-        local.cool_down()  # the command may have warmed it up for nothing
+        local.cool_down()  # the command may have started it needlessly
     return engine
 
 
 def _require_checkpoint(run: RunFolder, cfg: TrainConfig) -> None:
-    """Refuse to resume a run whose checkpoints are gone, rather than start it from scratch."""
+    """Refuse to resume a run whose checkpoints are missing, instead of starting it from scratch."""
     latest = records.recorded(run).get("latest")
     if latest and not checkpoints.CheckpointStore(run.checkpoints).any():
         raise ConfigError(
-            f"{run.title} has saved checkpoints, the last as {latest.get('path')}, and none is left in "
+            f"{run.title} has saved checkpoints, the last one as {latest.get('path')}, but none is left in "
             f"{run.checkpoints}. Put one back, or start over in a new run: {new_run(run, cfg)}"
         )
 
@@ -191,7 +191,7 @@ def _extensions(config: RunConfig) -> Iterator[RunExtension]:
 
 
 def _fold(config: RunConfig) -> "Fold | None":
-    """Return the rows of a run in a cross-validation. Refuse to resume one that had others."""
+    """Return the rows of a run in a cross-validation. Refuse to resume a run with different rows."""
     if (number := config.cfg.cross_validation.fold) is None:
         return None
     folds = companions.part("sweeps.folds")
@@ -200,7 +200,7 @@ def _fold(config: RunConfig) -> "Fold | None":
     recorded = (records.recorded(run).get("fold") or {}).get("rows") if run is not None else None
     if run is not None and recorded not in (None, folds.rows_digest([fold])):
         raise ConfigError(
-            f"fold {number} has other rows than when {run.title} started: the data, its labels or the splitter has "
+            f"fold {number} has different rows than when {run.title} started: the data, its labels or the splitter has "
             f"changed. Start over in a new run: {new_run(run, config.cfg)}"
         )
     return fold

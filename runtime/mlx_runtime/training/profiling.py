@@ -13,7 +13,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.files import joined
 
 WAIT, WARMUP, ACTIVE = 1, 1, 5
-"""Number of training steps that are skipped, because the first is slow; that warm up the profiler; that are traced."""
+"""Numbers of training steps: skipped, because the first is slow; to warm up the profiler; traced."""
 
 OPERATORS = 10
 """Rows of the table."""

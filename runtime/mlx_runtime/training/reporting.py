@@ -16,7 +16,7 @@ SECONDS_PER_EVENT = 0.1
 """Minimum time between two progress events of a worker."""
 
 SLOW_INPUT_PCT = 20
-"""Share of a pass spent waiting for data, above which a line suggests how to read faster."""
+"""Share of a pass spent waiting for data above which a line suggests a remedy."""
 
 
 class EventSender:
@@ -48,7 +48,7 @@ class EventSender:
         self.send_once(LoaderOpened(name, training, loader.rows, len(loader), global_batch, loader.updates))
 
     def step(self, item: Pass, values: Mapping[str, float]) -> None:
-        """Report the progress of a pass, unless that was done a moment ago."""
+        """Report the progress of a pass, unless it was just reported."""
         now, steps, left = time.monotonic(), item.steps, self._context.steps_left
         if item.training and left is not None:
             steps = min(steps, (math.ceil(item.step / item.accumulate) + left) * item.accumulate)
@@ -67,11 +67,11 @@ class Reporter:
     def __init__(self, context: RunContext, events: EventSender, tracking: ReportWriter | None = None) -> None:
         self._context, self.events, self.tracking = context, events, tracking
         self.latest: dict[str, float] = {}  # last value of every recorded number
-        self.states: dict[str, Any] = {}  # of metrics when they were recorded last; see `MetricRecorder`
+        self.states: dict[str, Any] = {}  # states of metrics at their last record; see `MetricRecorder`
         self.logged: set[str] = set()  # names of the numbers that user code logged itself
-        self.unsaved: dict[str, float] = {}  # those recorded since the last checkpoint
+        self.unsaved: dict[str, float] = {}  # numbers recorded since the last checkpoint
         self._of_epoch: dict[str, float] = {}
-        self._epoch = 0  # to which these belong
+        self._epoch = 0  # epoch of these numbers
         self._input_speed: dict[str, Any] = {}
         self._epoch_started = time.monotonic()
         self._not_finite = False
@@ -79,7 +79,7 @@ class Reporter:
         self._begins_at: tuple[Mapping[str, Any] | None, int] | None = (None, 0)
 
     def begin(self) -> None:
-        """Start recording this attempt, once. Until then everything on disk is as the previous attempt left it."""
+        """Start recording this attempt, once. Until then, the files of the previous attempt are unchanged."""
         if self._begins_at is None or not self._context.topology.writes:
             return
         begins_at, self._begins_at = self._begins_at, None
@@ -96,7 +96,7 @@ class Reporter:
         self.states.update(state["numbers"].get("states", {}))  # a former version stored none
 
     def rewind(self, state: Mapping[str, Any]) -> None:
-        """Remove what was recorded after a checkpoint of this run, as soon as recording begins."""
+        """When recording begins, remove everything that was recorded after a checkpoint of this run."""
         position = state["tracking"], state["global_step"]
         if self._begins_at is not None:
             self._begins_at = position
@@ -109,7 +109,7 @@ class Reporter:
         self.states.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
+        """Return the numbers to store in a checkpoint."""
         return {
             "numbers": {
                 "latest": dict(self.latest),
@@ -126,7 +126,7 @@ class Reporter:
         self.record(values, self._context.progress.global_step, epoch)
 
     def collect(self, values: Mapping[str, float]) -> None:
-        """Keep numbers for the epoch and for the choice of the best checkpoint."""
+        """Keep numbers for the line of the epoch and for the choice of the best checkpoint."""
         self.latest |= values
         self.unsaved |= values
         self._of_epoch |= values
@@ -143,7 +143,7 @@ class Reporter:
         names = [name for name, value in values.items() if not math.isfinite(value)]
         if not names or self._not_finite:
             return
-        self._not_finite = True  # from here on most numbers are not
+        self._not_finite = True  # later ones would be reported again and again
         monitor = self._context.cfg.monitor
         text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not finite at step {step} of epoch {epoch + 1}"
         best = f"; no checkpoint is the best while {monitor} is nan" if monitor in names else ""
@@ -152,7 +152,7 @@ class Reporter:
         )
 
     def check_monitor(self) -> None:
-        """Show a line if nothing was recorded by which to choose the best checkpoint."""
+        """Print a notice if `cfg.monitor` was not recorded."""
         monitor = self._context.cfg.monitor
         if monitor is not None and monitor not in self.latest:
             names = f"Recorded: {', '.join(sorted(self.latest))}." if self.latest else "Nothing was recorded yet."
@@ -160,7 +160,7 @@ class Reporter:
             self.events.send_once(WarningNotice(text))
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:
-        """Keep how fast a training pass read its rows, for the epoch."""
+        """Keep the reading speed of a training pass, for the line of the epoch."""
         loader: Loader = item.loader
         self._input_speed = {"samples_per_s": samples_per_s, "data_wait_pct": data_wait_pct}
         self._input_speed["row_counts"] = item.part.row_counts
@@ -168,9 +168,9 @@ class Reporter:
             self.events.notice(f"reading datasets.{loader.shard.name} holds up training; {loader.reader.advice}")
 
     def end_epoch(self, draw: Callable[[], Any], values: Mapping[str, float]) -> None:
-        """Report the numbers recorded since the last epoch ended, if any, with the figure that `draw` may return.
+        """Report the numbers recorded since the end of the last epoch, if any, with the figure that `draw` may return.
 
-        `values` are numbers that user code logs for the epoch as a whole.
+        `values` are numbers that user code logs for the whole epoch.
         """
         if self._context.topology.writes:
             self.logged |= set(values)

@@ -1,4 +1,4 @@
-"""The run that a command refers to: a new one, one to resume or to begin, or a checkpoint to evaluate."""
+"""The run that a command refers to: a new run, a run to resume, or a checkpoint to evaluate."""
 
 import contextlib
 import tempfile
@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 FAST_DEV_RUN = "--fast-dev-run"
 
 EVAL = "--eval="
-"""Prefix of the path of the checkpoint to evaluate. `--from=` names its run."""
+"""Prefix of the path of a checkpoint to evaluate; `--from=` names its run."""
 
 FAST = (
     *("++cfg.debug.limit_batches=2", "cfg.start_epoch=0", "cfg.num_epochs=1"),
     *("cfg.resume=null", "cfg.restore_checkpoint_path=null"),
 )
-"""Overrides that `--fast-dev-run` implies; those on the command line win."""
+"""Overrides implied by `--fast-dev-run`; those on the command line take precedence."""
 
 
 @dataclass(frozen=True)
 class RunConfig(Config):
-    """A checked config, and the run that it is for."""
+    """A checked config, and its run."""
 
     run: RunFolder | None = None  # run to resume; None for a new one
     claimed: RunFolder | None = None  # folder that was created for this run, which has not begun yet
     origin: RunFolder | None = None  # run whose conf.yaml this is instead of the experiment's
     changes: "tuple[Change, ...]" = ()  # differences from the config that the run had before
-    fast: bool = False  # run a few batches to see that all code works, and keep nothing
+    fast: bool = False  # run a few batches to check that all code works, and keep nothing
     checkpoint: str | None = None  # evaluate this one instead of training; only `origin` keeps the result
-    sweep: Mapping[str, Any] | None = None  # of a new run of a sweep, for its record: name, trial, fold and values
-    notes: tuple[str, ...] = ()  # lines for the user about how the run was chosen
+    sweep: Mapping[str, Any] | None = None  # for the record of a new run of a sweep: name, trial, fold and values
+    notes: tuple[str, ...] = ()  # lines for the user about the choice of the run
 
     @property
     def kept(self) -> bool:
@@ -77,7 +77,7 @@ class _Choice(NamedTuple):
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
     implied: tuple[str, ...] = ()  # overrides that follow from the choice
-    declared: bool = False  # `cfg.resume=auto` of conf.yaml chose the run, so that conf.yaml holds its settings, too
+    declared: bool = False  # chosen by `cfg.resume=auto` in conf.yaml, so conf.yaml applies to it, too
     notes: tuple[str, ...] = ()
 
 
@@ -93,19 +93,19 @@ def load_config(
 
     Args:
         experiment: class of the experiment.
-        overrides: Hydra's, and options. `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN` starts a
-            new run. Both read the conf.yaml of that run. `--run=RUN` resumes a run if it has begun, and begins it if
-            it was only claimed. `--fast-dev-run` stands for `FAST`, in temporary storage that is removed at the end.
+        overrides: Hydra's overrides, and options. `--resume=RUN` resumes a run, like `cfg.resume=RUN`. `--from=RUN`
+            starts a new run. Both read the conf.yaml of that run. `--run=RUN` starts a run that was only claimed, or
+            else resumes it. `--fast-dev-run` means `FAST`, in temporary storage that is removed at the end.
             `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`. `--variant=NAME` applies
             `variants/NAME.yaml`.
         path: path of conf.yaml.
-        look: run no code that only conf.yaml names. No module is imported for it, `cfg` is of the runtime's own class,
-            without fields of your own, and trackers and callbacks are not built.
-        title: what messages call the file, if not its path.
+        look: run no code that is named only in conf.yaml. It is not imported, `cfg` has the runtime's class, without
+            your own fields, and trackers and callbacks are not built.
+        title: name of the file in messages; by default, its path.
 
     Raises:
-        ConfigError: conf.yaml or overrides are wrong; one line per problem. Or they name a repository of the Hugging
-            Face Hub that is not pinned and cannot be found.
+        ConfigError: conf.yaml or overrides are wrong, with one line per problem, or an unpinned repository of the
+            Hugging Face Hub cannot be found.
         UsageError: there is no such run, or options exclude each other.
         RunFinished: the run to resume has succeeded, and no more epochs or steps are requested.
     """
@@ -166,7 +166,7 @@ def load_config(
 
 @contextlib.contextmanager
 def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
-    """Add to an error of the config how to use the code that the run stored, unless that is what is used."""
+    """Add a hint about the stored code of the run to an error of the config, unless that code is used already."""
     try:
         yield
     except ConfigError as error:
@@ -208,7 +208,7 @@ def _choose(
     name = options["--resume"] or options["--run"] or cfg.get("resume")
     for companion in companions.asked_for(cfg) if name == "auto" and not look else ():
         check(typed)
-        with sigterm_stops(StopRequests()):  # it removes what it has downloaded
+        with sigterm_stops(StopRequests()):  # an interrupted download is removed
             latest, notes = companion.latest(cfg, root, experiment)
         choice = choice._replace(notes=(*choice.notes, *notes))
         name = latest.name if latest is not None else name
@@ -224,7 +224,7 @@ def _choose(
 
 
 def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the runs after `--resume`, `--from` and `--run`, or empty strings, and the remaining overrides.
+    """Return the runs given by `--resume`, `--from` and `--run`, or empty strings, and the remaining overrides.
 
     The name of the run may follow an option as a separate word; without a name, it is `latest`.
     """
@@ -266,7 +266,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 
 
 def _pin_checkpoint(config: Config) -> None:
-    """Let the run start from the present state of a mirror, whatever is uploaded to it while its workers start."""
+    """Pin a mirror to start from to its current state, because a new one may be uploaded while workers start."""
     uri = str(config.cfg.restore_checkpoint_path)
     pinned_uri = remote.reader_of(uri).pinned_checkpoint(uri)
     config.cfg.restore_checkpoint_path = pinned_uri
@@ -275,7 +275,7 @@ def _pin_checkpoint(config: Config) -> None:
 
 
 def _refuse_hidden(config: Config) -> None:
-    """Raise a ConfigError if the conf.yaml comes from a mirror, which does not have its secrets."""
+    """Raise a ConfigError if the conf.yaml comes from a mirror, without its secrets."""
     leaves = values_by_key(config.unresolved).items()
     if hidden := [key for key, value in leaves if isinstance(value, str) and LEFT_OUT.search(value)]:
         raise ConfigError(
@@ -285,7 +285,7 @@ def _refuse_hidden(config: Config) -> None:
 
 
 def new_run(run: RunFolder, cfg: TrainConfig) -> str:
-    """Return how to start a new run with the settings of one that cannot resume."""
+    """Return an instruction for starting a new run with the settings of a run that cannot resume."""
     if hasattr(cfg, "function"):  # of `Trainer`
         return "leave out resume=, or give the Trainer another name="
     return f"mlx train run --from {run.title}"

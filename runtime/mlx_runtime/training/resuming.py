@@ -1,6 +1,6 @@
 """Changes of the config that a resumed run applies.
 
-A checkpoint holds most of what a config describes, so most changed values would have no effect. These are applied:
+A checkpoint overrides most of a config, so most changed values would have no effect. These are applied:
 
     cfg.*         settings of the runtime except `FIXED`, and fields of your own that are marked resumable
     optimizers.*  hyperparameters of the parameter groups, like lr, after the state is restored
@@ -42,18 +42,18 @@ FIXED = {
     *("cross_validation", "debug.limit_batches", "debug.limit_eval_batches", "debug.limit_train_batches"),
     *("debug.overfit_batches", "name", "restore_checkpoint_path", "restore_strict", "seed", "start_epoch"),
 }
-"""Settings and sections that a run keeps: they determine where it starts and what it reads."""
+"""Settings and sections that cannot change: they determine the start of a run and its data."""
 
 IGNORED = {"resume", "storage_path"}
-"""Settings that do not change what a run does: they choose it."""
+"""Settings that select a run and do not affect it."""
 
 MAY_START = {"lr", "weight_decay"}
-"""Hyperparameters that may change from or to 0. With others, like momentum, its state would differ in kind."""
+"""Hyperparameters that may change from or to 0. Others, like momentum, would need another kind of state."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A value of the config that differs from the run's; `MISSING` stands for no value."""
+    """A changed value of a run's config; `MISSING` means no value."""
 
     key: str
     before: Any
@@ -78,13 +78,13 @@ def changes(before: Any, after: Any, key: str = "") -> list[Change]:
 
 
 def refusals(found: Iterable[Change], cfg: type) -> list[str]:
-    """Return one line per change that a resumed run cannot apply, as far as the config and the class of `cfg` show."""
+    """Return one line per change that a resumed run cannot apply, judged by the config and the class of `cfg`."""
     reasons = [(change, _why_refused(change, cfg)) for change in found]
     return [f"{change} ({why})" for change, why in reasons if why is not None]
 
 
 def check_stored(run: RunFolder, conf: Path) -> None:
-    """Raise StorageError unless the config of a run can be compared with another one. Anybody may have written it."""
+    """Raise StorageError if the config of a run, which is not trusted, cannot be compared with another one."""
     with reading(run, run.conf.name):
         cfg = parsed(conf.read_bytes()).get("cfg", {})
         if problem := misfit(cfg, {"num_epochs": COUNT, "max_steps": COUNT.or_null()}):
@@ -92,7 +92,7 @@ def check_stored(run: RunFolder, conf: Path) -> None:
 
 
 def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, *, declared: bool) -> None:
-    """Refuse to resume a run that another driver is training, or a completed one unless it should train further.
+    """Refuse to resume a run that another driver is training, or a completed run without more epochs or steps.
 
     A pruned run resumes only if a user names it, so it is refused if `cfg.resume=auto` chose it (`declared`).
     """
@@ -125,7 +125,7 @@ def refuse_finished(run: RunFolder, conf: Path, cfg: TrainConfig, another: str, 
 
 
 def allowed(run: RunFolder, conf: Path, config: Config, another: str) -> tuple[Change, ...]:
-    """Return the changes of the config that a run had before. Refuse those that a resumed run cannot have.
+    """Return the changes from the previous config of a run. Refuse those that a resumed run cannot apply.
 
     `another` is the command that starts a new run with them.
     """
@@ -207,7 +207,7 @@ def _why_refused(change: Change, cfg: type) -> str | None:
 
 
 def _why_fixed(name: str, key: str, cfg: type) -> str | None:
-    """Return why a setting cannot change; `key` is below `cfg`, and `name` its first part."""
+    """Return the reason why a setting cannot change. `key` is below `cfg`, and `name` is its first part."""
     if name in IGNORED:
         return None
     if name in {field.name for field in dataclasses.fields(TrainConfig)}:

@@ -1,4 +1,4 @@
-"""The record of a run as its driver writes it: claimed at the start, updated by events, closed with the outcome."""
+"""The record of a run, written by its driver: claimed at the start, updated by events, closed with the outcome."""
 
 import contextlib
 import datetime
@@ -30,13 +30,13 @@ class RunRecorder:
         self.record, self._plan = record, plan
         self.metrics: Mapping[str, float] = {}  # latest value of every recorded number, once the loop has ended
         self.best: dict[str, Any] | None = self.record["best"]  # best checkpoint by `cfg.monitor`
-        self.stopped = False  # before the end of the loop
-        self.world_size = 0  # until the workers have started
+        self.stopped = False  # the run was stopped before the end of the loop
+        self.world_size = 0  # set when the workers have started
         self._begun = False
         self._datasets: dict[str, dict[str, int]] = {}
 
     def _note_repositories(self) -> None:
-        """Record which commits of repositories on the Hugging Face Hub the config stands for."""
+        """Record the commits of the config's repositories on the Hugging Face Hub."""
         tree = self._plan.config.tree
         if names_repositories(tree) and (hub := companions.part("hub.pins").recorded(tree)):
             self.record.update(hub=hub)
@@ -67,7 +67,7 @@ class RunRecorder:
                 self.metrics, self.stopped = metrics, stopped
 
     def begin(self) -> None:
-        """Make the record that of this attempt. A resumed run keeps its old one until all state is restored."""
+        """Begin the record of this attempt. A resumed run keeps its old record until all state is restored."""
         if not self._begun:
             self._begun = True
             self.record.begin(self._plan.config.yaml())
@@ -88,7 +88,7 @@ class RunRecorder:
         return events.RunEnded("SUCCEEDED", self.metrics, self.best, evaluation=evaluation)
 
     def end_early(self, status: str, error: BaseException) -> events.RunEnded:
-        """Record an early end. A run that has not resumed yet stays as it was, unless it is pruned."""
+        """Record an early end. A run that has not resumed yet stays unchanged, unless it is pruned."""
         fields = {"error": redacted(full_message(error))} if status == "FAILED" else {}
         try:
             if status == "PRUNED":
@@ -148,7 +148,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
 
 
 def _facts(plan: RunPlan) -> dict[str, Any]:
-    """Return the fields that the record has from the start."""
+    """Return the initial fields of the record."""
     cfg, facts = plan.config.cfg, provenance(plan.config.overrides)
     if plan.launched:  # the launcher has recorded these
         facts = {name: value for name, value in facts.items() if name not in ("command", "git")}

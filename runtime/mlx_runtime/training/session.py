@@ -1,8 +1,8 @@
-"""`Session`: a run as one worker takes part in it, and the only place that knows the order of events.
+"""`Session`: one worker's part of a run, and the only place that defines the order of a step, a pass and an epoch.
 
 The loop belongs to user code. The session acts when a loader is iterated, when a batch is yielded, when the loop has
-finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. What happens then, and
-in which order, is defined here; how, in the parts.
+finished a step and asks for the next batch, and when user code calls a method of `BaseModule`. It defines the order of
+actions; other modules implement them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A run as one worker takes part in it. Every worker must construct it; only rank 0 has `tracking`."""
+    """One worker's part of a run. Every worker must construct it; only rank 0 has `tracking`."""
 
     def __init__(
         self, context: RunContext, strategy: "Strategy", sink: Sink, tracking: ReportWriter | None = None
@@ -61,7 +61,7 @@ class Session:
         )
         self._call = hooks_in_workers(context.cfg.callbacks, context.groups.experiment, notice)
         self._calls_every = False  # user code has called `self.every`
-        self._without_update: Pass | None = None  # the last pass, if it should have trained
+        self._without_update: Pass | None = None  # the last pass, if it lacks an expected update
         self.beat: Callable[[], None] = lambda: None  # called at each sign of progress
         self.step_done: Callable[[int], None] = lambda number: None  # called with the global step after training steps
 
@@ -70,13 +70,13 @@ class Session:
     def begin(self) -> None:
         """Move everything to the device, and restore a checkpoint if there is one."""
         cfg, topology, groups = self.context.cfg, self.context.topology, self.context.groups
-        spread = topology.model_parallel_size > 1  # then the strategy has put each part of the models where it belongs
+        spread = topology.model_parallel_size > 1  # then the strategy has moved the parts of the models
         for group in ("losses", "metrics") if spread else ("models", "losses", "metrics"):
             for member in groups.members(group).values():
                 if isinstance(member, nn.Module) and not is_sharded(member):  # metrics are modules, too
                     member.to(topology.device)
         prepare_models(groups.members("models").values(), cfg, topology.device)
-        seed_everything(cfg.seed + topology.data_parallel_rank)  # models are alike, and dropout differs by replica
+        seed_everything(cfg.seed + topology.data_parallel_rank)  # models are equal, but dropout differs by replica
         if self.checkpoints.restore() is not None:
             agree([True], topology.device)  # nothing is recorded before all workers have restored
         else:
@@ -85,7 +85,7 @@ class Session:
     def end(self) -> dict[str, float]:
         """Finish a run whose loop has returned or was stopped. Return the last value of every recorded number."""
         self.reporter.begin()
-        if not self.stopping.stopped:  # else a pass may be under way, which a restart resumes
+        if not self.stopping.stopped:  # otherwise, a restart may resume an interrupted pass
             self._warn_of_missing_update()
             self.metrics.flush()
             self._end_epoch()
@@ -103,7 +103,7 @@ class Session:
     # -- a pass and its steps: called by loaders
 
     def watch(self, loader: Loader) -> Loader:
-        """Follow a loader. Return the one that is followed already if it reads the same: there is one per dataset."""
+        """Follow a loader. Return the existing one if it reads the same dataset in the same way."""
         name = loader.shard.name
         known = self.checkpoints.loaders.get(name)
         if known is not None and known.asked == loader.asked:
@@ -120,7 +120,7 @@ class Session:
         self.passes.iterated(loader.shard.name)
 
     def advances(self, loader: Loader) -> bool:
-        """Return True unless the next pass reads a training dataset and does not train, as far as is known."""
+        """Return False if the next pass reads a training dataset but, as far as is known, does not train."""
         if not loader.shard.training:
             return True
         if self.passes.stage is not None or self.context.evaluates:
@@ -130,7 +130,7 @@ class Session:
         return not self.optimization.expected or (torch.is_grad_enabled() and self.context.groups.in_train_mode)
 
     def pass_begins(self, loader: Loader, part: WorkerPass) -> Pass:
-        """Record what the previous pass left, and restore what an interrupted one needs."""
+        """Record the remaining metrics of the previous pass, and restore the state of an interrupted one."""
         self._warn_of_missing_update()
         shard, between_epochs, advances = loader.shard, self.passes.training is None, loader.current is part
         in_doubt = not advances and self.passes.stage is None and not self.context.evaluates
@@ -185,7 +185,7 @@ class Session:
             self.checkpoints.requested = True
 
     def update_begins(self, optimizer: Optimizer | None = None) -> None:
-        """Note that an optimizer is about to step, or that the loop calls `self.backward`: this is training."""
+        """Note a sign of training: an optimizer is about to step, or the loop calls `self.backward`."""
         if not (self.passes.awaits_update or self._without_update) or not self._updates_models(optimizer):
             return
         self._without_update = None
@@ -207,7 +207,7 @@ class Session:
                 self.progress.global_step += skipped
 
     def _updates_models(self, optimizer: Optimizer | None) -> bool:
-        """Return True unless an optimizer updates something else than the experiment's models, like a probe."""
+        """Return False if an optimizer updates none of the experiment's models, but for example a probe."""
         models = self.context.groups.modules
         if optimizer is None or not models:
             return True
@@ -237,7 +237,7 @@ class Session:
         self.progress.interrupted = False
 
     def step_finished(self, item: Pass, batch: Batch) -> None:
-        """Record, save, stop: the last two only between two updates, when all workers are at the same step."""
+        """Record, save and stop; the last two only between two updates, when all workers are at the same step."""
         self.beat()
         if not self.passes.leads(item):
             return
@@ -268,7 +268,7 @@ class Session:
         if self.passes.leads(item):
             updated = item.updated and not self.optimization.lacks_step
             if item.training and not updated and item.part.given and self.optimization.expected:
-                self._without_update = item  # unless one follows: a loop may update the models after a whole pass
+                self._without_update = item  # unless an update follows the pass
             if not item.training and not item.in_doubt:
                 self._call("on_evaluate_end", item.name)
         self.passes.end(item)
@@ -286,7 +286,7 @@ class Session:
         item = self.passes.to_record(name, evaluation=name is not None and not trains(name))
         self.metrics.turn_to(item)
         self.progress.epoch = epoch
-        if item.loader is None:  # the loop counts from 0, after a restart, too
+        if item.loader is None:  # the loop counts from 0, even after a restart
             if item.training and self.context.steps_left is not None:
                 raise MlxError("cfg.max_steps needs a loader of self.generate_loaders; read one, or set it to null")
             self.progress.global_step += item.training and batch_idx + 1 != item.step
@@ -302,9 +302,9 @@ class Session:
             self.reporter.log(numbers, self.progress.epoch if epoch is None else epoch)
 
     def report(self, values: Mapping[str, float], *, may_stop: bool) -> None:
-        """Record and send numbers of a loop that reads no loaders, as those of an epoch; see `functions.report`.
+        """Record the numbers of an epoch in a loop that reads no loaders; see `functions.report`.
 
-        If the run should stop, it does so here only if it may, as no checkpoint is about to follow.
+        With `may_stop`, no checkpoint is about to follow, so the run may stop here.
         """
         self.beat()
         self.progress.global_step += 1
@@ -335,14 +335,14 @@ class Session:
         return complete and self.progress.global_step % steps == 0
 
     def before_reset(self) -> None:
-        """Record what metrics have seen; they are about to be reset."""
+        """Record metrics that are about to be reset."""
         self.metrics.before_reset(self.passes.around)
         self.passes.close()
 
     def save_checkpoint(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Save a checkpoint, now or once the current update is complete; see `BaseModule.save_checkpoint`."""
         self.beat()
-        epoch = int(epoch)  # it may be a number of NumPy
+        epoch = int(epoch)  # it may be a NumPy number
         self.metrics.flush()
         self.passes.close()
         self.log(metrics, epoch)
@@ -353,7 +353,7 @@ class Session:
         if not finished and not self.optimization.accumulation.last:
             self.checkpoints.requested = True  # gradients are not part of checkpoints
             return
-        in_last_step = finished and self.passes.around is not None  # more of the epoch may follow
+        in_last_step = finished and self.passes.around is not None  # the epoch may continue
         if finished and not in_last_step:
             self._end_epoch()
         self._store(epoch, finished=finished)
@@ -366,7 +366,7 @@ class Session:
         self.checkpoints.save(epoch, finished=finished)
 
     def _finish(self, item: Pass, *, finished: bool) -> NoReturn:
-        """Leave the loop at `cfg.max_steps`, where a run with a higher limit would continue."""
+        """Leave the loop at `cfg.max_steps`, at a point from which a run with a higher limit can continue."""
         step = self.progress.global_step
         self.reporter.events.notice(f"finished  step {step:,} of cfg.max_steps={self.context.cfg.max_steps}")
         if self.checkpoints.step != step:

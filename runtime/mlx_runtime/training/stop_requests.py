@@ -1,6 +1,6 @@
 """Requests to end a run early: `Driver.stop`, SIGTERM, `mlx xp stop`, or another driver that takes the run over.
 
-A closed terminal sends SIGHUP, which is like SIGTERM unless it is ignored, as under nohup.
+A closed terminal sends SIGHUP, which has the same effect as SIGTERM unless it is ignored, as under nohup.
 """
 
 import _thread
@@ -15,20 +15,20 @@ from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder, asked_to_stop, withdraw_stop
 
 GRACE_S = 25.0
-"""How long workers have to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""
+"""Time for workers to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""
 
 POLL_S = 1.0
-"""Interval between two looks at the run folder; ten times as long on an object store."""
+"""Interval at which the run folder is checked; ten times as long on an object store."""
 
 
 DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a run, which a terminal sends to all of its processes."""
+"""Signals that end a run. A terminal sends them to all of its processes."""
 
 OUTPUT_CLOSED = "standard output was closed"
-"""Reason with which a run stops whose output nobody reads any more."""
+"""Reason of the stop if nobody reads the output of the run any more."""
 
 EXIT_CODES = {"SIGHUP": 129, OUTPUT_CLOSED: 141}
-"""Those of shells for a signal; 141 is that of SIGPIPE. For other reasons, it is that of SIGTERM."""
+"""Exit codes of shells for signals, by reason of the stop; 141 is for SIGPIPE. Other reasons have that of SIGTERM."""
 
 
 @contextlib.contextmanager
@@ -42,19 +42,19 @@ def held_signals() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """The run ends because it was asked to, not by Ctrl-C."""
+    """The run ends because of a request other than Ctrl-C."""
 
 
 class StopRequests:
     """Collects requests to end a run, from any thread, and ends it if the workers take too long.
 
-    While workers train, a request lets them save a checkpoint first; before that, and after `GRACE_S`, the run ends
-    immediately. From other threads, `interrupt` raises `Terminated` in the driver's thread, which may be busy; if not,
-    the driver ends the next time it calls `check`.
+    After a request, workers that train save a checkpoint; before training, and after `GRACE_S`, the run ends
+    immediately. From other threads, `interrupt` raises `Terminated` in the driver's thread, which may be busy; by
+    default, the driver ends at its next call of `check`.
     """
 
     def __init__(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        self.reason: str | None = None  # of the first request
+        self.reason: str | None = None  # reason of the first request
         self.pruned = False  # that request was to prune the run
         self.taken_over = False  # another driver owns the run
         self._interrupt = interrupt
@@ -63,7 +63,7 @@ class StopRequests:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a process whose run was asked to end."""
+        """Exit code of the process after a request to end the run."""
         return EXIT_CODES.get(self.reason or "", 143)
 
     def allow_checkpoint(self) -> None:
@@ -71,7 +71,7 @@ class StopRequests:
         self._graceful = True
 
     def request(self, reason: str, *, prune: bool = False) -> None:
-        """Ask the run to end, with `prune` for good."""
+        """Request the end of the run; with `prune`, for good."""
         if self.reason is None:
             self.reason, self.pruned, self._requested_at = reason, prune, time.monotonic()
         if not self._graceful:
@@ -82,10 +82,10 @@ class StopRequests:
         return self.taken_over or self.reason is not None or not self._graceful
 
     def check(self) -> None:
-        """End the run if it may not wait for a checkpoint.
+        """End the run if it must not wait for a checkpoint.
 
         Raises:
-            Terminated: the request came before workers were training, or they have had enough time to stop.
+            Terminated: the request came before training, or the time for a checkpoint is over.
         """
         patience = GRACE_S if self._graceful else 0.0
         if self.taken_over or (self.reason is not None and time.monotonic() - self._requested_at >= patience):

@@ -1,4 +1,4 @@
-"""When a run stops before its end: on a request, or because a node is preempted. All workers agree on the step."""
+"""Early stops of a run, on a request or before a preemption: all workers agree on the step."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ SECONDS_PER_VOTE = 0.1
 """Time between two rounds. A request waits for up to two of them, or for the next step if steps take longer."""
 
 MAX_STEPS_PER_VOTE = 50
-"""Limits the wait if steps suddenly become much slower."""
+"""Maximum number of steps between two rounds, for loops whose steps suddenly become much slower."""
 
 VOTES_PER_PREEMPTION_CHECK = 10
 """Rounds of the stop consensus per check for preemption; each check is a collective of a few milliseconds."""
@@ -23,11 +23,11 @@ class LoopStopped(BaseException):
 
 
 class StopConsensus:
-    """Lets all workers agree, between steps, on what any of them requested. Every worker must make the same calls.
+    """Distributes the requests of any worker to all workers, between steps. Every worker must make the same calls.
 
-    A round is one small collective on the CPU. Its result includes the number of steps until the next one, so that all
-    workers wait equally long, about `SECONDS_PER_VOTE`. The loop does not wait for a round: its result is read when the
-    next one is due, unless that is after every step.
+    A round is a small collective on the CPU. Its result includes the number of steps until the next round, about
+    `SECONDS_PER_VOTE` later, so that all workers take part at the same step. The loop does not wait for the result: it
+    is read when the next round is due, unless rounds follow every step.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -44,18 +44,18 @@ class StopConsensus:
         return self._steps_left <= 0
 
     def poll(self, request: int) -> int:
-        """Begin a round, and return the result of the previous one; that of this one if rounds follow every step."""
+        """Begin a round, and return the result of the previous one, or of this one if rounds follow every step."""
         result = self._finish()
         self._begin(request)
         return result if self.interval > 1 else max(result, self._finish())
 
     def vote(self, request: int) -> int:
-        """Return the maximum of the requests of all workers; 0 is none."""
+        """Return the maximum of the requests of all workers; 0 means none."""
         return max(self.poll(request), self._finish())
 
     def _begin(self, request: int) -> None:
         now = time.monotonic()
-        taken = max(1, self.interval - self._steps_left)  # fewer than the interval at the end of an epoch
+        taken = max(1, self.interval - self._steps_left)  # less than the interval at the end of an epoch
         per_step, self._voted_at = (now - self._voted_at) / taken, now
         interval = int(min(MAX_STEPS_PER_VOTE, max(1.0, SECONDS_PER_VOTE / max(per_step, 1e-9))))
         votes = torch.tensor([request, interval if self._topology.rank == 0 else 0])
@@ -80,7 +80,8 @@ class StopConsensus:
 class StopPoll:
     """Lets all workers stop at the same step: on a request, or when a node is being preempted.
 
-    Every worker must construct it. `preempted` asks all workers at once; with `resumable_by_fewer`, the run continues.
+    Every worker must construct it. `preempted` is a collective; with `resumable_by_fewer`, the run continues with fewer
+    workers.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class StopPoll:
         self._votes = 0
         self._preempted = False
         self.agreed = False  # all workers have agreed to stop
-        self.stopped = False  # the loop was left for that
+        self.stopped = False  # the loop was left because of that
 
     @property
     def interval(self) -> int:

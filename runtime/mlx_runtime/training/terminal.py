@@ -1,4 +1,4 @@
-"""A run in a terminal: the driver with signals, a log, and what the user sees."""
+"""A run in a terminal: the driver with signals, a log and a display."""
 
 import contextlib
 import errno
@@ -78,7 +78,7 @@ def fit(
         config: config returned by `load_config`.
         cluster: cluster returned by `connect`.
         listeners: called with each event of the run (`mlx_runtime.events`).
-        control: through which other threads end the run; it interrupts the main thread.
+        control: lets other threads end the run; it interrupts the main thread.
 
     Raises:
         DatasetError: a dataset cannot be batched; nothing was started.
@@ -96,19 +96,19 @@ def fit(
 
 
 def _closed(stream: TextIO | None) -> str:
-    """Return `pipe` or `terminal` if the reader of a stream is gone, else nothing."""
+    """Return `pipe` or `terminal` if the reader of a stream is gone, otherwise an empty string."""
     try:
         descriptor = stream.fileno() if stream is not None else -1
         poll = select.poll()
         poll.register(descriptor, 0)
         gone = any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0))
         return "" if not gone else "pipe" if stat.S_ISFIFO(os.fstat(descriptor).st_mode) else "terminal"
-    except (OSError, ValueError):  # it has no descriptor, as in a notebook
+    except (OSError, ValueError):  # the stream has no descriptor, as in a notebook
         return ""
 
 
 class _Terminal:
-    """Adds to a driver what belongs to a terminal: signals, a log, a display, and the next command to type."""
+    """Adds the parts of a terminal to a driver: signals, a log, a display, and the next command to type."""
 
     def __init__(self, plan: RunPlan, listeners: Sequence[Callable[[Event], None]], control: StopRequests) -> None:
         self.driver = Driver(plan, [self._handle, *listeners], control=control, guard=held_signals)
@@ -147,9 +147,9 @@ class _Terminal:
                 self._follow_output()
 
     def _follow_output(self) -> None:
-        """Stop the run once nobody can read its output, as SIGPIPE stops other commands.
+        """Stop the run when its output pipe is closed, as SIGPIPE stops other commands.
 
-        A closed terminal sends SIGHUP instead, and a run that ignores the signal continues.
+        A closed terminal sends SIGHUP instead, and a run that ignores that signal continues.
         """
         for stream in (sys.__stdout__, sys.__stderr__):
             if closed := _closed(stream):
@@ -201,7 +201,7 @@ class _Terminal:
         return f"stopped; {self._title} is marked STOPPED and {left}"
 
     def _hint(self, error: MlxError) -> str:
-        """Return what to type after an error, or nothing."""
+        """Return the next command to type after an error, or an empty string."""
         if self.driver.recorder is None or self.driver.control.taken_over:
             return ""
         if self.driver.resuming:

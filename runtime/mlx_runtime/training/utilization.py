@@ -21,14 +21,14 @@ PEAK_TFLOPS = {
     "V100": 125,
     "T4": 65,
 }
-"""Dense products of half-precision matrices, from NVIDIA's data sheets, by words in the name of a GPU."""
+"""Peak TFLOPS of dense half-precision matrix products, from NVIDIA's data sheets, by words in the name of a GPU."""
 
 WITHOUT_TF32 = ("V100", "T4")
 
 
 def busy(device: torch.device) -> dict[str, float]:
-    """Return the percentage of time in which a GPU was busy, as a number to record; {} if NVML does not tell it."""
-    with contextlib.suppress(Exception):  # nvidia-ml-py is optional, and has errors of its own
+    """Return the percentage of time in which a GPU was busy, as a number to record; {} if NVML does not report it."""
+    with contextlib.suppress(Exception):  # nvidia-ml-py is optional, and has its own errors
         return {"gpu/utilization_pct": float(torch.cuda.utilization(device))}
     return {}
 
@@ -59,7 +59,7 @@ def operations(flops_per_s: float, device: torch.device, cfg: Any) -> dict[str, 
 
 
 def peak_tflops(name: str, cfg: Any) -> float | None:
-    """Return the peak of a GPU in the precision of a run, or None if it is not known."""
+    """Return the peak of a GPU in the precision of a run, or None if it is unknown."""
     words = {*re.split(r"[ -]", name)}
     known = next((title for title in PEAK_TFLOPS if words >= {*title.split()}), None)
     if known is None or (cfg.precision == 32 and (cfg.matmul_precision == "highest" or known in WITHOUT_TF32)):

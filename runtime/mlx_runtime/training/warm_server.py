@@ -1,7 +1,7 @@
-"""The server that a notebook or script keeps for its runs: a process which has imported the libraries they need.
+"""The server that a notebook or script keeps for its runs: a process that has imported their libraries.
 
-It is always a new interpreter, and it never imports the code of an experiment, which each run imports for itself. So
-the process that starts runs may have threads, CUDA or an older version of the code: none of them reach a run.
+It is always a new interpreter, and it never imports the code of an experiment, because each run does so itself. So
+threads, CUDA or an older version of the code in the process that starts runs cannot affect them.
 """
 
 import ast
@@ -19,10 +19,10 @@ from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.links import RunProcess
 
 PRELOADED = ("mlx_runtime.training.background", "mlx_runtime.training.engines.in_process")
-"""What runs import in addition to what workers do."""
+"""Modules that runs import in addition to those of workers."""
 
 Key = tuple[str, tuple[str, ...], Mapping[str, str]]
-"""What a server depends on: the working directory, `sys.path` and the environment."""
+"""State that a server depends on: the working directory, `sys.path` and the environment."""
 
 
 class WarmServer:
@@ -43,12 +43,12 @@ class WarmServer:
         return self._server.alive
 
     def preload(self, *modules: str) -> None:
-        """Import more of what runs need, once for all of them."""
+        """Import further modules, once for all runs."""
         with self._lock:
             self._server.preload(*modules)
 
     def start(self, target: Callable[[Any], int]) -> tuple[int, RunProcess]:
-        """Start a run. Returns the number of its process, and the connection to it."""
+        """Start a run. Return the number of its process, and the connection to it."""
         with self._lock:
             number = next(self._numbers)
             process = RunProcess(self._server, number, target, os.environ)
@@ -66,12 +66,12 @@ class WarmServer:
             return self._codes.get(number)
 
     def kill(self, number: int) -> None:
-        """Kill a run's process with all that it has started."""
+        """Kill the process of a run, with all processes that it has started."""
         with self._lock:
             self._server.kill(number)
 
     def release(self, number: int) -> None:
-        """Forget a run that has ended, and end a server that is no longer kept once nothing runs any more."""
+        """Forget a run that has ended. A retired server ends with its last run."""
         with self._lock:
             self._running.discard(number)
             if self._retired and not self._running:
@@ -89,9 +89,9 @@ _kept: WarmServer | None = None
 
 
 def warm_server(module: str) -> WarmServer:
-    """Return a server for an experiment in the working directory that is defined in a module: the last one, or another.
+    """Return a server for the experiment of a module in the working directory: the previous one, or a new one.
 
-    A server is used again only for the same environment and `sys.path`.
+    A server is reused only with the same environment variables and `sys.path`.
     """
     global _kept
     here = str(Path.cwd())
@@ -107,7 +107,7 @@ def warm_server(module: str) -> WarmServer:
 
 
 def libraries(module: str) -> list[str]:
-    """Return the installed modules that the package of an imported module imports at the top level of its files."""
+    """Return the installed modules that the files in the package of a module import at their top level."""
     package = sys.modules[module.partition(".")[0]]
     folders = map(Path, getattr(package, "__path__", ()))
     names: set[str] = set()
@@ -128,7 +128,7 @@ def _imported(statements: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def _is_installed(name: str) -> bool:
-    """Return True if a module is in a package that was installed, so that nobody edits it between two runs."""
+    """Return True if a module is in an installed package, which nobody edits between two runs."""
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name.partition(".")[0])
         return spec is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(spec.origin or "").parts)

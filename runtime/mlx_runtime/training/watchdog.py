@@ -1,7 +1,7 @@
 """Detects deadlocked workers, and reports the position of each.
 
-Every worker notes each of its steps. When it has taken none for `cfg.hang_timeout_s`, it notifies the driver, which
-asks all workers for their positions and judges by the answers.
+Every worker notes each of its steps. If it has taken none for `cfg.hang_timeout_s`, it notifies the driver. The driver
+then asks all workers for their positions, and decides.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from mlx_runtime.errors import HangError
 from mlx_runtime.events import Event, WorkerPosition, WorkerStalled
 
 ANSWER_S = 5.0
-"""How long the driver waits for workers to report their positions."""
+"""Time that workers have to report their positions."""
 
 
 class Watchdog:
@@ -67,7 +67,7 @@ class Watchdog:
 
 
 class DeadlockDetector:
-    """Asks all workers for their positions when one has stalled, in the driver.
+    """Runs in the driver, and asks all workers for their positions when one has stalled.
 
     `ask` makes every worker send its position. A worker that took a step within `busy_s` is busy, not deadlocked.
     """
@@ -88,7 +88,7 @@ class DeadlockDetector:
                 self._positions[rank] = event
 
     def check(self, world_size: int) -> None:
-        """Raise a `HangError` if the workers are deadlocked, once all of them have answered or have had time to."""
+        """Raise a `HangError` if the workers are deadlocked, after all have answered or the time is over."""
         answered = len(self._positions) >= world_size
         if self._deadline == math.inf or (not answered and time.monotonic() < self._deadline):
             return
@@ -102,10 +102,11 @@ class DeadlockDetector:
 
 
 def verdict(positions: Mapping[int, WorkerPosition], world_size: int, busy_s: float = 0.0) -> str | None:
-    """Describe deadlocked workers, one line per rank, by the positions of those that answered; None if they are busy.
+    """Describe deadlocked workers, one line per rank, given the positions that have arrived; None if they are busy.
 
-    They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python cannot see who
-    wait, they are deadlocked if they are at different steps or lines. A rank that took a step within `busy_s` is busy.
+    They are deadlocked if one of them waits for others, or does not answer. On GPUs, where Python cannot observe
+    waiting, they are deadlocked if they are at different steps or lines. A rank that took a step within `busy_s` is
+    busy.
     """
     silent = [rank for rank in range(world_size) if rank not in positions]
     if any(position.seconds < busy_s for position in positions.values()):
@@ -137,7 +138,7 @@ def _users_line(frames: Sequence[FrameType], project: Path) -> str:
 
 
 def _collective(frames: Sequence[FrameType]) -> str | None:
-    """Return the call that waits for other workers, as far as Python can see it."""
+    """Return the call that waits for other workers, if Python can observe it."""
     outermost = None
     for frame in frames:
         file, name = frame.f_code.co_filename, frame.f_code.co_name

@@ -1,10 +1,9 @@
-"""Losses with weights of their own, such as numbers of target tokens, whose total over all workers is not known in
-advance.
+"""Losses with weights, such as numbers of target tokens, whose total over all workers is not known in advance.
 
-The gradient of an update is the mean over everything that its losses count: on each worker, a loss is multiplied by its
-weight, relative to the mean over all workers, which takes one all-reduce of a number. In an update of several steps,
-the later losses are relative to the mean of the first one, and a second all-reduce, of the sum of all weights, gives
-what the gradients are divided by before an optimizer steps.
+The gradient of an update is the mean over all elements that its losses count. Each worker multiplies a loss by its
+weight divided by the mean weight of all workers, which takes one all-reduce of a number. In an update of several steps,
+the weights of later losses are divided by the mean of the first one, and a second all-reduce, of the sum of all
+weights, gives the divisor of the gradients.
 """
 
 import math
@@ -22,7 +21,7 @@ Weight = float | torch.Tensor
 class WeightedLosses:
     """The weights of the losses in one update of several steps.
 
-    A loss belongs to the optimizers that `optimizer_step` is called for before the next loss.
+    A loss belongs to the optimizers for which `optimizer_step` is called before the next loss.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class WeightedLosses:
         self._totals: dict[str, torch.Tensor | None] = {}  # by optimizer, on this worker; None counts rows
 
     def factor(self, weight: torch.Tensor, *, alone: bool) -> torch.Tensor:
-        """Return what to multiply a loss by. Every worker must call this; `alone` is True in an update of one step."""
+        """Return the factor of a loss. Every worker must call this; `alone` is True in an update of one step."""
         if alone:
             return weight / _positive(mean_of(weight))
         if self._unit is None:
@@ -46,7 +45,7 @@ class WeightedLosses:
         self._losses.append(weight)
 
     def assign(self, name: str) -> None:
-        """Note that the losses since the last step of an optimizer belong to this one.
+        """Assign the losses since the last step of an optimizer to this optimizer.
 
         Raises:
             MlxError: they have different weights, so their gradients cannot be divided by one sum.
@@ -70,7 +69,7 @@ class WeightedLosses:
         self._totals[name] = weights[0] + (0 if total is None else total) if weights else None
 
     def divisor(self, name: str) -> float | None:
-        """Return what to divide the gradients of an optimizer by. Every worker must call this at its step."""
+        """Return the divisor of an optimizer's gradients. Every worker must call this when the optimizer steps."""
         total = self._totals.pop(name, None)
         return None if total is None or self._unit is None else float(_positive(mean_of(total)) / self._unit)
 
@@ -82,7 +81,7 @@ _CURE = (
 
 
 def checked_weight(weight: Weight, device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Return a weight as a tensor () float64, and True if it is known to be 0. On a GPU, nothing waits for its value.
+    """Return a weight as a tensor () float64, and True if it is known to be 0. Does not synchronize with a GPU.
 
     Raises:
         MlxError: it is not a number, or less than 0.
@@ -102,7 +101,7 @@ def checked_weight(weight: Weight, device: torch.device) -> tuple[torch.Tensor, 
 
 
 def without_gradient(loss: torch.Tensor) -> Callable[[], None]:
-    """Let the gradients of a loss be zero, even if it is NaN: a mean over nothing. Return a function that undoes it."""
+    """Make the gradients of a loss zero, even if it is NaN (an empty mean). Return a function that undoes this."""
     handles, seen, waiting = [], set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -124,5 +123,5 @@ def _zeros(inputs: tuple[torch.Tensor | None, ...], outputs: object) -> tuple[to
 
 
 def _positive(value: torch.Tensor) -> torch.Tensor:
-    """Return 1 for 0, so that nothing of something without weight is nothing."""
+    """Return 1 for 0, to divide 0 by it."""
     return torch.where(value > 0, value, torch.ones_like(value))

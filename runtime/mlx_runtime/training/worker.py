@@ -1,4 +1,4 @@
-"""One worker from the inside: build the experiment, apply the strategy, run the loop, report the result."""
+"""The work of one worker: build the experiment, apply the strategy, run the loop, and report the result."""
 
 import contextlib
 import sys
@@ -110,11 +110,11 @@ _NOT_MIXED = (
 def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> Iterator[None]:
     """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
 
-    `needed` returns what else to print when there is no memory left.
+    `needed` returns further lines for the error if there is no memory left.
 
     Raises:
-        WorkerLoopError: user code failed; shows its frames in `project`.
-        WorkerLostError: it failed because another worker is lost.
+        WorkerLoopError: user code failed; contains its frames in `project`.
+        WorkerLostError: user code failed because another worker was lost.
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
@@ -140,7 +140,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
 
 
 def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
-    """Return what is needed, and on a GPU where a snapshot of its memory is stored."""
+    """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot."""
     from mlx_runtime.training.memory import snapshot
 
     stored = snapshot(job.folder, topology)  # first, because the next line frees memory
@@ -155,7 +155,7 @@ def _needed_here(groups: Mapping[str, Any]) -> str:
 
 
 def _needed_in_all(job: Job) -> str:
-    """Like `_needed_here`, for an experiment that could not be built."""
+    """Return the same as `_needed_here` for an experiment that could not be built."""
     from mlx_runtime.training.memory import needs_of_config, ways_to_save
 
     lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
@@ -172,7 +172,7 @@ def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: co
     with contextlib.suppress(LoopStopped):
         (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
     if streams:
-        with contextlib.suppress(RuntimeError):  # another worker failed, and reports why
+        with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
             broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
 
 
@@ -190,7 +190,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
     if not isinstance(sink, Direct):
-        from mlx_runtime.training.watchdog import Watchdog  # here, because one process alone waits for no other
+        from mlx_runtime.training.watchdog import Watchdog  # imported here, because a single process cannot deadlock
 
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)
@@ -206,7 +206,7 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
 
 
 def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
-    """Return the recorder of metrics, in a run folder that contains those of previous attempts."""
+    """Return the recorder of metrics, after copying those of previous attempts to the run folder."""
     folder = job.folder
     files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
     folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before

@@ -575,7 +575,7 @@ def test_weights_that_fit_are_taken_over_and_the_others_named() -> None:
     old = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), gone=nn.Linear(1, 1))
     new = SimpleNamespace(net=nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 5)), head=nn.Linear(1, 1))
     assert load_what_fits(new, state_of(old)[0]) == [
-        "models.gone is in the checkpoint only",
+        "models.gone is only in the checkpoint",
         "models.head is new",
         "models.net.1.bias is (5,) here and (4,) in the checkpoint",
         "models.net.1.weight is (5, 3) here and (4, 3) in the checkpoint",

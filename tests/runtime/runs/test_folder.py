@@ -155,7 +155,7 @@ def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
         run.record.write_text('{"status": "SUCCEEDED", "sweep": {"name": "sweep_001", "trial": 1}}')
     assert find_run(str(tmp_path), "digits") == runs[0]
     runs[0].record.write_text(runs[1].record.read_text())
-    with pytest.raises(UsageError, match=r"all runs of digits are of sweeps, .*; name one: digits/run_003"):
+    with pytest.raises(UsageError, match=r"all runs of digits belong to sweeps, .*; name one: digits/run_003"):
         find_run(str(tmp_path), "digits")
 
 

@@ -152,5 +152,5 @@ def test_no_or_damaged_code_is_one_line(content: bytes | None, message: str, run
 def test_a_listed_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     folder = project(tmp_path / "one", 1)
     snapshots.refuse_unmatched(folder, ["sizes.py", "!models.py"])
-    with pytest.raises(ConfigError, match="cfg.code_files names 'nope.txt', which no file here matches"):
+    with pytest.raises(ConfigError, match="cfg.code_files names 'nope.txt', which matches no file"):
         snapshots.refuse_unmatched(folder, ["sizes.py", "nope.txt"])

@@ -198,7 +198,7 @@ def test_a_run_keeps_no_secret_and_resumes(digits: Path, mlx: Mlx, monkeypatch: 
     typed = ["cfg.start_workers=0", "cfg.num_epochs=1", "tools.client.password=typed-1234"]
     done = mlx(digits, "train", "run", *typed, **settings)
     assert done.returncode == 0, done.stderr
-    assert "note      conf.yaml of the run holds tools.client.password as written\n" in done.stdout
+    assert "note      conf.yaml of the run contains tools.client.password in plain text\n" in done.stdout
     folder = digits / "runs/digits/run_001"
     contents = {file.name: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     assert {"state.pt", "conf.yaml", "run.json"} < {*contents}

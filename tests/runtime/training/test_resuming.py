@@ -317,7 +317,7 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         "cfg.restore_checkpoint_path=",
     ),
     "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
-    "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last as "),
+    "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last one as "),
 }
 
 

@@ -162,7 +162,7 @@ class TestStateOfEachWorker:
         events, again = Events(), Carrying()
         attach(again, tmp_path, sink=events, topology=Topology(0, 2, torch.device("cpu"))).begin()
         assert again.tools.carried.value is None
-        text = "tools.carried starts over: each worker had its own, and the number of workers has changed"
+        text = "tools.carried starts over: each worker had its own state, and the number of workers has changed"
         assert Notice(text) in events
 
 

@@ -10,9 +10,9 @@ class CSVFolder:
     """A dataset for the group `Datasets`.
 
     Args:
-        path: folder of files with the same columns of numbers, under one line of names.
+        path: folder of CSV files with the same numeric columns and one header line.
         batch_size: rows per worker and step.
-        target: column with class numbers; it becomes `y`, and all others `x`.
+        target: column with class numbers, returned as `y`; all other columns are `x`.
     """
 
     def __init__(self, path: str = "rows", batch_size: int = 32, target: str = "label"):
@@ -23,8 +23,8 @@ class CSVFolder:
 
 
 class CSVReader:
-    window_rows = 1  # any row can be read
-    advice = None  # on reading faster
+    window_rows = 1  # rows can be read in any order
+    advice = None  # no advice on faster reading
 
     def __init__(self, path, target):
         rows = [row for file in sorted(path.glob("*.csv")) for row in csv.DictReader(file.open())]
@@ -35,6 +35,6 @@ class CSVReader:
         return len(self.x)
 
     def batches(self, part, prefetch=None):
-        """Yield the batches of one worker in a pass. `part` knows its rows, in order, also after an interruption."""
+        """Yield the batches of one worker in a pass. `part` knows its rows in order, even after an interruption."""
         for rows in part.batch_rows():
             yield {"x": self.x[rows], "y": self.y[rows]}

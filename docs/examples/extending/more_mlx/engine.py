@@ -1,4 +1,4 @@
-"""An engine that starts each worker as a Python process of its own: `cfg.engine=more_mlx.engine.Subprocesses`."""
+"""An engine that starts each worker as a separate Python process: `cfg.engine=more_mlx.engine.Subprocesses`."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ from mlx_runtime.engines import WorkerJob, load_results, lost, run_worker, this_
 
 
 class Subprocesses:
-    notice = None  # no further line at the start of a run
+    notice = None  # no additional line at the start of a run
 
     @staticmethod
     def refusal(cfg, *, in_job):
@@ -38,10 +38,10 @@ class Subprocesses:
 
 
 class Processes:
-    """The workers of one run. None is replaced: the run fails when one is lost."""
+    """The workers of one run. Lost workers are not replaced, so the run fails."""
 
     def __init__(self, job, size, timeout_s):
-        self.scratch = tempfile.TemporaryDirectory()  # which only this user can open
+        self.scratch = tempfile.TemporaryDirectory()  # only this user can open it
         folder = Path(self.scratch.name)
         shared = WorkerJob(job, size, "gloo", timeout_s, results=folder, store=folder / "store")
         (folder / "job").write_bytes(pickle.dumps(shared))

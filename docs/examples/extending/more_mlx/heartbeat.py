@@ -8,7 +8,7 @@ from mlx_runtime.events import CheckpointSaved, Notice
 
 
 class Heartbeat:
-    """Touches a file in the run folder, for a watchdog outside of the machine, and reports the checkpoints at the end.
+    """Touches a file in the run folder, for an external watchdog, and reports the number of checkpoints at the end.
 
     Args:
         every_s: seconds between two touches.

@@ -1,7 +1,7 @@
 """A strategy that splits models between two workers: `cfg.strategy=more_mlx.split.Split`.
 
-The first worker of each pair holds the first half of an `nn.Sequential`, the second the rest. Either has the layers of
-the other one on the meta device, where they have shapes and no values.
+The first worker of each pair holds the first half of an `nn.Sequential`, the second one the rest. Each has the layers
+of the other on the meta device, where they have shapes but no values.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ class Split(DDP):
         return 2
 
     def place(self, models, deferred):
-        super().place(models, deferred)  # both workers have built all of it, from the same random numbers
+        super().place(models, deferred)  # both workers have built whole models, from the same random numbers
         peer, self.replicas, self.synchronizes = self.topology.rank ^ 1, data_parallel_group(self.topology), True
         for name, model in models.items():
             if not isinstance(model, nn.Sequential):
@@ -44,7 +44,7 @@ class Split(DDP):
             model.register_load_state_dict_pre_hook(without_values_of_others)
 
     def average(self, param):
-        """Average a gradient over the workers that hold this part of the other replicas."""
+        """Average a gradient over the workers that hold the same part in other replicas."""
         if self.synchronizes:
             dist.all_reduce(param.grad, group=self.replicas)
             param.grad /= self.topology.data_parallel_size
@@ -70,7 +70,7 @@ class Split(DDP):
 
 
 def first_forward(first, second, peer, x):
-    """Send activations, and return what the other worker makes of them."""
+    """Send activations to the other worker, and return its output."""
     hidden = first(x)
     return Handover.apply(hidden, second(hidden.detach().to("meta")), peer)
 
@@ -95,7 +95,7 @@ class Handover(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, gradient):  # the other worker has that of the same loss, and has continued from there
+    def backward(ctx, gradient):  # the other worker has started from the gradient of the same loss
         received = torch.empty_like(ctx.saved_tensors[0])
         dist.recv(received, ctx.peer)
         return received, None, None
@@ -113,7 +113,7 @@ def forget_others(optimizer):
 
 
 def with_values(value):
-    """Return plain values without the tensors of the other worker."""
+    """Return plain values without tensors that only the other worker holds."""
     if not isinstance(value, dict):
         return value
     lacking = {name for name, item in value.items() if isinstance(item, torch.Tensor) and item.is_meta}
@@ -121,7 +121,7 @@ def with_values(value):
 
 
 def united(one, other):
-    """Return plain values with what either worker has."""
+    """Return the union of the plain values of both workers."""
     if not isinstance(one, dict):
         return one
     return {name: united(one.get(name, other.get(name)), other.get(name, {})) for name in {**one, **other}}

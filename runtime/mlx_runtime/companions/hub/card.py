@@ -1,4 +1,4 @@
-"""The model card of a mirrored run: what it is, its metrics, and the commands that repeat, continue and read it."""
+"""The model card of a mirrored run: status, metrics, and the commands that repeat, continue and read the run."""
 
 import contextlib
 import json
@@ -14,15 +14,15 @@ from mlx_runtime.runs.tables import format_number
 _NOT_REPEATED = ("cfg.hub.mirror=", "cfg.resume=", "cfg.storage_path=", "--resume")
 
 ROWS = 100
-"""Trials of a sweep in its card; its page has all."""
+"""Maximum number of trials in the card of a sweep; its page lists all."""
 
 TAGS = ("mlx-runtime", "pytorch")
 
 
 def text(record: Mapping[str, Any], conf: Path, trials: str = "") -> str:
-    """Return the card of a run, in Markdown with the metadata that the Hub reads.
+    """Return the card of a run, in Markdown, with metadata for the Hub.
 
-    `trials` is the section on the sweep of which it is the best run.
+    `trials` is a section about the sweep, if the run is the best one of a sweep.
     """
     lines = ["---", f"tags: {json.dumps(list(TAGS))}", "---", ""]
     lines += [f"# {_plain(record.get('experiment'))} {_plain(record.get('run'))}", ""]
@@ -41,7 +41,7 @@ def text(record: Mapping[str, Any], conf: Path, trials: str = "") -> str:
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     machine = f"{record.get('workers')} workers, {_plain(record.get('device'))}"
     lines += [f"Seed {record.get('seed')}, {machine}; {_plain(known)}.", ""]
-    lines += ["`code.zip` holds the code, and `conf.yaml` the whole config:", ""]
+    lines += ["`code.zip` contains the code, and `conf.yaml` the whole config:", ""]
     with contextlib.suppress(OSError, ValueError):
         lines += _code("yaml", *conf.read_text(encoding="utf-8").splitlines())
     return "\n".join(lines) + "\n"
@@ -62,7 +62,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _commands(record: Mapping[str, Any]) -> list[str]:
-    """Return what trains the same run again: commands, or Python for a class that is not that of the project."""
+    """Return commands that repeat the run, or Python code if its class is not the experiment of the project."""
     commit = (record.get("git") or {}).get("commit")
     checkout = [f"git checkout {_plain(commit)}"] if commit else []
     chosen = [item for item in record.get("overrides") or [] if not item.lstrip("+").startswith(_NOT_REPEATED)]
@@ -82,5 +82,5 @@ def _code(language: str, *lines: str) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    """Return text of a record for one line of Markdown."""
+    """Return a text from a record, escaped for one line of Markdown."""
     return printable(str(value), one_line=True).replace("`", "'").replace("|", "/")

@@ -23,16 +23,16 @@ from mlx_runtime.storage.leases import is_alive, this_process
 FILE = "mirror.json"
 
 LEASE_S = 600
-"""Age at which the claim of a driver on another machine has expired."""
+"""Age at which the claim of a driver on another machine expires."""
 
 REFRESH_S = LEASE_S / 2
-"""A driver that has not committed for this long refreshes its claim."""
+"""Time without a commit after which a driver refreshes its claim."""
 
 TRIES = 20
-"""Attempts to release the claim of a driver that commits at the same time."""
+"""Attempts to release a claim while its driver commits."""
 
 IGNORED = (".gitattributes", "README.md")
-"""Files of a repository that was just created on the web."""
+"""Files of a new repository that was created on the web."""
 
 _SHAPE = {
     **dict.fromkeys(("id", "status", "driver"), TEXT),
@@ -49,16 +49,16 @@ _SHAPE = {
 
 @dataclass(frozen=True)
 class Claim:
-    """The run that a repository holds, and the driver that committed it.
+    """The run in a repository, and the driver that committed it.
 
     Attributes:
-        id: identifies the run on every machine, whatever its number is there.
+        id: identifies the run on every machine, independently of its number there.
         attempt: number of times that a driver has started the run, on all machines.
         step: global step of the latest checkpoint in the repository.
-        status: like that of the run, but RELEASED if a user has ended the claim.
-        driver: identifies the process that committed; another one for each attempt.
+        status: status of the run, or RELEASED if a user has ended the claim.
+        driver: identifies the process that committed; different for each attempt.
         commits: commits of that driver so far.
-        process: where it runs.
+        process: host and id of the process.
     """
 
     id: str
@@ -95,7 +95,7 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """True while its driver may be alive: here by its process id, elsewhere for `LEASE_S` after its last commit."""
+        """True while its driver may be alive: here by its process, elsewhere for `LEASE_S` after its last commit."""
         if self.status not in LIVING:
             return False
         record = {**self.process, "heartbeat": self.time}
@@ -115,7 +115,7 @@ class Claim:
             left_s = max(0, LEASE_S - self._age_s)
             raise UsageError(
                 f"{repository.address} belongs to process {self.process.get('pid')} on {self.host}, which trains "
-                f"{self.title} (attempt {self.attempt}). Stop that one; if it is gone, wait {left_s:.0f} s, or run: "
+                f"{self.title} (attempt {self.attempt}). Stop it; if it is gone, wait {left_s:.0f} s, or run: "
                 f"mlx xp release {repository.address}"
             )
 
@@ -124,7 +124,7 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
     """Return the claim in a repository, or None if the repository is empty.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: the repository contains something else.
     """
     content = repository.read(FILE, head.commit)
     if content is None:
@@ -142,15 +142,15 @@ def claim_of(repository: Repository, head: Head) -> Claim | None:
 
 
 def release(repository: Repository) -> str:
-    """End the claim of a driver that is gone, or that is to stop. Return a line about it."""
+    """End the claim of a driver that is gone or should stop. Return a message for the user."""
     repository.require_token()
     driver = uuid.uuid4().hex
     for _ in range(TRIES):
         head = repository.require()
         claim = claim_of(repository, head)
         if claim is None:
-            raise UsageError(f"{repository.address} holds no run")
-        arrived = claim.driver == driver  # the commit, whose answer was lost
+            raise UsageError(f"{repository.address} contains no run")
+        arrived = claim.driver == driver  # although the answer to the commit was lost
         if not arrived and not claim.held:
             return f"{repository.address} is free: {claim.title} is {claim.status}, and no driver writes to it"
         released = replace(claim, status="RELEASED", driver=driver)
@@ -159,4 +159,4 @@ def release(repository: Repository) -> str:
                 repository.commit(f"Release the claim of {claim.host}", head.commit, {FILE: released.content()})
             text = f"if {claim.title} still trains on {claim.host}, it stops at its next commit"
             return f"released {repository.address}; {text}"
-    raise StorageError(f"{repository.address} gets new commits all the time; stop the run that is mirrored to it")
+    raise StorageError(f"{repository.address} keeps receiving commits; stop the run that is mirrored to it")

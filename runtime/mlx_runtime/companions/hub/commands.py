@@ -14,12 +14,12 @@ from mlx_runtime.runs.remote import is_remote
 @click.command("push")
 @options.name(required=False)
 @options.run()
-@click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: where the run was mirrored to.")
+@click.option("--to", metavar="URI", type=word, help="Like hf://user/name. Default: the mirror of the run.")
 def xp_push(name: str | None, run: str | None, to: str | None) -> None:
-    """Upload a RUN (run_003, 3 or latest) of NAME to its mirror, completely; by default, all unfinished ones.
+    """Complete the mirror of a RUN (run_003, 3 or latest) of NAME; by default, all unfinished mirrors.
 
-    Of a sweep (sweep_001), the best run is uploaded, with a table of the trials. In place of RUN, there may be a
-    repository, as with --to: mlx xp push digits/sweep_001 hf://user/name
+    For a sweep (sweep_001), upload its best run, with a table of the trials. The repository may also be an argument:
+    mlx xp push digits/sweep_001 hf://user/name
     """
     from mlx_runtime.companions.hub import pushing
 
@@ -46,7 +46,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
     for folder in folders:
         try:
             say(mirror(folder))
-        except MlxError as error:  # the others may be complete nevertheless
+        except MlxError as error:  # continue with the others
             if len(folders) == 1:
                 raise
             failed.append(error)
@@ -58,7 +58,7 @@ def xp_push(name: str | None, run: str | None, to: str | None) -> None:
 @click.command("release")
 @click.argument("repository", type=word)
 def xp_release(repository: str) -> None:
-    """Let another machine continue the run in REPOSITORY, like hf://user/name, whose machine is gone."""
+    """End the claim of a lost machine to REPOSITORY, like hf://user/name, so that another one can continue the run."""
     from mlx_runtime.companions.hub import claims
     from mlx_runtime.companions.hub.repository import Address, Repository
 

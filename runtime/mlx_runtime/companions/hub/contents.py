@@ -1,12 +1,12 @@
-"""The files of a run folder to mirror, and the changes that they make to a repository.
+"""The files of a run folder to mirror, and the resulting changes to a repository.
 
 README.md             model card
-mirror.json           who writes to the repository (see `claims`)
+mirror.json           claim of the driver that writes to the repository (see `claims`)
 run.json, conf.yaml, metrics.jsonl, code.zip, …   the files of the run folder, without logs
 evaluations/*.json    results of `mlx train eval`
 model.safetensors     weights of the best checkpoint, or else the latest, once the run has ended
-checkpoints/epoch_0004/…   the kept checkpoints, as they are
-sweep.json, sweep.html     record and page of a sweep, whose best run the other files are of
+checkpoints/epoch_0004/…   the kept checkpoints, unchanged
+sweep.json, sweep.html     record and page of a sweep, if the other files belong to its best run
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.storage.files import Storage, joined, to_json
 
 STAGED = ".mirror"
-"""Folder in a run folder from which files are uploaded. Checkpoints in it are links, so that pruning spares them."""
+"""Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
 
 NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
-"""Files of a run folder that are not mirrored, or made anew."""
+"""Files of a run folder that are not mirrored, or written anew for the mirror."""
 
 
 @dataclass(frozen=True)
 class SweepSummary:
-    """The files of a sweep's mirror besides those of its best run."""
+    """The files that the mirror of a sweep has in addition to those of its best run."""
 
     folder: RunFolder  # of the sweep
-    comparison: str  # sentence on the best trial, in Markdown
+    comparison: str  # sentence about the best trial, in Markdown
     trials: Sequence[Mapping[str, str]]  # the table of trials, best first
     page: str  # in HTML
 
@@ -55,13 +55,13 @@ class Staged:
 
     files: Mapping[str, Path]  # by their path in the repository
     step: int  # global step of the latest checkpoint
-    hidden: tuple[str, ...] = ()  # places of secrets that the files were screened for
+    hidden: tuple[str, ...] = ()  # positions of secrets that were removed from the files
     fetch: Callable[[str], bool] | None = None  # copies a checkpoint from an object store; see `_fetched`
 
     def changes(self, present: Mapping[str, File], *, replace: bool = False) -> tuple[dict[str, Path], list[str]]:
         """Return the files to upload to a repository with these files, and those to remove from it.
 
-        With `replace`, the repository holds another run of the same sweep.
+        With `replace`, the repository contains another run of the same sweep.
         """
         complete = {path.rpartition("/")[0] for path in self.files if path.endswith(f"/{ABOUT}")}
         same = {folder for folder in complete if self._same(folder, present)}
@@ -73,7 +73,7 @@ class Staged:
         return added, removed
 
     def _same(self, folder: str, present: Mapping[str, File]) -> bool:
-        """Return True if a checkpoint is in the repository. Its description holds the checksums of everything else."""
+        """Return True if a checkpoint is in the repository. Its description has the checksums of its other files."""
         files = {path: file for path, file in self.files.items() if path.startswith(f"{folder}/")}
         about = f"{folder}/{ABOUT}"
         return present.keys() >= files.keys() and present[about].hash in _hashes(files[about].read_bytes())
@@ -81,7 +81,7 @@ class Staged:
 
 @contextlib.contextmanager
 def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = None) -> Iterator[Staged]:
-    """Provide the present state of a run within the block, whatever its driver changes meanwhile."""
+    """Provide a snapshot of a run within the block, which its driver does not change."""
     target, storage = folder.path / STAGED, Storage(folder.location)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -90,7 +90,7 @@ def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = Non
         files = _checkpoints(folder, target) if storage.local else _described(storage, target)
         for about in [file for name, file in files.items() if name.endswith(f"/{ABOUT}")]:
             step = max(step, json.loads(about.read_bytes()).get("global_step", 0))
-        # After the checkpoints, so that the metrics before each of them are in metrics.jsonl.
+        # After the checkpoints, so that metrics.jsonl has all metrics that precede them.
         for name in storage.names():
             if not name.startswith(".") and name not in NOT_MIRRORED and storage.size_bytes(name) is not None:
                 files[name] = _copied(storage, name, target)
@@ -124,7 +124,7 @@ def latest_step(folder: RunFolder) -> int:
 
 
 def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
-    """Link the files of all complete checkpoints. One that is removed in the meantime is left out."""
+    """Link the files of all complete checkpoints, except those that are removed in the meantime."""
     files: dict[str, Path] = {}
     for item in list_checkpoints(folder.checkpoints):
         source, copy = Path(folder.checkpoints, item.name), target / item.name
@@ -141,7 +141,7 @@ def _checkpoints(folder: RunFolder, target: Path) -> dict[str, Path]:
 
 
 def _described(storage: Storage, target: Path) -> dict[str, Path]:
-    """Return where the files of all complete checkpoints on an object store will be; copy only their descriptions."""
+    """Return the future paths of the files of all complete checkpoints on an object store; copy only descriptions."""
     files: dict[str, Path] = {}
     for item in list_checkpoints(joined(storage.root, CHECKPOINTS)):
         folder = f"{CHECKPOINTS}/{item.name}"
@@ -169,12 +169,12 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without links
+    except OSError:  # the file system does not support links
         shutil.copy2(source, target)
 
 
 def _copied(storage: Storage, path: str, folder: Path) -> Path:
-    """Copy a file that may be growing to a folder; of lines, only whole ones."""
+    """Copy a file that may be growing to a folder, without an incomplete last line."""
     target = folder / path
     storage.download(target, path)
     if target.suffix == ".jsonl":
@@ -185,7 +185,7 @@ def _copied(storage: Storage, path: str, folder: Path) -> Path:
 
 
 def _record(folder: RunFolder) -> dict[str, Any]:
-    """Return the record without what only concerns this machine."""
+    """Return the record without fields that concern only this machine."""
     return {name: value for name, value in records.recorded(folder).items() if name != "mirror"}
 
 

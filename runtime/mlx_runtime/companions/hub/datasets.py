@@ -1,6 +1,6 @@
-"""Datasets of Hugging Face: what `datasets.load_dataset` returns, or a class with `to_hf()`, as loaders read them.
+"""Adapters between loaders and datasets of Hugging Face, from `datasets.load_dataset` or a class with `to_hf()`.
 
-A process of a machine loads and maps such a dataset while the others wait, and then find the result in the cache of
+One process of a machine loads and maps such a dataset while the others wait; they find the result in the cache of
 Hugging Face.
 """
 
@@ -19,21 +19,22 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time
 
 SHUFFLE_BUFFER = 1000
-"""Rows of a stream among which the next one is drawn; the attribute `shuffle_buffer` overrides it."""
+"""Size of the shuffle buffer of a stream, in rows; the attribute `shuffle_buffer` overrides it."""
 
 Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 """Makes a batch of rows, like `transformers.DataCollatorWithPadding`."""
 
 
 class Batched(Dataset[Any]):
-    """A dataset of Hugging Face with how its rows are batched, for a `load_dataset(...)` that stands in `Datasets`.
+    """A dataset of Hugging Face with settings for its batches, for a plain `load_dataset(...)` in `Datasets`.
 
     Args:
         source: the rows.
         batch_size: rows per worker and step.
-        collate: makes a batch of a list of rows; by default, numbers of one shape are stacked.
-        shuffle: read the rows in another order in each epoch; by default if the name of the dataset is for training.
-        drop_last: leave out the rows at the end that do not fill a batch on every worker.
+        collate: turns a list of rows into a batch; by default, numbers of one shape are stacked.
+        shuffle: read the rows in a new order in each epoch; by default, if the name of the dataset is that of a
+            training set.
+        drop_last: drop the last rows if they do not fill a batch on every worker.
         group_by_length: column with the length of each row, or with lists of that length, so that each batch has rows
             of similar lengths.
         rows: number of rows of a stream; by default the number in the description of the dataset.
@@ -62,7 +63,7 @@ class Batched(Dataset[Any]):
 
 
 class _Owned:
-    """What a dataset of Hugging Face has in common with the object that it comes from: its attributes.
+    """A dataset of Hugging Face that has the attributes of its owner, the object that it comes from.
 
     Args:
         owner: object with attributes like `batch_size` and `collate`; the dataset itself if a function returned it.
@@ -75,9 +76,9 @@ class _Owned:
         self._arguments = {name: arguments[name] for name in LOADER_ARGUMENTS if arguments.get(name) is not None}
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("owner", "source", "_arguments"):  # while it is unpickled
+        if name.startswith("__") or name in ("owner", "source", "_arguments"):  # called during unpickling
             raise AttributeError(name)
-        if self.owner is self.source:  # only what a function has set: `shuffle` is a method
+        if self.owner is self.source:  # only attributes set by a function: `shuffle` is a method
             values = vars(self.source)
             if name in values and not name.startswith("_"):
                 return values[name]
@@ -130,7 +131,7 @@ class HFStream(_Owned, IterableDataset[Any]):
 
     @property
     def length_cure(self) -> str:
-        """How to make the number of rows known."""
+        """Instruction for giving the number of rows, for errors."""
         if self.owner is self.source or isinstance(self.owner, Batched):
             return "give the number of rows in one pass: Batched(..., rows=N)"
         return "give it __len__, the number of rows in one pass"
@@ -139,7 +140,7 @@ class HFStream(_Owned, IterableDataset[Any]):
         return iter(self.source)
 
     def in_order(self, seed: int | None) -> Iterator[Any]:
-        """Return the rows as they are stored, or shuffled within a buffer, with files in another order, by a seed."""
+        """Return the rows as stored or, with a seed, with files in random order and rows shuffled within a buffer."""
         if seed is None:
             return iter(self.source)
         size = getattr(self, "shuffle_buffer", SHUFFLE_BUFFER)
@@ -147,7 +148,7 @@ class HFStream(_Owned, IterableDataset[Any]):
 
 
 def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
-    """Return what loaders read; see `definitions.adopted`."""
+    """Return the dataset in a form that loaders can read; see `definitions.adopted`."""
     source = dataset.to_hf() if hasattr(type(dataset), "to_hf") else dataset
     if is_hf_dataset(type(source)):
         kind = HFStream if isinstance(source, sys.modules["datasets"].IterableDataset) else HFRows
@@ -162,7 +163,7 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
 
 
 def batch_size_cure(dataset: Any) -> str:
-    """Return how to give a dataset, or the class of a prepared one, a batch size."""
+    """Return an instruction for setting the batch size of a dataset, or of the class of a prepared one."""
     if isinstance(dataset, _Owned) and dataset.owner is dataset.source:
         wrap = "wrap it in mlx_runtime.datasets.Batched(..., batch_size=32)"
         return f"give the function that returns it an argument batch_size, or {wrap}"
@@ -180,7 +181,7 @@ def _has_splits(source: Any) -> bool:
 def loading(node: Mapping[str, Any]) -> Iterator[None]:
     """Let one process of this machine at a time load the dataset of a node in conf.yaml.
 
-    The others find the files that it has downloaded and mapped in the cache.
+    The others find the downloaded and mapped files in the cache.
     """
     with one_at_a_time(Settings.read().cache / "locks", json.dumps(node, default=str)):
         yield

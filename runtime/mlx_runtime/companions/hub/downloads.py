@@ -1,4 +1,4 @@
-"""Read a mirrored run back: its small files in a cache on this machine, and checkpoints when they are needed."""
+"""Mirrored runs, downloaded to a cache on this machine: small files at once, checkpoints when they are needed."""
 
 import contextlib
 import tempfile
@@ -39,7 +39,7 @@ class MirroredRun:
         """Return the run in a repository.
 
         Raises:
-            UsageError: there is no such repository or revision, or it holds no run.
+            UsageError: there is no such repository or revision, or it contains no run.
         """
         repository = Repository(Address.parse(uri))
         repository.require()
@@ -57,12 +57,12 @@ class MirroredRun:
 
     @property
     def begun(self) -> bool:
-        """True if there is more than the claim of a driver."""
+        """True if the repository contains more than the claim of a driver."""
         return RECORD in self.files
 
     @property
     def held(self) -> bool:
-        """True if a driver writes to the repository."""
+        """True if a driver may still write to the repository."""
         return self.claim.held
 
     @property
@@ -71,7 +71,7 @@ class MirroredRun:
 
     @property
     def listed(self) -> RunFolder:
-        """Return the folder of the run for listings, which is not on this machine."""
+        """Return a folder for listings that represents the run; it does not exist on this machine."""
         return RunFolder(Path(*self._cache), self.uri)
 
     def record(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class MirroredRun:
         return RunFolder(Path(*self._cache))
 
     def fetch_checkpoint(self, name: str) -> None:
-        """Add everything of a checkpoint to the copy on this machine."""
+        """Download all files of a checkpoint to the copy on this machine."""
         self.download([path for path in self.of_run() if path.startswith(f"{CHECKPOINTS}/{name}/")])
 
     def download(
@@ -96,10 +96,10 @@ class MirroredRun:
         folder: Sequence[str] | None = None,
         notify: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Copy files to a folder unless they are there. `notify` receives the number of bytes of each.
+        """Copy files to a folder, except existing ones. `notify` receives the size of each file in bytes.
 
         Args:
-            folder: A root, and the names of folders below it, which are created; by default, those of the cache.
+            folder: A root, and the names of folders to create below it; by default, in the cache.
 
         Raises:
             StorageError: the folder cannot be written, or a link leads out of it.
@@ -111,14 +111,14 @@ class MirroredRun:
                 needed.mkdir(parents=True, exist_ok=True)
             target = stack.enter_context(opened(root, *parts, create=True))
             fresh = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="download-", dir=cache)))
-            # A checkpoint is complete once it has a description, which therefore comes last.
+            # Descriptions come last, because a checkpoint with a description counts as complete.
             for path in sorted(paths, key=lambda path: (path.endswith(ABOUT), path)):
                 if size_below(target, path) != self.files[path].size_bytes:
                     place(self.repository.download(path, self.head.commit, fresh), target, path)
                 notify(self.files[path].size_bytes)
 
     def placing(self, root: str) -> contextlib.AbstractContextManager[None]:
-        """Raise an OSError of the block, which writes to a folder below a root, as a StorageError."""
+        """Convert each OSError of the block, which writes to a folder below a root, to a StorageError."""
         return storage_errors(f"cannot write {self.uri} to {root}, below which links are not followed")
 
     def of_run(self) -> list[str]:
@@ -139,6 +139,6 @@ class MirroredRun:
 
 
 def _describes(path: str) -> bool:
-    """Return True if a file describes a checkpoint, and holds nothing of its state."""
+    """Return True if a file describes a checkpoint, and is not part of its state."""
     name = path.rpartition("/")[2]
     return name in (ABOUT, INDEX)

@@ -1,4 +1,4 @@
-"""The mirror of a run as its extension, and as the place where its latest state may be."""
+"""The mirror of a run as an extension of it, and as a source of its latest state."""
 
 import contextlib
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def extension(config: RunConfig) -> Mirroring:
     """Open the mirror of a run that is about to begin.
 
     Raises:
-        ConfigError: the run is one of a sweep.
+        ConfigError: the run belongs to a sweep.
         UsageError: the run cannot be mirrored to this repository.
         UnreachableError: the Hub does not answer.
     """
@@ -58,9 +58,9 @@ def extension(config: RunConfig) -> Mirroring:
 
 
 def refuse_sweep(cfg: TrainConfig) -> None:
-    """Raise a ConfigError, because only one run can be mirrored to a repository."""
+    """Raise a ConfigError, because a repository can mirror only one run."""
     raise ConfigError(
-        f"cfg.hub.mirror={cfg.hub.mirror} is for one run, and a sweep has many; leave it out, and mirror the best one "
+        f"cfg.hub.mirror={cfg.hub.mirror} is for one run, but a sweep has many; leave it out, and mirror the best one "
         f"when the sweep has ended: mlx xp push {cfg.name}/SWEEP {cfg.hub.mirror}"
     )
 

@@ -1,4 +1,4 @@
-"""Mirrors one run to a repository while it trains, in a thread of its driver."""
+"""The mirror of one run in a repository, updated while the run trains, in a thread of its driver."""
 
 import contextlib
 import threading
@@ -19,17 +19,16 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.leases import heartbeat
 
 BURST, INTERVAL_S = 20, 45.0
-"""Commits that may follow each other without a pause, and the time after which another one may: at most 100 an hour,
-of the 128 that the Hub accepts."""
+"""Number of commits without a pause, and the interval of further ones: at most 100 an hour; the Hub accepts 128."""
 
 RETRY_S = 15.0
-"""Pause after an upload that failed although every request was repeated."""
+"""Pause after an upload that failed in spite of retries."""
 
 POLL_S = 0.2
-"""Interval at which the end of a run notices that its wait for the mirror is interrupted from another thread."""
+"""Interval at which the wait for the last upload checks for interrupts from another thread."""
 
 WITHOUT = "To train without it: cfg.hub.mirror=null. To upload the run later: mlx xp push NAME RUN --to URI"
-"""What to do if the Hub does not answer."""
+"""Hint for errors if the Hub does not answer."""
 
 
 class SupersededError(UsageError):
@@ -44,7 +43,7 @@ class Allowance:
         self._left, self._counted = float(burst), time.monotonic()
 
     def wait_s(self) -> float:
-        """Return how long the next commit has to wait."""
+        """Return the time until the next commit is allowed, in seconds."""
         present = time.monotonic()
         self._left = min(self._burst, self._left + (present - self._counted) / self._interval_s)
         self._counted = present
@@ -59,10 +58,10 @@ class Mirror:
 
     Args:
         uri: repository, like `hf://user/name`. It need not exist yet.
-        announce: called with lines that name what is uploaded, before the first upload to the repository.
+        announce: called with lines that list the files, before the first upload to the repository.
 
     Raises:
-        UsageError: the Hub refuses, or the repository holds something else.
+        UsageError: the Hub refuses, or the repository contains something else.
         UnreachableError: the Hub does not answer.
     """
 
@@ -85,19 +84,20 @@ class Mirror:
 
     @property
     def public(self) -> bool:
-        """True if the repository existed, and everybody can read it."""
+        """True if the repository existed already, and is public."""
         return self._head is not None and not self._head.private
 
     def check(self, run: RunFolder | None, sweep: RunFolder | None = None) -> None:
-        """Check that this machine may mirror a run, a new one, or the best one of a sweep to the repository.
+        """Check that this machine may mirror an existing run, a new run or the best run of a sweep to the repository.
 
         Raises:
-            UsageError: the repository holds another run, a newer state of this one, or is held by another driver.
+            UsageError: the repository contains another run or a newer state of this one, or another driver has claimed
+                it.
         """
         if self._found is None:
             return
         claim = self._found.claim
-        if not self._found.begun:  # a driver died before there was anything to mirror
+        if not self._found.begun:  # a driver died before it mirrored anything
             claim.refuse_held(self.repository)
             return
         of = f"{self.uri} holds {claim.title} of {claim.host} (attempt {claim.attempt}, step {claim.step})"
@@ -116,7 +116,7 @@ class Mirror:
             )
 
     def claim(self, run: RunFolder, attempt: int, sweep: RunFolder | None = None) -> Claim:
-        """Become the driver that writes to the repository, which is created if there is none.
+        """Become the driver that writes to the repository, and create it if necessary.
 
         Raises:
             SupersededError: another driver was faster.
@@ -135,7 +135,7 @@ class Mirror:
         return claim
 
     def push(self, run: RunFolder, sweep: SweepSummary | None = None) -> tuple[Claim, int]:
-        """Upload a run that no driver trains. Return the claim, and the number of files uploaded."""
+        """Upload a run that is not training. Return the claim, and the number of uploaded files."""
         record = records.recorded(run)
         claim = self.claim(run, max(1, run.attempts()), sweep.folder if sweep is not None else None)
         with staged(run, weights=True, sweep=sweep) as state:
@@ -169,11 +169,11 @@ class Writer:
         self._repository, self._parent, self._claim = repository, parent, claim
         self._visibility, self.announce, self._begun = visibility, announce, begun
         self._hidden: tuple[str, ...] = ()
-        self.replaces = False  # another run of the same sweep, which was the best one before
+        self.replaces = False  # the previous best run of the same sweep
         self.address = repository.address
 
     def write(self, title: str, state: Staged | None, status: str = "RUNNING") -> int:
-        """Commit a state of the run, or only the claim. Return the number of files uploaded.
+        """Commit a state of the run, or only the claim. Return the number of uploaded files.
 
         Raises:
             SupersededError: another driver has committed.
@@ -197,7 +197,7 @@ class Writer:
                     return len(added)
 
     def _name(self, added: Mapping[str, Path], hidden: tuple[str, ...]) -> None:
-        """Name what is uploaded before the first upload, and what was left out of any if that is new."""
+        """List the files before the first upload, and removed secrets before any upload if they are new."""
         if not self._begun:
             title = f"{self.address} ({self._visibility})"
             self.announce(announcement(added, hidden, title, self._repository.settings_page))
@@ -206,13 +206,13 @@ class Writer:
         self._begun, self._hidden = True, hidden
 
     def _refresh(self, committed: Claim) -> None:
-        """Refresh the claim, which would expire during an upload that takes longer than `LEASE_S`."""
-        with contextlib.suppress(MlxError):  # `write` meets what is wrong, too
+        """Refresh the claim, so that it does not expire during an upload that takes longer than `LEASE_S`."""
+        with contextlib.suppress(MlxError):  # `write` will fail with the same error
             content = {FILE: committed.content()}
             self._parent = self._repository.commit("Upload of a checkpoint", self._parent, content)
 
     def _arrived(self) -> bool:
-        """Return True if the last commit has arrived, though its answer was lost; accept commits of no driver."""
+        """Return True if the last commit has arrived although its answer was lost; accept commits of other tools."""
         head = self._repository.require()
         present = claim_of(self._repository, head)
         if present is None or present.driver != self._claim.driver:
@@ -223,11 +223,11 @@ class Writer:
 
 
 class Follower:
-    """The thread that mirrors a run: after each checkpoint its newest state, and the last one at the end.
+    """The thread that mirrors a run: its newest state after each checkpoint, and its last state at the end.
 
     Args:
-        record: record of the run, which says whether everything is uploaded.
-        stop: called if another driver has claimed the run, with the reason.
+        record: record of the run, in which an unfinished upload is marked.
+        stop: called with the reason if another driver has claimed the run.
         notify: called with each notice for the user, also from the thread.
     """
 
@@ -244,23 +244,23 @@ class Follower:
         self._changed = threading.Condition()
         self._dirty, self._ending, self._abandoned, self._trying_again = False, False, False, False
         self._done = threading.Event()
-        self._failure: str | None = None  # why nothing more is uploaded
+        self._failure: str | None = None  # reason why uploads have ended
         self._allowance = Allowance()
         writer.announce = lambda text: notify(Notice(text))
         self._mark(unfinished=True)
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def saved(self) -> None:
-        """Note that there is a checkpoint. Returns immediately."""
+        """Note that a checkpoint was saved. Returns immediately."""
         with self._changed:
             self._dirty = True
             self._changed.notify()
 
     def finish(self, timeout_s: float, *, interrupted: bool = False) -> None:
-        """Upload the last state, wait for that, and mark the record.
+        """Upload the last state, wait until that is done, and mark the record.
 
-        The thread ends with the process if it takes longer. An interrupt ends only the wait, because the run has ended;
-        with `interrupted`, there is no wait.
+        After `timeout_s`, the thread ends with the process. An interrupt ends only the wait, because the run has ended
+        already; with `interrupted`, there is no wait.
         """
         with self._changed:
             self._ending = True
@@ -286,7 +286,7 @@ class Follower:
         self._notify(WarningNotice(text))
 
     def abandon(self) -> None:
-        """Upload nothing more, because another driver owns the run folder."""
+        """End all uploads, because another driver owns the run folder."""
         with self._changed:
             self._abandoned = self._ending = True
             self._changed.notify()
@@ -310,7 +310,7 @@ class Follower:
             self._done.set()
 
     def _step(self) -> bool:
-        """Wait for something to upload, and upload it. Return True after the last state."""
+        """Wait until there is something to upload, and upload it. Return True after the last state."""
         with self._changed:
             self._changed.wait_for(lambda: self._dirty or self._ending, REFRESH_S)
             dirty = self._dirty
@@ -342,7 +342,7 @@ class Follower:
         folder, status = self._record.folder, self._record["status"]
         if not whole:
             self._writer.write("Still training", None)
-        elif self._record.held:  # it never began: the repository has its state
+        elif self._record.held:  # the run never resumed, so the repository has its state
             self._writer.write("Not resumed", None, status="STOPPED")
         else:
             with staged(folder, weights=last) as state:
@@ -350,7 +350,7 @@ class Follower:
                 self._writer.write(title, state, status=status if last else "RUNNING")
 
     def _pause(self, seconds: float) -> None:
-        """Wait, or until the run ends."""
+        """Wait for a time, or until the run ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending, seconds)
 
@@ -366,7 +366,7 @@ def _title(state: Staged, record: Mapping[str, Any]) -> str:
 
 
 def _id(run: RunFolder) -> str:
-    """Return the id of a run or sweep that was mirrored before, or a new one."""
+    """Return the id of a run or sweep: the one of its mirror, or a new one."""
     import uuid
 
     with contextlib.suppress(MlxError):

@@ -1,6 +1,6 @@
-"""Names on the Hugging Face Hub in a config, pinned to the commits that they stand for: `revision: 3f2a…` in the node.
+"""Names of repositories on the Hugging Face Hub in a config, pinned to a commit by `revision: 3f2a…` in the node.
 
-Only runs and `bind` do this, because it may ask the Hub. A name that is pinned is never asked for again.
+Only runs and `bind` pin names, because this may need a request to the Hub. Pinned names need none.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from mlx_runtime.errors import ConfigError, short_message
 from mlx_runtime.extras import require
 
 NAMES = ("pretrained_model_name_or_path", "model_id", "path")
-"""Arguments that hold the name of a repository; else it is the first positional one."""
+"""Arguments that contain the name of a repository; otherwise, it is the first positional one."""
 
 ASKED_WITH = ("cache_dir", "local_files_only", "token")
-"""Arguments of a node with which its repository is looked up, too."""
+"""Arguments of a node that are passed on when its repository is looked up."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -36,23 +36,23 @@ class Pin(NamedTuple):
 
     @property
     def commit(self) -> str | None:
-        """The commit that the node is pinned to."""
+        """Commit to which the node is pinned, or None."""
         revision = self.node.get("revision")
         return revision if isinstance(revision, str) and _COMMIT.fullmatch(revision) else None
 
     @property
     def latest(self) -> "Pin":
-        """The same for the default branch."""
+        """The same repository at its default branch."""
         return self._replace(node={name: item for name, item in self.node.items() if name != "revision"})
 
     @property
     def moves(self) -> bool:
-        """True if the node asks for the default branch."""
+        """True if the node names the default branch, or no revision."""
         return self.node.get("revision") in (None, "main")
 
 
 def pins(tree: Any, key: str = "") -> Iterator[Pin]:
-    """Yield the nodes below a key that name repositories of the Hub, or folders that do not exist, outermost first."""
+    """Yield the nodes at and below a key that name repositories of the Hub or missing folders, outermost first."""
     if isinstance(tree, list):
         for index, item in enumerate(tree):
             yield from pins(item, f"{key}[{index}]")
@@ -73,7 +73,7 @@ def pins(tree: Any, key: str = "") -> Iterator[Pin]:
 
 def _on_hub(target: str) -> bool:
     try:
-        return library_of(object_at(target)) in FROM_PRETRAINED  # not if it is the user's own
+        return library_of(object_at(target)) in FROM_PRETRAINED  # False for a function of the user
     except (ImportError, AttributeError):
         return False
 
@@ -84,12 +84,12 @@ def _is_local(name: str, kind: str) -> bool:
         with contextlib.suppress(ImportError):
             from datasets import packaged_modules
 
-            builders = packaged_modules._PACKAGED_DATASETS_MODULES  # like "json", which reads files
+            builders = packaged_modules._PACKAGED_DATASETS_MODULES  # like "json", a builder that reads files
     return name in builders or Path(name).exists()
 
 
 def commit_of(pin: Pin) -> str:
-    """Return the commit that a node's revision stands for: from the Hub, or else from the cache of this machine.
+    """Return the commit of a node's revision, from the Hub or else from the cache of this machine.
 
     Raises:
         ConfigError: there is no such folder, repository or revision, or it is not cached and the Hub cannot be reached.
@@ -138,13 +138,13 @@ def _looked_up(kind: str, repository: str, revision: str | None, asked: tuple[tu
 
 
 def pin_defaults(tree: dict[str, Any], file: Mapping[str, Any], find: Callable[[Pin], str] = commit_of) -> list[str]:
-    """Pin the defaults of the code that ask for the default branch of a repository. Return notices for the user.
+    """Pin the defaults of the code that use the default branch of a repository. Return notices for the user.
 
-    A revision in the file stays, unless the node has the name of another repository there.
+    A revision in conf.yaml stays, unless it belongs to the name of another repository.
 
     Args:
         tree: nodes of the code's defaults, which are changed.
-        file: what conf.yaml holds.
+        file: content of conf.yaml.
         find: returns the commit of a repository.
     """
     present = {pin.key: pin for pin in pins(file)}
@@ -177,13 +177,14 @@ def pinned(
 ) -> None:
     """Pin all nodes of a run's config that name a branch or a tag, in both of its trees.
 
-    A commit in the file is that of the repository there: for another one, which an override names, it is replaced.
+    A commit in conf.yaml belongs to the repository named there. If an override names another one, the commit is
+    replaced.
 
     Args:
         tree: the config.
         unresolved: the same with references to environment variables.
-        file: the conf.yaml that it was composed of.
-        before: the config of the run that is resumed; a repository that it used keeps its commit.
+        file: the conf.yaml that the config was composed from.
+        before: config of the run to resume; repositories in it keep their commits.
         find: returns the commit of a repository.
 
     Raises:
@@ -211,7 +212,7 @@ def recorded(tree: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _at(tree: Any, key: str) -> Any:
-    """Return what a tree holds at a key like `models.net.layers[0]`, or None."""
+    """Return the value at a key like `models.net.layers[0]`, or None."""
     for part in re.findall(r"[^.\[\]]+", key):
         try:
             tree = tree[int(part)] if isinstance(tree, list) else tree[part]

@@ -1,4 +1,4 @@
-"""Complete the mirrors of runs that have ended: after an upload that failed, or to a repository for the first time."""
+"""Upload ended runs to their mirrors: after a failed upload, or to a repository for the first time."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,14 +23,14 @@ def push(
     announce: Callable[[str], object] = lambda text: None,
     sweep: SweepSummary | None = None,
 ) -> str:
-    """Upload a run to a repository, by default the one that it was mirrored to. Return a line about it.
+    """Upload a run to a repository, by default its mirror. Return a message for the user.
 
-    With `sweep`, the run is the best one of a sweep, and the repository mirrors the sweep.
+    With `sweep`, the run is the best one of that sweep, and the repository becomes the mirror of the sweep.
 
-    `announce` is called with lines that name what is uploaded, before the first upload to a repository.
+    `announce` is called with lines that list the files, before the first upload to a repository.
 
     Raises:
-        UsageError: a driver trains the run, it has no mirror, or the repository holds another run or a newer state.
+        UsageError: the run is training or has no mirror, or the repository contains another run or a newer state.
         UnreachableError: the Hub does not answer.
     """
     records.refuse_living(run)
@@ -45,7 +45,7 @@ def push(
     if records.refuse_living(owner) != record:
         raise UsageError(f"{owner.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
-    with storage_errors(f"cannot write {owner.location}"):  # a `Record` would look alive
+    with storage_errors(f"cannot write {owner.location}"):  # a `Record` would mark the run as alive
         Storage(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
     of = run.title if sweep is None else f"{owner.title} and its best run, {run.title},"
     return f"{mirror.uri} is complete: {counted(count, 'file')} of {of} uploaded"

@@ -1,4 +1,4 @@
-"""Mirrors as runs in a repository that the rest of the package reads; see `mlx_runtime.runs.remote.RemoteReader`."""
+"""Mirrored runs and checkpoints, read by the rest of the package; see `mlx_runtime.runs.remote.RemoteReader`."""
 
 from mlx_runtime.companions.hub.downloads import CHECKPOINTS, MirroredRun
 from mlx_runtime.errors import UsageError, suggest
@@ -9,10 +9,10 @@ find = MirroredRun.find
 
 
 def fetched_checkpoint(uri: str) -> tuple[RunFolder, str]:
-    """Return a copy of a run on this machine, and the name of a checkpoint that the copy holds completely.
+    """Return a copy of a run on this machine, and the name of a checkpoint that is complete in the copy.
 
     Args:
-        uri: like `hf://user/name`, which stands for its latest checkpoint, or `hf://user/name/checkpoints/epoch_0004`.
+        uri: like `hf://user/name`, for the latest checkpoint, or `hf://user/name/checkpoints/epoch_0004`.
 
     Raises:
         UsageError: there is no such repository or checkpoint.
@@ -22,14 +22,14 @@ def fetched_checkpoint(uri: str) -> tuple[RunFolder, str]:
 
 
 def pinned_checkpoint(uri: str) -> str:
-    """Download a checkpoint of a mirrored run. Return its URI with the present commit, which all workers then read."""
+    """Download a checkpoint of a mirrored run. Return its URI at the current commit, the same for all workers."""
     mirrored, _, name = _located(uri)
     pinned = mirrored.repository.address._replace(revision=mirrored.head.commit)
     return f"{pinned}/{CHECKPOINTS}/{name}"
 
 
 def _located(uri: str) -> tuple[MirroredRun, RunFolder, str]:
-    """Find a mirrored run, its copy, and the name of a checkpoint, and download the latter."""
+    """Download a checkpoint. Return the mirrored run, its copy on this machine, and the name of the checkpoint."""
     address, _, name = uri.rstrip("/").partition(f"/{CHECKPOINTS}/")
     mirrored = MirroredRun.find(address)
     folder = mirrored.cached()

@@ -1,7 +1,7 @@
-"""Repositories on the Hugging Face Hub: the only module that knows `huggingface_hub`.
+"""Repositories on the Hugging Face Hub, read and written with `huggingface_hub`.
 
-`huggingface_hub` repeats failed requests to most addresses, but neither commits nor queries nor the first request of a
-download, and its client has no timeout. Here, every operation is repeated, and fails in one line if that does not help.
+`huggingface_hub` retries most failed requests, but neither commits nor queries nor the first request of a download, and
+its client has no timeout. Here, every operation is retried, and then fails with an error of one line.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from mlx_runtime.extras import require
 from mlx_runtime.storage.documents import stays_below
 
 PATIENCE_S = 60.0
-"""How long an operation is repeated before it fails."""
+"""Time for which an operation is retried before it fails."""
 
 SILENCE_S = 60.0
-"""A connection that has been silent for this long is cut."""
+"""Time without data after which a connection is closed."""
 
 WAIT_S = (0.5, 30.0)
-"""The first pause before an operation is repeated, and the maximum; each is about twice as long as the previous one."""
+"""First and maximum pause before a retry; each pause is about twice as long as the previous one."""
 
 TRANSIENT = {408, 429, 500, 502, 503, 504}
-"""Statuses of requests that are worth repeating."""
+"""Statuses of responses after which a request is retried."""
 
 MOVED = {409, 412}
 """Statuses of a commit whose parent is no longer the latest commit."""
@@ -44,7 +44,7 @@ class UnreachableError(StorageError):
 
 
 class OutdatedError(StorageError):
-    """Somebody else has committed to a repository since the commit that was to be the parent."""
+    """The parent of a commit is not the latest commit of the repository any more."""
 
 
 class Address(NamedTuple):
@@ -69,7 +69,7 @@ class File:
     """A file in a repository."""
 
     size_bytes: int
-    hash: str  # SHA-256 of a file in LFS, else git's hash
+    hash: str  # SHA-256 of a file in LFS, otherwise git's hash
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Head:
 class Repository:
     """A repository of models on the Hub of `HF_ENDPOINT`, with the token of `HF_TOKEN` or `hf auth login`.
 
-    Methods raise a UsageError, which names the cure, if the Hub refuses, and an UnreachableError if it does not answer.
+    Methods raise a UsageError with a cure if the Hub refuses, and an UnreachableError if it does not answer.
     """
 
     def __init__(self, address: Address, patience_s: float = PATIENCE_S) -> None:
@@ -96,18 +96,18 @@ class Repository:
         from huggingface_hub import utils
 
         if "HF_HUB_VERBOSITY" not in os.environ:
-            utils.logging.set_verbosity_error()  # it warns of each request that it repeats
+            utils.logging.set_verbosity_error()  # it warns before each retry
         if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
-            utils.disable_progress_bars()  # they would disturb those of the run
+            utils.disable_progress_bars()  # they would disturb the progress bar of the run
         return huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
 
     @property
     def settings_page(self) -> str:
-        """Address of the page on which its owner changes who may read it."""
+        """Address of the page on which its owner can change the visibility."""
         return f"{self._api.endpoint}/{self.address.name}/settings"
 
     def require_token(self) -> None:
-        """Check that there is a token, and that the Hub accepts it."""
+        """Check that a token is set, and that the Hub accepts it."""
         api = self._api
         from huggingface_hub import get_token
 
@@ -118,10 +118,10 @@ class Repository:
         self._call(api.whoami, cache=True)
 
     def require_write(self, head: Head | None) -> None:
-        """Check that the token may write to the repository, or create it if there is none. Nothing is written."""
+        """Check that the token may write to the repository, or create it if it does not exist. Nothing is written."""
         from huggingface_hub import CommitOperationAdd
 
-        if head is not None:  # asking how a small file would be uploaded needs the same rights as its commit
+        if head is not None:  # the query for the upload mode of a small file needs the same rights as a commit
             probe = [CommitOperationAdd(".gitattributes", b"\n")]
             self._call(self._api.preupload_lfs_files, self.address.name, probe, revision="main")
             return
@@ -132,7 +132,7 @@ class Repository:
             raise self._forbidden()
 
     def head(self) -> Head | None:
-        """Return the latest commit, or that of the address's revision; None if there is no such repository."""
+        """Return the latest commit, or the commit of the address's revision; None if there is no such repository."""
         from_error: type[Exception] = self._errors.RepositoryNotFoundError
         try:
             info = self._call(self._api.repo_info, self.address.name, revision=self.address.revision)
@@ -145,19 +145,19 @@ class Repository:
         return Head(info.sha, bool(info.private))
 
     def require(self) -> Head:
-        """Return the same; raise a UsageError if there is no such repository, or this token may not read it."""
+        """Return the same as `head`; raise a UsageError if the repository is missing or this token cannot read it."""
         found = self.head()
         if found is None:
             raise self._unknown()
         return found
 
     def create(self) -> Head:
-        """Create the repository, private."""
+        """Create the repository as a private one."""
         self._call(self._api.create_repo, self.address.name, private=True, exist_ok=True)
         return self.require()
 
     def files(self, commit: str) -> dict[str, File]:
-        """Return all files of a commit by path, each of which stays below the repository."""
+        """Return all files of a commit by path. Paths that would lead out of a folder are an error."""
         tree = self._call(lambda: list(self._api.list_repo_tree(self.address.name, recursive=True, revision=commit)))
         files = {
             item.path: File(item.size, item.lfs.sha256 if item.lfs else item.blob_id)
@@ -170,7 +170,7 @@ class Repository:
         return files
 
     def read(self, path: str, commit: str) -> bytes | None:
-        """Return the content of a small file of a commit, or None if there is none."""
+        """Return the content of a small file of a commit, or None if there is no such file."""
         with tempfile.TemporaryDirectory(prefix="mlx-hub-") as temporary:
             try:
                 return self.download(path, commit, Path(temporary)).read_bytes()
@@ -180,9 +180,9 @@ class Repository:
                 raise
 
     def download(self, path: str, commit: str, folder: Path) -> Path:
-        """Copy a file of a commit to a new folder of this process, below which it has the same path.
+        """Copy a file of a commit to the same path below a new folder of this process.
 
-        A download that fails is resumed when it is repeated.
+        A retry resumes a failed download.
         """
         from huggingface_hub import hf_hub_download
 
@@ -197,14 +197,14 @@ class Repository:
         return Path(found)
 
     def upload(self, files: Mapping[str, Path]) -> dict[str, Any]:
-        """Upload files ahead of a commit, and return what `commit` takes for them, by path.
+        """Upload files ahead of a commit, and return handles for `commit`, by path.
 
-        Content that the Hub has already is not uploaded again. Small text files are uploaded with the commit.
+        Content that is on the Hub already is not uploaded again. Small text files are uploaded with the commit.
         """
         from huggingface_hub import CommitOperationAdd
 
         additions = {path: CommitOperationAdd(path, str(file)) for path, file in files.items()}
-        # One at a time: an upload of several starts threads that Python waits for when it exits.
+        # One at a time: an upload of several files starts threads, and Python waits for them at exit.
         for addition in additions.values():
             self._call(self._api.preupload_lfs_files, self.address.name, [addition], free_memory=False, revision="main")
         return additions
@@ -213,10 +213,10 @@ class Repository:
         """Commit files, and return the hash of the commit.
 
         Args:
-            added: small content by path, or what `upload` has returned.
+            added: by path, small content or handles that `upload` has returned.
 
         Raises:
-            OutdatedError: `parent` is not the latest commit, or no longer.
+            OutdatedError: `parent` is not the latest commit.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -237,7 +237,7 @@ class Repository:
         return huggingface_hub.errors
 
     def _call(self, function: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """Call a function of `huggingface_hub`, again if its failure may pass."""
+        """Call a function of `huggingface_hub`, and retry after temporary failures."""
         from huggingface_hub import get_session
 
         deadline, pause_s = time.monotonic() + self.patience_s, WAIT_S[0]
@@ -247,7 +247,7 @@ class Repository:
                 session.timeout = SILENCE_S
             try:
                 return function(*arguments, **options)
-            except Exception as error:  # of this library, its HTTP client, and threads that it starts
+            except Exception as error:  # from this library, its HTTP client, and its threads
                 if not self._may_pass(error):
                     raise self._translated(error) from _root(error)
                 if time.monotonic() + pause_s > deadline:
@@ -264,16 +264,16 @@ class Repository:
             return False
         if (status := _status(cause)) is not None:
             return status in TRANSIENT
-        if isinstance(cause, json.JSONDecodeError):  # it parses the page of a proxy before it looks at the status
+        if isinstance(cause, json.JSONDecodeError):  # it parses the error page of a proxy before it checks the status
             return True
         # An upload or download whose connection was cut; `HTTPError` is the base of the errors of the HTTP client.
         if isinstance(cause, self._errors.HTTPError | ConnectionError | TimeoutError):
             return True
-        # The size of a download that was cut differs from the expected one, which is an OSError without a number.
+        # An interrupted download has an unexpected size, which raises an OSError without a number.
         return isinstance(cause, OSError) and cause.errno is None and type(cause) in (OSError, IOError)
 
     def _translated(self, error: BaseException) -> MlxError:
-        """Return the error for the user: one line, with the cure."""
+        """Return an error for the user, in one line, with the cure."""
         cause, errors = _root(error), self._errors
         match _status(cause):
             case status if status in MOVED:
@@ -310,7 +310,7 @@ class Repository:
 
 
 def _root(error: BaseException) -> BaseException:
-    """Return the error that a failed upload or a missing local copy was caused by."""
+    """Return the cause of a failed upload or a missing local copy."""
     while type(error) is RuntimeError or type(error).__name__ == "LocalEntryNotFoundError":
         if error.__cause__ is None:
             break
@@ -319,7 +319,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the status of the HTTP response that an error is about, or None."""
+    """Return the status of the HTTP response of an error, or None."""
     with contextlib.suppress(AttributeError):
         return int(error.response.status_code)  # type: ignore[attr-defined]
     return None

@@ -1,6 +1,6 @@
-"""Continue a mirrored run on this machine: find its latest state, here or in the repository, and download it if needed.
+"""Restoring of a mirrored run on this machine, from the newer of the states in the storage and in the repository.
 
-The newest attempt wins, then the step. What this machine had of an older state is moved aside, never removed.
+The newer attempt wins, or within one attempt the larger step. Files of an older state are moved aside, never removed.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from mlx_runtime.storage.files import Storage, is_uri, joined, size_text, to_jso
 from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below
 
 DOWNLOADING = ".downloading"
-"""Folder in a run folder for files of which not all have arrived."""
+"""Folder in a run folder for an incomplete download."""
 
 
 def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list[str]]:
-    """Return the run of a mirror on this machine, in its latest state, and lines about it for the user.
+    """Return the run of a mirror on this machine, in its latest state, and messages for the user.
 
     Returns no run if the repository is empty or does not exist.
 
     Raises:
-        UsageError: the Hub refuses, the repository holds something else, or another machine trains the run.
+        UsageError: the Hub refuses, the repository contains something else, or another machine trains the run.
     """
     repository = Repository(Address.parse(uri))
     repository.require_token()
@@ -43,8 +43,7 @@ def latest(uri: str, root: str, experiment: str) -> tuple[RunFolder | None, list
     claim = mirrored.claim
     if claim.experiment != experiment:
         raise UsageError(
-            f"{uri} holds {claim.title}, which is not of cfg.name={experiment}; "
-            "name another repository with cfg.hub.mirror"
+            f"{uri} contains {claim.title}, but cfg.name is {experiment}; name another repository with cfg.hub.mirror"
         )
     if SWEEP_RECORD in mirrored.files:
         raise UsageError(
@@ -76,7 +75,7 @@ def _known(root: str, experiment: str, run_id: str) -> RunFolder | None:
 
 
 def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
-    """Create a folder with the name that the run has in the mirror, or else with the next number."""
+    """Create a folder with the name of the run in the mirror or, if that is taken, with the next number."""
     if is_uri(root):
         with contextlib.suppress(UsageError):  # the name is taken
             return claim_run(root, experiment, name=mirrored.claim.run.removeprefix(RUN))
@@ -92,21 +91,21 @@ def _new_folder(mirrored: MirroredRun, root: str, experiment: str) -> RunFolder:
 
 
 def _downloaded(mirrored: MirroredRun, run: RunFolder, announced: str) -> tuple[RunFolder, list[str]]:
-    """Download a run into its folder. Return it, and lines for the user."""
+    """Download a run into its folder. Return the run, and messages for the user."""
     sizes = list[int]()
     aside = (_placed if run.uri is None else _stored)(mirrored, run, sizes.append)
     state = f"attempt {mirrored.claim.attempt}, step {mirrored.claim.step}, {size_text(sum(sizes))}"
     lines = [announced] if announced else []
     lines += [f"mirror    downloaded {run.title} from {mirrored.uri} ({state})"]
     if aside is not None:
-        lines += [f"          what was here before is in {joined(run.location, aside)}"]
+        lines += [f"          the previous files are in {joined(run.location, aside)}"]
     return run, lines
 
 
 def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
-    """Download a run to its folder on an object store. Return the name of a folder with what was there before.
+    """Download a run to its folder on an object store. Return the name of a folder with the previous files, or None.
 
-    The record and the attempt come last, so that the same download is repeated if this one does not reach its end.
+    The record and the attempt come last, so that an interrupted download is repeated.
     """
     storage, aside, cache = Storage(run.location), _name_aside(), Settings.read().cache
     with mirrored.placing(run.location):
@@ -134,7 +133,7 @@ def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
 
 
 def _placed(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], object]) -> str | None:
-    """Do the same in a folder, whole or not at all. Links in the storage are not followed."""
+    """Download a run to a local folder, completely or not at all. Links in the storage are not followed."""
     claim, parts = mirrored.claim, (run.experiment, run.name)
     with mirrored.placing(run.root), opened(run.root, *parts) as folder:
         is_new = size_below(folder, run.record.name) is None
@@ -157,7 +156,7 @@ def _placed(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
 
 
 def _replace(half: int, folder: int, run: RunFolder) -> str | None:
-    """Move downloaded files into a run folder, and older ones aside, all or none. Return the name of their folder."""
+    """Move all downloaded files into a run folder, or none, and older ones aside. Return the folder of the latter."""
     with opened(half, CHECKPOINTS, create=True):
         pass
     name = _name_aside()
@@ -176,7 +175,7 @@ def _replace(half: int, folder: int, run: RunFolder) -> str | None:
                     os.rename(file, file, src_dir_fd=after, dst_dir_fd=before)
             raise
         finally:
-            with contextlib.suppress(OSError):  # it holds what was here before
+            with contextlib.suppress(OSError):  # it contains the previous files
                 os.rmdir(name, dir_fd=folder)
         return name if os.listdir(aside) else None
 
@@ -190,12 +189,12 @@ def _is_replaceable(path: str) -> bool:
 
 
 def _name_aside() -> str:
-    """Return the name of a new folder for what a download replaces."""
+    """Return the name of a new folder for the files that a download replaces."""
     return f"replaced_{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H%M%S}"
 
 
 def _moved(record: dict[str, Any], run: RunFolder, mirrored: MirroredRun) -> dict[str, Any]:
-    """Return a record as that of a run in another folder, which no driver trains."""
+    """Return the record of a run that was copied to another folder, and is not training."""
     moved = record | {"run": run.name, "mirror": {"uri": mirrored.uri, "id": mirrored.claim.id, "unfinished": False}}
     if record["status"] in records.LIVING:
         moved["status"] = "STALE"

@@ -1,4 +1,4 @@
-"""What leaves this machine: files without the secrets that can be recognized, and lines that name them beforehand."""
+"""Removal of likely secrets from files before their upload, and announcements of uploads."""
 
 import functools
 import io
@@ -16,14 +16,14 @@ from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.redaction import hidden_texts, redacted_tree
 
 NAMED = 10
-"""Number of places that a line names before it counts the rest."""
+"""Number of positions that a line lists before it counts the rest."""
 
 UNIQUE = 6
-"""Characters of a value that is searched for in the text of conf.yaml; shorter ones are found by their keys only."""
+"""Minimum length of values to search for in the text of conf.yaml; shorter ones are found only by their keys."""
 
 
 def screen(file: Path) -> tuple[str, ...]:
-    """Remove secrets from a copy of conf.yaml or code.zip. Return where they were: `src/tools.py:12 (password)`."""
+    """Remove secrets from a copy of conf.yaml or code.zip. Return their positions: `src/tools.py:12 (password)`."""
     content = file.read_bytes()
     screened, places = _screened_archive(content) if file.name == CODE else _screened_config(content, file.name)
     if places:
@@ -58,7 +58,7 @@ def _screened_config(content: bytes, name: str) -> tuple[bytes, tuple[str, ...]]
 
 
 def _screened(text: str, name: str, *, code: bool = False, known: Sequence[str] = ()) -> tuple[str, list[str]]:
-    """Return a text without its secrets, and their places. `known` are texts that are secrets as a whole."""
+    """Return a text without its secrets, and their positions. `known` are texts that are secrets as a whole."""
     places = []
     for secret in reversed(find(text, code=code)):
         places.append((text.count("\n", 0, secret.start) + 1, secret.kind))
@@ -79,7 +79,7 @@ def _compiles(code: str) -> bool:
 
 
 def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, settings: str) -> str:
-    """Return lines that name the files of a first upload, by kind, and where to change what is uploaded."""
+    """Return lines that list the files of a first upload by kind, and the settings that change them."""
     sizes: dict[str, list[int]] = {}
     for path, file in files.items():
         sizes.setdefault(_kind(path), []).append(file.stat().st_size)
@@ -92,15 +92,15 @@ def announcement(files: Mapping[str, Path], hidden: Sequence[str], title: str, s
     if hidden:
         lines.append(redactions(hidden))
     lines.append("          to change this: cfg.hub.mirror, cfg.keep_checkpoints, cfg.code_files, .gitignore;")
-    lines.append(f"          who may read it: {settings}")
+    lines.append(f"          to change the visibility: {settings}")
     return "\n".join(lines)
 
 
 def redactions(hidden: Sequence[str]) -> str:
-    """Return lines that name the secrets which an upload leaves out, and the cure."""
+    """Return lines that list the secrets removed from an upload, and the cure."""
     more = f" and {len(hidden) - NAMED:,} more" if len(hidden) > NAMED else ""
     return (
-        f"          uploaded without what looks like a secret: {', '.join(hidden[:NAMED])}{more}\n"
+        f"          uploaded without likely secrets: {', '.join(hidden[:NAMED])}{more}\n"
         "          read secrets from the environment: ${oc.env:NAME}"
     )
 

@@ -1,4 +1,4 @@
-"""An object of a user's class on each of several workers: actors of Ray in one placement group."""
+"""Objects of a user's class, one on each worker: actors of Ray in one placement group."""
 
 import contextlib
 import os
@@ -21,14 +21,14 @@ from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.worker import loop_errors
 
 ROOM_S = 60
-"""How long to wait for room on a cluster."""
+"""Time to wait for room on a cluster."""
 
 GRACE_S = 5
-"""How long the other workers may take to finish a call that has failed on one, before all are shut down."""
+"""Time that the other workers have to finish a call that failed on one of them, before all are shut down."""
 
 
 class Place(NamedTuple):
-    """Position of a worker in its group, and the address of the store in which it meets the others."""
+    """Position of a worker in its group, and the address of the store for its rendezvous."""
 
     rank: int
     world_size: int
@@ -84,7 +84,7 @@ class Actors:
         self._stack.close()
 
     def _results(self, calls: list[Any]) -> list[Any]:
-        """Wait for calls to actors. If one fails, raise its error and close those that are stuck because of that."""
+        """Wait for calls to actors. If one fails, raise its error, and shut all down if others are stuck."""
         left = list(calls)
         try:
             while left:
@@ -110,20 +110,20 @@ class _Worker:
     """An actor that holds the object of one worker."""
 
     def __init__(self, project: Path) -> None:
-        self._project = project if project.is_dir() else Path.cwd()  # where Ray has unpacked it
+        self._project = project if project.is_dir() else Path.cwd()  # Ray unpacks it in the working directory
         self._store: Any = None
         self._entered = contextlib.ExitStack()  # until this process ends
         sys.path.insert(0, str(self._project))
 
     def address(self, serves: bool) -> tuple[str, int]:
-        """Return the address of this node, and the port of the store of the group if this worker serves it, else 0."""
+        """Return the address of this node, and the port of the group's store if this worker serves it, otherwise 0."""
         host = ray.util.get_node_ip_address()
         if serves:
             self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port if serves else 0
 
     def create(self, place: Place, backend: str, threads: int, cls: type, args: Any, kwargs: Any) -> None:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # those of torchrun
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as in torchrun
         os.environ.update(zip(names, map(str, place), strict=True))
         torch.set_num_threads(threads)
         device = torch.device("cpu" if backend == "gloo" else "cuda")  # Ray shows each actor its own GPU

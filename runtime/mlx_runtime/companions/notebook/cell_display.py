@@ -1,4 +1,4 @@
-"""A run in the cell of a notebook: its progress, a table of epochs and a curve, drawn again while it trains."""
+"""The display of a run in a notebook cell: progress, a table of epochs and a curve, redrawn while it trains."""
 
 import itertools
 import sys
@@ -32,11 +32,11 @@ WIDTH, HEIGHT, MARGIN = 420, 160, 12
 """Size of the curve in pixels."""
 
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728")
-"""Colors of the lines; those that do not fit are left out."""
+"""Colors of the lines; further lines are left out."""
 
 
 def in_notebook() -> bool:
-    """Return True in the kernel of a notebook, where cells have output that can be drawn again."""
+    """Return True in the kernel of a notebook, whose cells can redraw their output."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return hasattr(shell, "kernel")
@@ -113,7 +113,7 @@ class CellDisplay:
 
 
 def curve(series: Mapping[str, Sequence[tuple[int, float]]], monitor: str) -> str:
-    """Draw the epochs of a metric in all passes as SVG: that of `cfg.monitor`, or the first; empty without any.
+    """Draw a metric by epoch, one line per pass, as SVG: `cfg.monitor`, or else the first. Return "" without metrics.
 
     Args:
         series: points of each metric: the epoch, from 1, and the value.

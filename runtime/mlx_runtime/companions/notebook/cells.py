@@ -1,4 +1,4 @@
-"""The module that the `%%mlx` cells of a notebook are written to, so that workers and later readers can import it."""
+"""The module of the `%%mlx` cells of a notebook, written to a file for workers and later readers."""
 
 import ast
 import importlib
@@ -17,17 +17,17 @@ HEADER = '"""The %%mlx cells of a notebook. Edit them there: running one overwri
 
 @dataclass
 class Cell:
-    """A cell that was run; `id` is None if the notebook does not send one."""
+    """An executed cell; `id` is None if the notebook does not send one."""
 
     text: str
     id: str | None = None
 
 
 class CellModule:
-    """The module `src.NAME` of the project in a folder, made of cells in the order in which they were first run.
+    """The module `src.NAME` of a project: its cells in the order in which they were first run.
 
-    As in the namespace of a notebook, what was run last counts: a cell replaces its earlier text, and the definitions
-    in other cells of the names that it defines.
+    As in the namespace of a notebook, the latest definition counts: a cell replaces its own earlier text, and
+    definitions of the same names in other cells.
     """
 
     def __init__(self, name: str, project: Path) -> None:
@@ -40,11 +40,11 @@ class CellModule:
         return "\n\n".join([HEADER, *(f"# %%\n{cell.text.strip()}\n" for cell in self._cells)])
 
     def run(self, cell: Cell) -> ModuleType:
-        """Add a cell, write the module, and import it again. If that fails, all stays as it was.
+        """Add a cell, write the module, and import it again. If that fails, the module stays as it was.
 
         Raises:
             SyntaxError: the cell is not Python.
-            UsageError: the file of the module was written by somebody else.
+            UsageError: the file exists, and was not written from cells.
             StorageError: it cannot be written.
         """
         before, loaded = self._cells, sys.modules.pop(self.name, None)
@@ -79,14 +79,14 @@ class CellModule:
 
 
 def placed(cells: list[Cell], new: Cell) -> list[Cell]:
-    """Return the cells with a new one in place of what it replaces, or at the end.
+    """Return the cells with a new one in place of the one that it replaces, or at the end.
 
     Raises:
         SyntaxError: the new cell is not Python.
     """
     try:
         statements = ast.parse(new.text, "<%%mlx cell>").body
-    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, half of a surrogate pair, deep nesting
+    except (ValueError, RecursionError, MemoryError) as error:  # null bytes, half a surrogate pair, deep nesting
         raise SyntaxError(f"the cell cannot be parsed: {short_message(error)}") from error
     result: list[Cell] = []
     positions: dict[bool, int] = {}  # of the first cell with the same id, and of the first that has changed
@@ -106,7 +106,7 @@ def placed(cells: list[Cell], new: Cell) -> list[Cell]:
 def _cut(text: str, new: Sequence[ast.stmt]) -> tuple[str, str]:
     """Return the text of a cell before and after its first definition of a name that new statements define.
 
-    Neither part defines any of them. Both are empty if only imports would be left that are among the new statements.
+    Neither part defines any of them. Both are empty if nothing but imports of the new statements would be left.
     """
     names, known = {name for node in new for name in defined(node)}, {ast.dump(node) for node in new}
     statements = ast.parse(text).body

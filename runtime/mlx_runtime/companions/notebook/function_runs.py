@@ -31,23 +31,23 @@ from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gp
 from mlx_runtime.training.options import TrainConfig
 
 Results = list[dict[str, float]]
-"""The reports of the workers, by rank."""
+"""Reports of all workers, by rank."""
 
 OWN = ("num_epochs", "restore_checkpoint_path", "resume", "start_epoch", "start_workers")
-"""Settings that `Trainer` determines."""
+"""Settings that `Trainer` sets itself."""
 
 MOST_VALUES = 1000
-"""Limit on the numbers and texts in a config, which is recorded, and passed on as an override."""
+"""Maximum number of values in a config, because it is recorded and passed on as an override."""
 
 FORMER = {
     "gpus_per_worker": "Each worker has one GPU: use_gpu=True, with as many workers as GPUs",
-    "max_retries": "It is elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
+    "max_retries": "Use elastic=Elastic(max_failures=3), with Elastic of mlx_runtime.sections",
 }
-"""Arguments of the Trainer of Ray that this one continues, and what to write instead."""
+"""Arguments of Ray SGD's `Trainer`, and their replacements."""
 
 
 class FunctionRun(RunIterator[Results]):
-    """A run that was started by `Trainer.run_iterator`: an iterator of what its workers report, as a list by rank."""
+    """A run that was started by `Trainer.run_iterator`: an iterator of the workers' reports, as lists by rank."""
 
     def __init__(self, job: RunJob, callbacks: Sequence[Callable[[Results], object]], show: bool) -> None:
         self._callbacks = callbacks
@@ -59,7 +59,7 @@ class FunctionRun(RunIterator[Results]):
         match event:
             case FunctionReport(values):
                 results = [dict(item) for item in values]
-                callbacks, self._callbacks = self._callbacks, ()  # none is called again after one has failed
+                callbacks, self._callbacks = self._callbacks, ()  # after an error, none is called again
                 for callback in callbacks:
                     callback(results)
                 self._callbacks = callbacks
@@ -68,15 +68,15 @@ class FunctionRun(RunIterator[Results]):
                 self._returned[rank], self._world_size = pickled, world_size
 
     def is_finished(self) -> bool:
-        """Return True if the run has ended, and the loop over it has seen everything."""
+        """Return True if the run has ended, and the loop over it has received all results."""
         return self._end is not None and not self._unread
 
     def get_returns(self) -> list[Any]:
-        """Wait for the end of the run, and return what the function has returned on each worker, by rank.
+        """Wait for the end of the run, and return the return values of the function, by rank.
 
         Raises:
             MlxError: the run failed, or a value cannot be unpickled here.
-            RunStopped: the run was stopped, so that there are no values.
+            RunStopped: the run was stopped, so there are no values.
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
         if self.result().status != "SUCCEEDED":
@@ -85,13 +85,13 @@ class FunctionRun(RunIterator[Results]):
         missing = [rank for rank in range(self._world_size or 1) if rank not in self._returned]
         if missing:
             ranks = ", ".join(map(str, missing))
-            text = f"{self.folder} has succeeded, but the value of rank {ranks} has not arrived"
+            text = f"{self.folder} has succeeded, but the return value of rank {ranks} has not arrived"
             raise MlxError(f"{text}; save large values with save_checkpoint")
         values = []
         for rank in range(self._world_size):
             try:
                 values.append(pickle.loads(base64.b64decode(self._returned[rank])))
-            except Exception as error:  # objects raise anything
+            except Exception as error:  # unpickling can raise anything
                 why = f"{type(error).__name__}: {short_message(error)}"
                 text = f"what rank {rank} returned cannot be unpickled here: {why}. Return a state_dict, not the model"
                 raise MlxError(text) from error
@@ -99,25 +99,25 @@ class FunctionRun(RunIterator[Results]):
 
 
 class Trainer:
-    """Calls functions of yours on several workers, or keeps an object of yours on each of them.
+    """Calls functions on several workers, or keeps an object on each of them.
 
         trainer = Trainer(num_workers=2)
         losses = trainer.run(train_func, config={"lr": 1e-3})
 
-    Each call of `run` is a run like that of an experiment: with a folder in the storage of the working directory, a
-    record, metrics and checkpoints. Inside the function, `report`, `save_checkpoint`, `load_checkpoint`, `world_rank`,
-    `world_size` and `local_rank` of `mlx_runtime` work, and so does `torch.distributed`.
+    Each call of `run` is a run like that of an experiment, with a folder in the storage of the working directory, a
+    record, metrics and checkpoints. The function may call `report`, `save_checkpoint`, `load_checkpoint`, `world_rank`,
+    `world_size` and `local_rank` of `mlx_runtime`, and use `torch.distributed`.
 
-    `print(trainer)` prints the resources that it uses.
+    `print(trainer)` prints its resources.
 
     Args:
         num_workers: number of workers, 1 or more.
         backend: `torch`, the only one.
-        settings: those of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
-            `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` is that of the function if it is not given.
+        settings: fields of `TrainConfig`, like `engine="ray"`, `cpus_per_worker=2`, `use_gpu=True`,
+            `elastic=Elastic(max_failures=0)`, `storage_path="runs"`. `name` defaults to the name of the function.
 
     Raises:
-        UsageError, ConfigError: there is no such setting or backend, or a value does not fit.
+        UsageError, ConfigError: there is no such setting or backend, or a value is invalid.
     """
 
     def __init__(self, num_workers: int = 1, *, backend: str = "torch", **settings: Any) -> None:
@@ -146,17 +146,18 @@ class Trainer:
     # -- functions
 
     def run(self, function: Callable[..., Any], config: dict[str, Any] | None = None, **options: Any) -> list[Any]:
-        """Call a function on every worker, and return what it returns, by rank.
+        """Call a function on every worker, and return its return values, by rank.
 
         Args:
-            function: takes `config`, or nothing; defined at the top level of a module, such as the `%%mlx` cells of a
-                notebook, by whose name workers import it. Without a config, it is called with nothing if it can be.
-            config: numbers, text, None, and lists and dicts of these; recorded in the run's conf.yaml.
+            function: takes `config`, or no argument. Workers import it by name, so it must be defined at the top level
+                of a module, such as the `%%mlx` cells of a notebook. Without a config, it is called without an argument
+                if possible.
+            config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
             options: those of `run_iterator`.
 
         Raises:
-            UsageError, ConfigError: the function cannot be called with this; nothing was written.
-            MlxError: it raised an exception on a worker, or returned something that cannot be pickled.
+            UsageError, ConfigError: the function cannot be called with these arguments; nothing was written.
+            MlxError: the function raised an exception on a worker, or returned a value that cannot be pickled.
             RunStopped: the run was stopped.
             KeyboardInterrupt: it was interrupted here, and has stopped.
         """
@@ -172,7 +173,7 @@ class Trainer:
         resume: str | None = None,
         show: bool = True,
     ) -> FunctionRun:
-        """Call a function on every worker, and return an iterator of what they report meanwhile.
+        """Call a function on every worker, and return an iterator of their reports.
 
             for results in (running := trainer.run_iterator(train_func)):
                 print(results[0]["loss"])
@@ -181,11 +182,13 @@ class Trainer:
         Args:
             function: the same as for `run`.
             config: the same as for `run`.
-            callbacks: called here with each list of results: functions, or objects with `handle_result(results)`.
-            checkpoint: what `load_checkpoint` returns in the new run: a dict of numbers and text, or the path or URI
-                of a stored checkpoint.
-            resume: run of this function to resume: `latest`, or its name, where values that `config` lacks stay as they
-                were; `auto` for the latest if there is one, with this config, and a new one otherwise.
+            callbacks: functions, or objects with `handle_result(results)`; called in this process with each list of
+                results.
+            checkpoint: returned by `load_checkpoint` in the new run: a dict of numbers and text, or the path or URI of
+                a stored checkpoint.
+            resume: run of this function to resume: `latest` or a name; values that are not in `config` stay as they
+                were. `auto` resumes the latest run, if there is one, with exactly this config, and starts a new one
+                otherwise.
             show: the same as for `mlx_runtime.run`.
         """
         if not inspect.isfunction(function):
@@ -227,10 +230,10 @@ class Trainer:
 
     @property
     def latest_run(self) -> Run:
-        """The stored run that was started last, as `open_run` returns it.
+        """The latest run, as returned by `open_run`.
 
         Raises:
-            UsageError: none was started.
+            UsageError: no run was started.
         """
         if self._latest is None:
             raise UsageError("this Trainer has not run a function yet")
@@ -244,25 +247,25 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The values that the newest checkpoint of the latest run was saved with, or None."""
+        """The values in the newest checkpoint of the latest run, or None."""
         run = self.latest_run
         return run.state()["own"]["saved"] if run.record.get("latest") is not None else None
 
     # -- objects
 
     def start(self, cls: type | None = None, *args: Any, **kwargs: Any) -> None:
-        """Create an object on every worker, which stays there until `shutdown`. Needs the engine `ray`.
+        """Create an object on every worker, to stay there until `shutdown`. Needs the engine `ray`.
 
         The workers are actors of Ray in one placement group; `torch.distributed` is set up, and `world_rank` works.
-        Without a class, this does nothing: runs start their own workers.
+        Without a class, this does nothing, because runs start their own workers.
 
         Args:
-            cls: class to construct, with the other arguments.
-            args: positional arguments.
-            kwargs: keyword arguments.
+            cls: class of the objects.
+            args: positional arguments of its constructor.
+            kwargs: keyword arguments of its constructor.
 
         Raises:
-            UsageError: the engine is `local`, or this is not a class.
+            UsageError: the engine is `local`, or `cls` is not a class.
             ClusterError: Ray does not start, or has no room.
             WorkerLoopError: the constructor raised an exception.
         """
@@ -280,13 +283,13 @@ class Trainer:
 
         Raises:
             UsageError: `start` was not called with a class.
-            WorkerLoopError: the function raised an exception. If other workers do not finish within five seconds after
-                that, because they wait for it, all are shut down.
+            WorkerLoopError: the function raised an exception. If other workers still wait for the failed one after five
+                seconds, all are shut down.
         """
         return self._started("execute").call(function, args, kwargs)
 
     def execute_single(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Do the same on rank 0 only, and return its value."""
+        """Call `function(object, ...)` on rank 0 only, and return its value."""
         return self._started("execute_single").call(function, args, kwargs, single=True)[0]
 
     def shutdown(self) -> None:
@@ -318,7 +321,7 @@ class Trainer:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the numbers and texts in a config. Refuse keys that would make something else of it."""
+    """Yield the numbers and texts in a config. Refuse keys that would be interpreted in conf.yaml."""
     if not isinstance(value, dict | list | tuple):
         yield value
         return

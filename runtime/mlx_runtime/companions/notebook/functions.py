@@ -1,4 +1,4 @@
-"""Functions that train: the experiment whose loop calls one, and what such a function calls itself."""
+"""Training functions: the experiment whose loop calls one, and the functions that it may call."""
 
 import base64
 import contextlib
@@ -23,7 +23,7 @@ from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.options import TrainConfig
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
-"""What all workers do together."""
+"""Steps that all workers must take together, in words for errors."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class FunctionConfig(TrainConfig):
 
     Attributes:
         function: import path of the function, like `src.training.train_func`.
-        config: what it is called with.
-        checkpoint: what `load_checkpoint` returns until the run has a checkpoint.
-        num_epochs: not used, because the function determines when it ends.
+        config: its argument.
+        checkpoint: returned by `load_checkpoint` until the run has its own checkpoint.
+        num_epochs: not used; the function determines the end.
     """
 
     function: str = ""
@@ -49,8 +49,8 @@ class FunctionExperiment(BaseModule):
     def __init__(self, cfg: FunctionConfig) -> None:
         super().__init__(cfg=cfg)
         self.saved = _Saved(cfg.checkpoint)
-        self._called: set[str] = set()  # of `report` and `save_checkpoint`, in this epoch
-        self._saves = True  # expect a checkpoint in each epoch, until one has had none
+        self._called: set[str] = set()  # calls of `report` and `save_checkpoint` in this epoch
+        self._saves = True  # each epoch is expected to have a checkpoint, until one has none
 
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
@@ -68,7 +68,7 @@ class FunctionExperiment(BaseModule):
         rank, world_size = self._session.context.topology.rank, self._session.context.topology.world_size
         try:
             pickled = base64.b64encode(pickle.dumps(value)).decode()
-        except Exception as error:  # objects raise anything
+        except Exception as error:  # pickling can raise anything
             raise MlxError(
                 f"{path} returned a {type(value).__name__} on rank {rank} that cannot be pickled: "
                 f"{short_message(error)}. Return numbers, text, tensors or a state_dict"
@@ -97,7 +97,7 @@ class FunctionExperiment(BaseModule):
             self._session.save_checkpoint(self._session.progress.epoch, {})
 
     def _agree(self, name: str) -> None:
-        """Compare with the other workers what this one does next: otherwise, each would wait for the others."""
+        """Check that all workers take the same step next; otherwise, they would deadlock."""
         votes = agree([name == call for call in CALLS], self._session.context.topology.device)
         different = [text for text, vote in zip(CALLS.values(), votes, strict=True) if vote is None]
         if different:
@@ -107,7 +107,7 @@ class FunctionExperiment(BaseModule):
             )
 
     def _begin(self, name: str, epoch: Any = None) -> None:
-        """Begin an epoch if a call gives its number, or if this one has had such a call already."""
+        """Begin an epoch if the call gives its number, or if the current epoch has had the same call already."""
         self._agree(name)
         progress = self._session.progress
         if epoch is not None and (type(epoch) is not int or epoch < 0):
@@ -121,7 +121,7 @@ class FunctionExperiment(BaseModule):
 
 
 class _Saved:
-    """What `save_checkpoint` was called with, as part of a checkpoint; until then, `restored`."""
+    """The arguments of `save_checkpoint`, as part of a checkpoint; before the first call, `restored`."""
 
     def __init__(self, restored: Mapping[str, Any] | None) -> None:
         self.restored, self.values = restored, dict[str, Any]()
@@ -134,10 +134,10 @@ class _Saved:
 
 
 def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None) -> bool:
-    """Return True if a function is to be called with a config, and False if with nothing, as without values it may be.
+    """Return True if a function should be called with a config, and False if without an argument.
 
     Raises:
-        TypeError: it takes more.
+        TypeError: it takes other arguments.
     """
     for takes in (True, False) if config else (False, True):
         with contextlib.suppress(TypeError):
@@ -147,21 +147,21 @@ def takes_config(function: Callable[..., Any], config: Mapping[str, Any] | None)
 
 
 _running: FunctionExperiment | None = None
-"""The run whose function this process is executing."""
+"""The run whose function is executed by this process."""
 
 _calling = threading.Lock()
-"""Held during a call in which workers synchronize: calls from other threads would mix up their collectives."""
+"""Held while workers synchronize, so that calls from other threads do not mix up their collectives."""
 
 
 def report(**metrics: float | torch.Tensor) -> None:
-    """Report metrics from a training function, in any of its threads. Every worker must make the same calls of this.
+    """Report metrics from a training function, in any of its threads. Every worker must make the same calls.
 
-    Those of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call is an
-    epoch of the record. If the run should stop, it stops here, or after the checkpoint of this epoch.
+    The metrics of rank 0 are recorded; `Trainer.run_iterator` and callbacks receive those of all workers. Each call
+    counts as an epoch. If a stop was requested, the run stops here, or after the checkpoint of this epoch.
 
     Args:
-        metrics: like `loss=0.3`; each a number or a tensor of one element. `epoch` is the number of the epoch, which is
-            counted from 0 otherwise.
+        metrics: numbers, or tensors of one element, like `loss=0.3`. `epoch` sets the number of the epoch; by default,
+            epochs are counted from 0.
 
     Raises:
         MlxError: called outside of a run, or with something that is not a number.
@@ -170,25 +170,25 @@ def report(**metrics: float | torch.Tensor) -> None:
 
 
 def save_checkpoint(**state: Any) -> None:
-    """Save a checkpoint from a training function: the state of rank 0. Every worker must make the same calls of this.
+    """Save a checkpoint from a training function: the state of rank 0. Every worker must make the same calls.
 
-    It is stored in the background. Call `report` first: `cfg.monitor` chooses the best checkpoint by what was reported.
+    It is stored in the background. Call `report` first, because the best checkpoint is chosen by the reported metrics.
 
     Args:
-        state: like `epoch=3, model=model`: numbers, text, tensors, lists and dicts of these, or objects with a
-            `state_dict`, which is saved in their place.
+        state: numbers, text, tensors, lists and dicts of these, or objects whose `state_dict` is saved, like
+            `epoch=3, model=model`.
 
     Raises:
-        MlxError: called outside of a run, or with something that a checkpoint cannot hold.
+        MlxError: called outside of a run, or with a value that a checkpoint cannot contain.
         StorageError: the previous checkpoint could not be written.
     """
     _run("save_checkpoint").save(state)
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the checkpoint that this run resumes from, or what `Trainer.run` was given as one, or None.
+    """Return the checkpoint that this run resumes from, or the argument `checkpoint` of `Trainer.run`, or None.
 
-    It is the state that `save_checkpoint` was called with. Tensors of a stored checkpoint are on the CPU.
+    The result has the arguments of `save_checkpoint`. Tensors of a stored checkpoint are on the CPU.
 
     Raises:
         MlxError: called outside of a run.
@@ -236,7 +236,7 @@ def _number(name: str, value: Any) -> float:
         raise MlxError("report was called with a metric without a name")
     try:
         number = value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError):  # several elements
+    except (RuntimeError, ValueError):  # a tensor with several elements
         number = None
     if not isinstance(number, int | float):
         raise MlxError(f"report({name}={value!r:.60}) is not a number; report numbers, or tensors of one element")

@@ -11,7 +11,7 @@ from mlx_runtime.errors import UsageError
 from mlx_runtime.storage.documents import is_name
 
 DEFAULT = "notebook"
-"""Name of the module in `src` that cells are written to."""
+"""Default name of the module of cells in `src`."""
 
 
 def register(shell: Any) -> None:
@@ -45,7 +45,7 @@ def register(shell: Any) -> None:
 
 
 def _is_taken(name: str) -> bool:
-    """Return True for the name of an installed module, or of one in Python's library."""
+    """Return True for the name of an installed module, or of a module of Python's library."""
     if name in sys.stdlib_module_names:
         return True
     found = importlib.machinery.PathFinder.find_spec(name, [path for path in sys.path if _is_installed(path)])

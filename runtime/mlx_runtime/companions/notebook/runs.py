@@ -1,4 +1,4 @@
-"""A run from Python: an iterator of its epochs while it trains, in a notebook or a script."""
+"""Runs from Python, in a notebook or a script: iterators of their epochs while they train."""
 
 import contextlib
 import inspect
@@ -26,20 +26,20 @@ Listener = Callable[[Event], None]
 Item = TypeVar("Item")
 
 POLL_S = 0.5
-"""Interval at which the process of a run is checked for being alive."""
+"""Interval at which the process of a run is checked."""
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch that has ended.
+    """A finished epoch.
 
     Attributes:
         epoch: number, from 0.
         epochs: expected in total.
-        metrics: value of each metric that was recorded in it, like `{"val/accuracy": 0.97}`.
+        metrics: values recorded in it, like `{"val/accuracy": 0.97}`.
         seconds: duration.
         folder: path or URI of the run.
-        checkpoint: path or URI of the newest complete checkpoint, or None. It may be that of an earlier epoch, because
+        checkpoint: path or URI of the newest complete checkpoint, or None. It may belong to an earlier epoch, because
             checkpoints are stored in the background.
     """
 
@@ -57,9 +57,10 @@ class Outcome:
 
     Attributes:
         status: `SUCCEEDED`, `STOPPED` or `PRUNED`.
-        run: the stored run, as `open_run` returns it; None if nothing of it is kept, as after `--fast-dev-run`.
-        metrics: latest value of every recorded number, like `{"test/accuracy": 0.98}`.
-        best: epoch, path and value of the best checkpoint by `cfg.monitor`, with its `step` within an epoch; or None.
+        run: the stored run, as returned by `open_run`; None if it was deleted, as after `--fast-dev-run`.
+        metrics: latest value of each recorded number, like `{"test/accuracy": 0.98}`.
+        best: epoch, path and value of the best checkpoint by `cfg.monitor`, and its `step` if it is within an epoch; or
+            None.
     """
 
     status: str
@@ -80,21 +81,22 @@ def run(
         for epoch in run(Experiment, ["cfg.num_epochs=5"]):
             print(epoch.epoch, epoch.metrics["val/accuracy"])
 
-    The run trains in processes of its own, whatever this one does meanwhile. They import the experiment anew, so they
-    see what its files contain now. The first run starts them; later ones start faster while the environment variables,
-    `sys.path` and the working directory, which is that of the experiment, stay the same.
+    The run trains in separate processes, independently of this one. They import the current files of the experiment.
+    Call this in the folder of the experiment. Later runs start faster than the first as long as the environment
+    variables, `sys.path` and the working directory stay the same.
 
     In a script, call this below `if __name__ == "__main__"`.
 
     Args:
-        experiment: class to train: the one in `src/experiment.py` with its conf.yaml, or one of another module, such as
-            `%%mlx` cells of a notebook, with the defaults of its code.
+        experiment: class to train. The one in `src/experiment.py` is trained with conf.yaml; classes of other modules,
+            such as `%%mlx` cells of a notebook, are trained with the defaults in their code.
         overrides: Hydra's overrides, and options like `--resume=run_003` and `--fast-dev-run`.
         listeners: called with each event of the run (`mlx_runtime.events`) while this process waits for epochs.
-        show: print what workers of the local engine print, and warnings. In a notebook, draw a table and a curve, too.
+        show: print warnings, and the output of workers of the local engine. In a notebook, draw a table and a curve,
+            too.
 
     Raises:
-        UsageError, ConfigError, DatasetError: the run cannot be carried out; nothing was written.
+        UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
     """
     words = listed(overrides)
     module, name = importable(experiment)
@@ -111,10 +113,10 @@ def listed(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def importable(thing: Any) -> tuple[str, str]:
-    """Return the module of a class or function and its name in there, by which workers import it.
+    """Return the names of the module and of the class or function, by which workers import it.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: workers cannot import it.
     """
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         raise UsageError(f"{thing!r:.60} is neither a class nor a function")
@@ -133,9 +135,9 @@ def importable(thing: Any) -> tuple[str, str]:
 
 
 class RunIterator(Generic[Item]):
-    """A run in processes of its own. Iterating over it follows the run; leaving the loop early stops the run.
+    """A run in separate processes. Iterating over it follows the run; leaving the loop early stops the run.
 
-    Stopped runs save a checkpoint and are marked STOPPED, as after Ctrl-C. A second interrupt does not wait for the
+    A stopped run saves a checkpoint and is marked STOPPED. After a second interrupt, it does not wait for the
     checkpoint, and a third kills the processes.
     """
 
@@ -170,11 +172,11 @@ class RunIterator(Generic[Item]):
         return self._end.status if self._end is not None else "RUNNING"
 
     def items(self, event: Event) -> Iterator[Item]:
-        """Yield what the loop over the run gets for an event."""
+        """Yield the items that an event contributes to the iteration."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield what the run reports, when it does.
+        """Yield the items of the run as they arrive.
 
         Raises:
             MlxError: the run failed.
@@ -186,14 +188,14 @@ class RunIterator(Generic[Item]):
                     yield self._unread.popleft()
                 else:
                     self._receive()
-        except BaseException as error:  # also of a listener, and GeneratorExit after `break`
+        except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
             raise
         if self._end.error is not None and self._end.status == "FAILED":
             raise _noted(self._end.error)
 
     def result(self) -> Outcome:
-        """Wait for the end of the run, and return how it ended.
+        """Wait for the end of the run, and return its outcome.
 
         Raises:
             MlxError: the run failed.
@@ -201,7 +203,7 @@ class RunIterator(Generic[Item]):
         """
         deque(self, maxlen=0)
         assert self._end is not None, "it has ended"
-        with contextlib.suppress(UsageError):  # nothing of it was kept
+        with contextlib.suppress(UsageError):  # the run was deleted
             return Outcome(self._end.status, open_run(self.folder), self._end.metrics, self._end.best)
         return Outcome(self._end.status, None, self._end.metrics, self._end.best)
 
@@ -230,7 +232,7 @@ class RunIterator(Generic[Item]):
         connection.wait([self._process.events], POLL_S)
         lost: MlxError | None = None
         try:
-            code = self._server.exit_code(self._number)  # before the events, all of which were sent earlier
+            code = self._server.exit_code(self._number)  # read before the events, so that none sent earlier is missed
             if code is not None:
                 lost = MlxError(f"the process of the run {exit_reason(code)}")
         except MlxError as error:
@@ -252,12 +254,12 @@ class RunIterator(Generic[Item]):
             try:
                 listener(event)
             except Exception:
-                self._listeners.remove(listener)  # it would fail again during `stop`, which waits for the end
+                self._listeners.remove(listener)  # it would fail again while `stop` waits for the end
                 raise
 
 
 def _noted(error: BaseException) -> BaseException:
-    """Add its hint to what Python prints of an error."""
+    """Add the hint of an error to the text that Python prints."""
     if hint := getattr(error, "hint", ""):
         vars(error)["__notes__"] = [hint]
     return error

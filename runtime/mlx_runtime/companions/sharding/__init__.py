@@ -1,1 +1,1 @@
-"""Models spread over workers by FSDP2, and their checkpoints, written and read in parts."""
+"""Models sharded by FSDP2, and their checkpoints, written and read in parts."""

@@ -1,4 +1,4 @@
-"""Write the weights of a checkpoint to one file in the format of safetensors, whatever workers have saved it."""
+"""The weights of a checkpoint in a single safetensors file, sharded or not."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from mlx_runtime.storage.files import size_text
 from mlx_runtime.storage.hashing import HashingWriter
 
 BATCH_BYTES = 256 << 20
-"""Size of the tensors that are in memory at the same time, unless one is larger."""
+"""Size of the tensors in memory at the same time; a larger tensor is read alone."""
 
 Weights = dict[str, torch.Tensor | StoredTensor]
 
@@ -29,7 +29,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
     Args:
         folder: The run.
         which: `latest`, `best`, or the name of a checkpoint.
-        output: Default: a file in the working directory that is named after the checkpoint.
+        output: Default: a file in the working directory, named after the checkpoint.
         force: Replace an existing file.
 
     Raises:
@@ -56,7 +56,7 @@ def consolidate(folder: RunFolder, which: str = "latest", output: Path | None = 
     finally:
         temporary.unlink(missing_ok=True)
     facts = f"{len(weights):,} tensors, {size_text(output.stat().st_size)}"
-    rest = f"; left out, because they are no tensors: {', '.join(left_out)}" if left_out else ""
+    rest = f"; left out, because they are not tensors: {', '.join(left_out)}" if left_out else ""
     return f"wrote {output}: {facts}, of {folder.title} {checkpoint.name}{rest}"
 
 

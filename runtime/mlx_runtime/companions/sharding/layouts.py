@@ -1,7 +1,7 @@
-"""Where the tensors of a loaded state belong: each one gets the layout of what it is restored to.
+"""The layouts of the tensors of a loaded state: each one gets the layout of its target.
 
-A checkpoint of any number of workers and any strategy fits a run of any other: a worker that holds a part of a tensor
-reads or cuts out this part, and one that holds the whole tensor reads the whole.
+So a checkpoint can be restored with any number of workers and any strategy: a worker that holds a part of a tensor
+reads or cuts out this part, and one that holds the whole tensor reads all of it.
 """
 
 import copy
@@ -21,12 +21,12 @@ class Layouts:
     """Copies states so that their tensors have the layout of their targets.
 
     Args:
-        models: The models of the run by name. Tensors without a target that were sharded are sharded over their mesh.
-        whole: The checkpoint has no shards. Then tensors with the name and the shape of a sharded weight, like those
-            of a tool that keeps the best weights, are laid out like it.
+        models: The models of the run by name. Their mesh shards tensors that have no target and were sharded before.
+        whole: The checkpoint has no shards. Then tensors with the name and shape of a sharded weight, like those of a
+            tool that keeps the best weights, get its layout.
 
     Attributes:
-        reads: Run it before the states are used.
+        reads: Reads of the tensors; call `reads.run()` before using the states.
     """
 
     def __init__(self, models: Mapping[str, Any], *, whole: bool) -> None:
@@ -50,7 +50,7 @@ class Layouts:
         return self._walk(saved, targets)
 
     def _walk(self, saved: Any, target: Any, *, refused: bool = False) -> Any:
-        """Return a copy. With `refused`, the target refuses tensors of another shape, which need not be read."""
+        """Return a copy. With `refused`, do not read tensors of another shape, because the target will refuse them."""
         if isinstance(saved, torch.Tensor | StoredTensor):
             like = target if isinstance(target, torch.Tensor) else None
             if like is not None and like.shape != saved.shape:
@@ -72,10 +72,10 @@ class Layouts:
         return targets[key] if key in targets else self._by_name.get(key)
 
     def _of_optimizer(self, optimizer: Optimizer, saved: Any) -> Any:
-        """Return a copy of the state: what has the shape of its parameter is laid out like it."""
+        """Return a copy of the state, in which tensors with the shape of their parameter have its layout."""
         parameters = [item for group in optimizer.param_groups for item in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer itself refuses another number of them
+        by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer refuses another number
         states = {
             number: {key: self._of_parameter(by_number.get(number), item) for key, item in state.items()}
             for number, state in saved["state"].items()
@@ -93,7 +93,7 @@ class Layouts:
         return self._placed(value, None) if is_sharded(parameter) else self.reads.full(copy.deepcopy(value))
 
     def _placed(self, saved: torch.Tensor | StoredTensor, like: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy with the layout of another tensor of its shape, if there is one."""
+        """Return a copy with the layout of another tensor, if that has the same shape."""
         if isinstance(saved, torch.Tensor):
             if like is None or not is_sharded(like):
                 return saved.detach().clone()
@@ -114,7 +114,7 @@ class Layouts:
 
 
 def _cut(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a sharded tensor with this worker's part of a whole one. No other worker takes part."""
+    """Return a sharded tensor with this worker's part of a whole one, without communication."""
     from torch.distributed.tensor import distribute_tensor
 
     placements, mesh = like.placements, like.device_mesh  # type: ignore[attr-defined]
@@ -132,7 +132,7 @@ def _replicated(saved: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _placements(mesh: Any, dims: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return how a tensor that was sharded in these dimensions is sharded over the innermost one of a mesh."""
+    """Return placements on a mesh that shard these dimensions of a tensor over the innermost mesh dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
     return (*[Replicate()] * (mesh.ndim - 1), Shard(dims[0]) if dims else Replicate())

@@ -1,7 +1,7 @@
 """Sharded tensors of a state: each worker writes its part, and reads the part that it needs, or the whole tensor.
 
-Torch's distributed checkpointing (DCP) plans who writes and reads which part. What it would pickle is an index in JSON,
-and the parts are in files in the format of safetensors:
+Torch's distributed checkpointing (DCP) plans who writes and reads which part. Its metadata, a pickle, is replaced by an
+index in JSON, and the parts are in safetensors files:
 
     {"tensors": {"models/net/head.weight": {"dtype": "F32", "shape": [10, 64], "chunks": [
          {"offsets": [0, 0], "sizes": [5, 64], "file": "shard_00000.safetensors", "start": 4096}, ...]}, ...},
@@ -40,7 +40,7 @@ _FILE = mapping_with({"size_bytes": COUNT, "sha256": list_of(TEXT)}, needs=("siz
 _SHAPE = {"tensors": mapping_of(_TENSOR), "files": mapping_of(_FILE, NAME)}
 
 
-# -- tensors of a state that are sharded
+# -- sharded tensors of a state
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StoredTensor(Stored):
 
 
 class Parts:
-    """The sharded tensors among plain values, each of which gets a placeholder. Every worker must make the same calls.
+    """The sharded tensors in plain values, replaced by placeholders. Every worker must make the same calls.
 
     Attributes:
         tensors: The sharded tensors by name.
@@ -75,7 +75,7 @@ class Parts:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def without(self, value: Any, path: str) -> Any:
-        """Return plain values with placeholders instead of sharded tensors. The path is the start of their names."""
+        """Return plain values with placeholders instead of sharded tensors. Their names start with the path."""
         if is_sharded(value):
             return self._placeholder(value, path)
         if isinstance(value, dict):
@@ -94,7 +94,7 @@ class Parts:
         local = tensor.to_local()
         storage = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
         memory = storage, local.storage_offset(), tensor.shape, tensor.stride()
-        if memory not in self._names:  # else it is tied to another one
+        if memory not in self._names:  # otherwise, it is tied to another one
             while path in self.tensors:
                 path += "'"
             self._names[memory], self.tensors[path] = path, tensor
@@ -104,7 +104,7 @@ class Parts:
     def staged(self, before: Mapping[str, torch.Tensor], staging: Staging) -> dict[str, torch.Tensor]:
         """Return copies of this worker's parts on the CPU, which training does not change.
 
-        Those of a previous checkpoint are overwritten: to allocate memory takes longer than to copy.
+        The copies of the previous checkpoint are overwritten, because allocating memory takes longer than copying.
         """
         own = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
         return {name: _copied(part, before.get(name), staging) for name, part in own.items()}
@@ -116,7 +116,7 @@ def _copied(part: torch.Tensor, before: torch.Tensor | None, staging: Staging) -
     return before.copy_(part)
 
 
-# -- read
+# -- reading
 
 
 class Shards:
@@ -148,7 +148,7 @@ class Shards:
                 raise ValueError(f"a part of {tensor} is outside of its file")
 
     def check_files(self) -> None:
-        """Check that every file exists and has its size, without reading it; else raise DamagedError."""
+        """Check the existence and size of every file, without reading it. Raise DamagedError."""
         for file, about in self.files.items():
             size = self._storage.size_bytes(self._name, file)
             with reading(self._path(file)):
@@ -171,10 +171,10 @@ class Shards:
         return value
 
     def read(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors, by their names in the index; of sharded ones, the part of this worker.
+        """Fill tensors, given by their names in the index; in sharded ones, the part of this worker.
 
         Raises:
-            DamagedError: A file is missing, or is not what was saved.
+            DamagedError: A file is missing or damaged.
             StorageError: The storage does not answer.
         """
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -192,7 +192,7 @@ class Shards:
                     self._read(reader, item, planner.resolve_tensor(item).detach())
 
     def _read(self, reader: BlockReader, item: "ReadItem", target: torch.Tensor) -> None:
-        """Fill one tensor with a box of a chunk: all rows that the box is in are read."""
+        """Fill a tensor with a box of a chunk, by reading all rows of the chunk that the box touches."""
         chunk = self._chunk(item)
         sizes, offsets, lengths = chunk["sizes"] or [1], [*item.storage_offsets] or [0], [*item.lengths] or [1]
         row = tensor_files.size_bytes(sizes[1:], target.dtype)
@@ -220,7 +220,7 @@ class Reads:
         self._targets: dict[tuple[Shards, Any], dict[str, torch.Tensor]] = {}
 
     def target(self, stored: StoredTensor, layout: Any, empty: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the tensor to be filled: the same for tied tensors that are to have the same layout."""
+        """Return the tensor to fill: the same one for tied tensors with the same layout."""
         targets = self._targets.setdefault((stored.shards, layout), {})
         if stored.name not in targets:
             targets[stored.name] = empty()
@@ -237,7 +237,7 @@ class Reads:
         return value
 
     def run(self) -> None:
-        """Fill those that have not been filled yet; see `Shards.read`."""
+        """Fill all tensors that have not been filled yet; see `Shards.read`."""
         rest, self._targets = self._targets, {}
         for (shards, _), targets in rest.items():
             shards.read(targets)
@@ -252,7 +252,7 @@ def full(state: Any) -> Any:
 
 
 def _metadata(tensors: Mapping[str, Any]) -> "Metadata":
-    """Return what DCP knows about stored tensors."""
+    """Return DCP's metadata of stored tensors."""
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,

@@ -1,4 +1,4 @@
-"""Values of sharded models: those that rank 0 has built, or those that all workers compute alike."""
+"""Initial values of sharded models, sent by rank 0 or computed equally by all workers."""
 
 import weakref
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ Contents = dict[str, dict[str, torch.Tensor]]
 
 
 def contents(models: Mapping[str, nn.Module]) -> Contents:
-    """Return the parameters and buffers of models, tied ones once. They stay whole when the models are sharded."""
+    """Return the parameters and buffers of models, each tied one once. They stay whole when the models are sharded."""
     return {
         title: {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         for title, model in models.items()
@@ -33,7 +33,7 @@ def check_same(built: Contents, topology: Topology) -> None:
     """Check that all workers have built the same models.
 
     Raises:
-        MlxError: this worker has built others than rank 0.
+        MlxError: this worker has built different models than rank 0.
     """
     own = {
         f"{title}.{name}": (tuple(tensor.shape), str(tensor.dtype))
@@ -49,8 +49,8 @@ def check_same(built: Contents, topology: Topology) -> None:
 def keep_buffers_equal(model: nn.Module) -> None:
     """Copy the buffers of rank 0 to all workers before each forward pass of a sharded model, as DDP does.
 
-    Workers compute running statistics from different rows, and a checkpoint holds those of rank 0. Buffers that are not
-    saved are left alone.
+    Workers compute running statistics from different rows, and a checkpoint contains those of rank 0. Buffers that are
+    not saved are not copied.
     """
     kept = [
         (module, name)
@@ -59,7 +59,7 @@ def keep_buffers_equal(model: nn.Module) -> None:
         if name not in module._non_persistent_buffers_set
     ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would warn of the collective
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would warn about the collective
     def copy(*_: Any) -> None:
         found = (getattr(module, name) for module, name in kept)
         broadcast_tensors([item.data for item in found if item is not None])
@@ -69,7 +69,7 @@ def keep_buffers_equal(model: nn.Module) -> None:
 
 
 def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) -> None:
-    """Give a model the values that it had on rank 0 before it was sharded, one tensor at a time, and empty `whole`."""
+    """Send a sharded model the whole values of rank 0, one tensor at a time, and empty `whole`."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         source = whole.pop(name)
         if topology.writes:
@@ -82,14 +82,14 @@ def share(model: nn.Module, whole: dict[str, torch.Tensor], topology: Topology) 
 
 
 def take_whole_states(model: nn.Module) -> None:
-    """Let `load_state_dict` of a sharded model take whole tensors, like pretrained weights: a worker keeps its part."""
+    """Let `load_state_dict` of a sharded model take whole tensors, of which each worker keeps its part."""
 
     def cut(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, own in module.state_dict(prefix=prefix).items():
             given = state.get(name)
             if not isinstance(own, DTensor) or not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
                 continue
-            if given.shape == own.shape:  # else torch reports both
+            if given.shape == own.shape:  # otherwise, torch reports both shapes
                 given = given.detach().to(own.device)
                 state[name] = distribute_tensor(given, own.device_mesh, own.placements, src_data_rank=None)
 
@@ -116,11 +116,11 @@ class _Copy:
 
 
 class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not annotated it
-    """Runs code that initializes sharded tensors as if they were whole: the same on any number of workers.
+    """Runs code that initializes sharded tensors as if they were whole, with the same result on any number of workers.
 
-    Each operation works on a copy of the whole tensor on the CPU, which all workers compute alike, with the same random
-    numbers. Each keeps its part when the next tensor is initialized and no view of the copy is left. All workers must
-    run the same operations. Before the first one, a tensor counts as full of NaN.
+    Each operation works on a copy of the whole tensor on the CPU, with the same random numbers on all workers. A worker
+    stores its part of the copy when the next tensor is initialized and no view of the copy is left. All workers must
+    run the same operations. Before the first one, a tensor contains NaN.
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return self._copies[id(item)].whole
 
     def _known(self, item: Any) -> Any:
-        """Return the sharded tensor for its copy, and note views of copies."""
+        """Return the sharded tensor of a copy, and note views of copies."""
         if isinstance(item, torch.Tensor) and item.device.type == "cpu":
             for copy in self._copies.values():
                 if item is copy.whole:
@@ -158,7 +158,7 @@ class AsIfWhole(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return item
 
     def _keep(self, except_for: set[int]) -> None:
-        """Store the parts of copies that are not used any more."""
+        """Store the parts of copies that are no longer used."""
         for key in [key for key, copy in self._copies.items() if key not in except_for and not copy.used]:
             copy = self._copies.pop(key)
             _fill(copy.tensor.detach(), copy.whole.detach())

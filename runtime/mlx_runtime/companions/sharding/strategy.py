@@ -1,6 +1,7 @@
 """Sharding: each worker holds a part of every parameter, its gradient and its optimizer state (FSDP2).
 
-Torch's FSDP is imported by what uses it: the driver asks these classes what they refuse, and the import takes seconds.
+Torch's FSDP is imported inside functions, because the driver needs only `refusal` and the like of these classes, and
+the import takes seconds.
 """
 
 import types
@@ -47,7 +48,7 @@ _CPU = torch.device("cpu")
 
 
 class FSDP:
-    """Shards models over all workers. Those that have another strategy are sharded, or replicated, as this one says."""
+    """Shards models over all workers. It also builds models to which `Models.strategies` gives another strategy."""
 
     shards = True
     preloads = ("mlx_runtime.companions.sharding.sharing", "torch.distributed.fsdp")
@@ -67,11 +68,11 @@ class FSDP:
 
     @staticmethod
     def model_parallel_size(cfg: Any, workers: int) -> int:
-        return 1  # each reads its own rows
+        return 1  # each worker reads its own rows
 
     @staticmethod
     def mesh_shape(cfg: Any, workers: int) -> tuple[int, ...]:
-        """Return the number of replicas, unless there is only one, and that of workers that share one."""
+        """Return the number of replicas, unless there is only one, and the number of workers that share a replica."""
         return (workers,)
 
     def __init__(self, cfg: Any, topology: Topology) -> None:
@@ -90,7 +91,7 @@ class FSDP:
 
         topology, deferred = self.topology, deferred_models(node)
         group = build_models(node, elsewhere=not topology.writes)
-        drawn = broadcast(random_state_dict(_CPU))  # of rank 0, which has drawn the values of models
+        drawn = broadcast(random_state_dict(_CPU))  # from rank 0, which has drawn the values of models
         load_random_state_dict(drawn, _CPU)
         models = members(group, nn.Module)
         whole = contents(models)
@@ -142,14 +143,14 @@ class FSDP:
             for module in (model, *parts):
                 module.register_forward_hook(_without_views)
             for module in model.modules() if half else ():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # whose running statistics are float32
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):  # its running statistics are float32
                     full = MixedPrecisionPolicy(torch.float32, output_dtype=half)
                     fully_shard(module, mesh=mesh, mp_policy=full, offload_policy=offload)
-            for module in parts:  # blocks within blocks come first
+            for module in parts:  # inner blocks come first
                 if not is_sharded(module):
                     fully_shard(module, mesh=mesh, mp_policy=inside, offload_policy=offload)
             fully_shard(model, mesh=mesh, mp_policy=outside if half else inside, offload_policy=offload)
-        except (NotImplementedError, ValueError) as error:  # of scalar parameters, and of strided ones
+        except (NotImplementedError, ValueError) as error:  # raised for scalar and strided parameters
             raise ConfigError(f"models.{name} cannot be sharded: {error}\n{_CURE}") from error
         keep_buffers_equal(model)
         take_whole_states(model)
@@ -193,14 +194,14 @@ class FSDP:
                     group["foreach"] = group["fused"] = False  # these take either shards or whole tensors
 
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
-        return states  # each worker stores its shards
+        return states  # each worker stores its own shards
 
     def described(self) -> tuple[str, ...]:
         return tuple(self._lines)
 
 
 class HSDP(FSDP):
-    """Shards models over `cfg.sharding.shard_size` workers, and replicates the shards."""
+    """Shards models over groups of `cfg.sharding.shard_size` workers; the groups hold replicas."""
 
     needs = ("sharding.shard_size",)
 
@@ -231,9 +232,10 @@ def _keep_sharded_models() -> None:
 def _check_unshared(
     models: Mapping[str, nn.Module], blocks: Mapping[str, list[str]], strategies: "Mapping[str, StrategyClass]"
 ) -> None:
-    """Check that models to be sharded have no parameter of another model: each would train its own copy.
+    """Check that models to be sharded share no parameter with another model, because each would train its own copy.
 
-    A model that is a block of another one is sharded with it, and one with two names only once.
+    Exceptions are a model that is a block of another one, which is sharded with it, and one with two names, sharded
+    once.
     """
     done = {id(models[name].get_submodule(path)) for name, paths in blocks.items() for path in paths}
     owners: dict[int, str] = {}
@@ -248,7 +250,7 @@ def _check_unshared(
 
 
 def _reshard_after_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    """Shard a model again after a forward pass without gradients, which no backward pass follows."""
+    """Shard a model again after a forward pass without gradients, because no backward pass will do so."""
     if is_sharded(module) and not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
 
@@ -266,9 +268,9 @@ class _Alias(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Return outputs that are not views: an in-place operation on a view would detach it from the hooks of FSDP.
+    """Return outputs that are not views, because an in-place operation on a view would detach it from FSDP's hooks.
 
-    It warns of each view, even if there is no such operation.
+    torch warns about each view, even without such an operation.
     """
     if not torch.is_grad_enabled():
         return output

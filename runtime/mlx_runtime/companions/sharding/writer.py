@@ -1,4 +1,4 @@
-"""`ShardWriter`: where torch's distributed checkpointing (DCP) writes. Imported only by runs that have shards."""
+"""`ShardWriter`: storage for torch's distributed checkpointing (DCP). Imported only by runs with shards."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from mlx_runtime.storage.publishing import Publication
 
 
 class StagedPlanner(DefaultSavePlanner):
-    """Plans with the sharded tensors, and writes copies of this worker's parts.
+    """Plans the writing of sharded tensors, and provides copies of this worker's parts.
 
     Args:
         staged: The copies by name.
@@ -32,7 +32,7 @@ class StagedPlanner(DefaultSavePlanner):
         self._staged = staged
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that all workers hold the same tensors, on rank 0, and plan who writes which part."""
+        """On rank 0, check that all workers hold the same tensors, and plan who writes which part."""
         held: list[set[str]] = [{item.index.fqn for item in plan.items} for plan in all_plans]
         if odd := sorted(held[0].union(*held) - held[0].intersection(*held)):
             raise MlxError(
@@ -47,7 +47,7 @@ class StagedPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _Destination:
-    """The file of one worker, which rank 0 names."""
+    """The file of one worker, named by rank 0."""
 
     folder: str
     file: str
@@ -69,7 +69,7 @@ class ShardWriter(StorageWriter):
     Args:
         storage: Storage of the checkpoints.
         publication: On rank 0, the attempt to publish this one.
-        begin: On rank 0, begins it.
+        begin: On rank 0, begins the publication.
         write_state: On rank 0, writes the part of the state that is not sharded.
         publish: On rank 0, publishes the checkpoint, given its index and the size of all shards in bytes.
     """
@@ -99,7 +99,7 @@ class ShardWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the file of each worker, on rank 0."""
+        """On rank 0, name the file of each worker."""
         assert self._publication is not None
         files = [self._publication.unique(f"shard_{rank:05d}.safetensors") for rank in range(len(plans))]
         self._publication.expect(files)
@@ -107,7 +107,7 @@ class ShardWriter(StorageWriter):
         return [replace(plan, storage_data=_Destination(folder, file)) for plan, file in zip(plans, files, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this worker, unless it has nothing to write."""
+        """Write the file of this worker, unless it would be empty."""
         to: _Destination = plan.storage_data
         tensors = {item.index: cast("torch.Tensor", planner.resolve_data(item)) for item in plan.items}
         written: Future[list[WriteResult]] = Future()
@@ -126,7 +126,7 @@ class ShardWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint, on rank 0, once all workers have written their files."""
+        """On rank 0, publish the checkpoint after all workers have written their files."""
         assert self._publication is not None
         written: list[_Written] = [item.storage_data for worker in results for item in worker]
         for item in written:
@@ -139,7 +139,7 @@ _SHARED = "all machines must share cfg.storage_path; name a shared folder or an 
 
 
 def failure(error: CheckpointException, problem: str) -> NoReturn:
-    """Raise what failed on the worker with the lowest rank, as an error for users that begins with the problem."""
+    """Raise the failure of the worker with the lowest rank as an error for users that begins with the problem."""
     cause = error.failures[min(error.failures)][0]
     if isinstance(cause, MlxError):
         raise cause
@@ -149,12 +149,12 @@ def failure(error: CheckpointException, problem: str) -> NoReturn:
 
 
 def _title(index: MetadataIndex) -> str:
-    """Return the name of a chunk in its file: a worker may have several of one tensor."""
+    """Return a unique name for a chunk in its file: a worker may hold several chunks of one tensor."""
     return f"{index.fqn}@{','.join(map(str, index.offset or ()))}"
 
 
 def _index(metadata: Metadata, written: list[_Written]) -> bytes:
-    """Return the index of a checkpoint; `shards` describes it."""
+    """Return the index of a checkpoint; the module `shards` describes its format."""
     places = {index: (item.file, start) for item in written for index, start in item.starts.items()}
     tensors = {}
     for name, about in metadata.state_dict_metadata.items():

@@ -33,28 +33,28 @@ def sweep(
     name: str = "",
     listeners: Sequence[Listener] = (),
 ) -> SweepResult:
-    """Train an experiment with many configurations, like `mlx train sweep`, and return what came of them.
+    """Train an experiment with many configurations, like `mlx train sweep`, and return their results.
 
-    The working directory is that of the experiment. Nothing is printed; the output of each run is
-    in its log. An interrupted sweep resumes with `mlx train sweep --resume`.
+    Call this in the folder of the experiment. Nothing is printed; the output of each run is in its log. An interrupted
+    sweep can be resumed with `mlx train sweep --resume`.
 
     Args:
-        experiment: Class to train: the one in `src/experiment.py` with its conf.yaml, or one of another module, such as
-            `%%mlx` cells of a notebook, with the defaults of its code.
+        experiment: Class to train. The one in `src/experiment.py` is trained with conf.yaml; classes of other modules,
+            such as `%%mlx` cells of a notebook, are trained with the defaults in their code.
         overrides: Overrides in Hydra's sweep grammar, like `optimizers.adam.lr=tag(log, interval(1e-4, 1e-2))`.
         trials: Number of configurations; the default is the whole grid.
-        search: How configurations are chosen; the default is `grid`, and `optuna` for intervals.
-        scheduler: `asha` ends bad trials early.
-        metric: Metric that compares trials; the default is `cfg.monitor`.
-        mode: Whether the `max` or the `min` of the metric is best; the default is `cfg.mode`.
+        search: `grid`, `random` or `optuna`; the default is `optuna` if there are intervals, otherwise `grid`.
+        scheduler: `asha` ends unpromising trials early.
+        metric: Metric by which trials are compared; the default is `cfg.monitor`.
+        mode: `max` or `min`, whether larger or smaller values are better; the default is `cfg.mode`.
         folds: Cross-validate each trial with this many folds.
-        parallel: Runs at the same time; the default is as many as fit.
+        parallel: Number of runs at the same time; the default is as many as fit.
         gpus_per_trial: GPUs of each run; below 1, runs share one.
         name: Name of the sweep; the default is the next number.
         listeners: Called with each event of the sweep (`mlx_runtime.companions.sweeps.events`).
 
     Raises:
-        UsageError, ConfigError: The sweep cannot be carried out; nothing was written.
+        UsageError, ConfigError: The sweep cannot start; nothing was written.
         MlxError: All trials failed, or none records the metric.
     """
     words = listed(overrides)
@@ -87,8 +87,8 @@ def kfold(
 
     Args:
         experiment: Class to train.
-        overrides: Overrides; those with several values make a sweep, whose trials are all cross-validated.
+        overrides: Overrides. With several values, the result is a sweep whose trials are all cross-validated.
         folds: Number of folds.
-        options: Those of `sweep`.
+        options: Further arguments of `sweep`.
     """
     return sweep(experiment, overrides, folds=folds, **options)

@@ -1,6 +1,6 @@
 """The charts of a sweep for Plotly, as plain SVG.
 
-Plotly's own parallel coordinates need WebGL, and scripts that our pages do not allow.
+Plotly's own parallel coordinates need WebGL, and scripts that are not allowed in our pages.
 """
 
 import math
@@ -13,28 +13,28 @@ from mlx_runtime.extras import require
 from mlx_runtime.runs.tables import format_number
 
 LOG_RATIO = 100
-"""Positive numbers whose largest is this many times the smallest are drawn on a logarithmic axis."""
+"""Ratio of the largest to the smallest positive number above which an axis is logarithmic."""
 
 MIN_TRIALS = 6
-"""Finished trials below which the importance of parameters is not estimated."""
+"""Minimum number of finished trials for estimating the importance of parameters."""
 
 MAX_FOLDED = 24
-"""Trials whose folds are drawn, the best ones."""
+"""Number of best trials whose folds are drawn."""
 
 MAX_MARKED = 10
-"""Numbers to choose from above which an axis has the usual ticks."""
+"""Number of choices above which an axis has the usual ticks."""
 
 MAX_POINTS = 500
-"""Points of learning curves above which only their lines are drawn."""
+"""Number of points in learning curves above which only lines are drawn."""
 
 TEXT_LENGTH = 18
-"""Longest text beside an axis."""
+"""Maximum length of a text beside an axis."""
 
 Chart = dict[str, Any]
 
 
 class Look(NamedTuple):
-    """The style of a group of trials; the color is named as in the page."""
+    """The style of a group of trials; the color is a variable of the page's style sheet."""
 
     name: str
     color: str
@@ -60,13 +60,13 @@ class Mark(NamedTuple):
 
 
 class Axis:
-    """A parameter or a metric: numbers are at their place, and other values in a row, in alphabetical order.
+    """A parameter or a metric. Numbers are at their position, and other values are evenly spaced in alphabetical order.
 
     Args:
         key: Full name.
         name: Short name.
         values: One per trial.
-        log: True for a logarithmic axis, if all values are positive numbers; None to decide by the values.
+        log: True for a logarithmic axis, if all values are positive numbers; None decides by the values.
         chosen: True if the numbers are choices, which are marked on the axis unless there are many.
     """
 
@@ -84,13 +84,13 @@ class Axis:
         self.texts = [escaped(text if len(text) <= TEXT_LENGTH else f"{text[:TEXT_LENGTH]}…") for text in texts]
 
     def heights(self) -> list[float]:
-        """Return how far each trial is from the lowest position, 0, to the highest, 1."""
+        """Return the height of each trial, from 0 for the lowest position to 1 for the highest."""
         scaled = [math.log10(position) if self.log else position for position in self.positions]
         low, high = min(scaled), max(scaled)
         return [(item - low) / (high - low) if high > low else 0.5 for item in scaled]
 
     def ticks(self, places: Sequence[float]) -> dict[float, str]:
-        """Return the text at some of the places of the trials: at choices, or at both ends of other numbers."""
+        """Return the texts at some positions of the trials: at choices, or at both ends of other numbers."""
         found = dict(sorted(zip(places, self.texts, strict=True)))
         low, high = min(found), max(found)
         return {place: text for place, text in found.items() if self.choices or self.marked or place in (low, high)}
@@ -112,7 +112,7 @@ class Axis:
 
 
 def parallel(trials: Sequence[Trial], axes: Sequence[Axis]) -> Chart:
-    """Draw each trial as a line through its values, which ends at its score."""
+    """Draw each trial as a line through its values to its score."""
     heights = [axis.heights() for axis in axes]
     texts = [[f"{axis.name} {text}" for text in axis.texts] for axis in axes]
     marks = [
@@ -140,7 +140,7 @@ def against(trials: Sequence[Trial], axis: Axis, scores: Axis) -> Chart:
 
 
 def importance(trials: Sequence[Trial], axes: Sequence[Axis]) -> list[Chart]:
-    """Draw the share of each parameter in the variance of the score; nothing if there are too few trials."""
+    """Draw the share of each parameter in the variance of the score; return [] if there are too few trials."""
     finished = [index for index, trial in enumerate(trials) if trial.status == "SUCCEEDED"]
     axes = [axis for axis in axes if len({axis.positions[index] for index in finished}) > 1]
     if len(finished) < MIN_TRIALS or not axes:
@@ -221,7 +221,7 @@ def spread_text(trial: Trial, metric: str) -> str:
 
 
 def _traces(trials: Sequence[Trial], marks: Sequence[Mark], mode: str) -> list[Chart]:
-    """Draw trials, best first, each with its mark; those that stand out are in front."""
+    """Draw trials, best first, each with its mark, in groups from the back to the front."""
     finished = [trial.number for trial in trials if trial.status == "SUCCEEDED"]
     quarter = finished[: math.ceil(len(finished) / 4)]
 

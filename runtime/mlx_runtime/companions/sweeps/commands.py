@@ -18,9 +18,9 @@ from mlx_runtime.runs.folder import names_run, refuse_empty
 @options.verbosity
 @click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Number of trials. Default: the whole grid.")
 @click.option("--search", type=click.Choice(["grid", "random", "optuna"]), help="Default: grid; optuna for intervals.")
-@click.option("--scheduler", type=click.Choice(["none", "asha"]), help="Whether to end bad trials early.")
-@click.option("--metric", metavar="M", help="Metric that compares trials. Default: cfg.monitor.")
-@click.option("--mode", type=click.Choice(["max", "min"]), help="Which is best. Default: cfg.mode.")
+@click.option("--scheduler", type=click.Choice(["none", "asha"]), help="asha ends unpromising trials early.")
+@click.option("--metric", metavar="M", help="Metric to compare trials by. Default: cfg.monitor.")
+@click.option("--mode", type=click.Choice(["max", "min"]), help="Which values are better. Default: cfg.mode.")
 @click.option("--folds", metavar="K", type=click.IntRange(min=2), help="Cross-validate each trial.")
 @click.option("--parallel", metavar="N", type=click.IntRange(min=1), help="Runs at a time. Default: as many as fit.")
 @click.option("--gpus-per-trial", metavar="X", type=options.gpus, help="Below 1, runs share a GPU.")
@@ -28,9 +28,9 @@ from mlx_runtime.runs.folder import names_run, refuse_empty
 @click.option(
     "--max-time", "max_time_s", metavar="TIME", type=options.duration_s, help="Stop after this time: 90m, 2h, …"
 )
-@click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Run what a sweep lacks.")
+@click.option("--resume", metavar="[NAME]", is_flag=False, flag_value="latest", help="Train a sweep's missing runs.")
 @click.option("--retry-failed", is_flag=True, help="With --resume, run failed trials again.")
-@click.option("--force", is_flag=True, help="With --resume, although overrides or code have changed.")
+@click.option("--force", is_flag=True, help="With --resume, ignore changes of overrides or code.")
 @commands.from_option
 @commands.variant_option
 @options.yes
@@ -56,7 +56,7 @@ def sweep_request(
     yes: bool,
     **definition: Any,
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
-    """Return the overrides, the definition and the other settings of a sweep, as the options of `sweep` give them."""
+    """Return the overrides, the definition and the other settings of a sweep, from the options of `sweep`."""
     refuse_empty({"--resume": resume, "--from": origin})
     if resume and not names_run(resume):  # an override; the sweep has no name
         resume, overrides = "latest", (resume, *overrides)
@@ -86,7 +86,7 @@ def launched(
     *,
     look: bool,
 ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Return what loads and checks the config of a sweep, binding it first if necessary, and what submits it."""
+    """Return two functions: one loads and checks the config of a sweep, binding it if necessary; one submits it."""
     from mlx_runtime.companions.sweeps.definition import Definition
     from mlx_runtime.companions.sweeps.launching import SweepLaunch
 

@@ -1,4 +1,4 @@
-"""The definition of a sweep: its parameters, its search, and the metric that compares trials."""
+"""The definition of a sweep: its parameters, its search, and the metric by which trials are compared."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,24 +18,24 @@ CHANGEABLE = ("trials", "parallel", "gpus_per_trial")
 """Fields that a resumed sweep may change without `--force`."""
 
 OF_FOLDS = ("cfg.seed", "cfg.cross_validation.splitter")
-"""Settings that determine which rows a fold holds out."""
+"""Settings that determine the held-out rows of a fold."""
 
 
 @dataclass(frozen=True)
 class Definition:
-    """The definition of a sweep, as its record holds it. `plan` fills in empty fields with defaults.
+    """The definition of a sweep, stored in its record. `plan` fills in empty fields with defaults.
 
     Attributes:
         overrides: Overrides as typed.
         search: `grid`, `random` or `optuna`.
         scheduler: `none` or `asha`.
-        metric: Metric that compares trials.
-        mode: Whether the `max` or the `min` is best.
+        metric: Metric by which trials are compared.
+        mode: `max` or `min`, whether larger or smaller values are better.
         trials: Number of trials.
         folds: Runs per trial; None without cross-validation.
         seed: Seed of the search.
-        parallel: Runs at the same time; None for as many as fit.
-        gpus_per_trial: GPUs, or the share of one, of each run; None for what its workers need.
+        parallel: Number of runs at the same time; None for as many as fit.
+        gpus_per_trial: GPUs of each run, or its share of one; None for the needs of its workers.
         experiment: Path of the class that is trained, like `src.notebook.Experiment`; empty for `src.experiment`.
     """
 
@@ -52,7 +52,7 @@ class Definition:
     experiment: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields that the record of the sweep holds, without secrets."""
+        """Return the fields for the record of the sweep, without secrets."""
         return asdict(self) | {"overrides": [redacted_override(text) for text in self.overrides]}
 
     def given(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Definition:
 
     @classmethod
     def recorded(cls, found: Mapping[str, Any]) -> "Definition":
-        """Restore what `as_json` returned."""
+        """Restore a definition from `as_json`."""
         known = {item.name: found[item.name] for item in fields(cls) if item.name in found}
         return cls(**known | {"overrides": tuple(found["overrides"])})
 
@@ -72,9 +72,9 @@ class SweepPlan:
 
     definition: Definition
     space: Space
-    config: RunConfig  # that all trials have in common
-    rows: tuple[Fold, ...] = ()  # of each fold
-    folder: RunFolder | None = None  # of the sweep to resume; None for a new one
+    config: RunConfig  # config that all trials have in common
+    rows: tuple[Fold, ...] = ()  # rows of each fold
+    folder: RunFolder | None = None  # folder of the sweep to resume; None for a new one
 
 
 def plan(
@@ -84,13 +84,13 @@ def plan(
 
     Args:
         experiment: Class of the experiment.
-        asked: What the command defines.
+        asked: Definition from the command.
         large: Allow a grid of any size.
-        look: Run no code that only conf.yaml names, as in `load_config`.
+        look: Run no code that is named only in conf.yaml, as in `load_config`.
         split: Read the datasets and split their rows into folds, if the sweep has any.
 
     Raises:
-        UsageError, ConfigError: it is not one of a sweep, or a value of a parameter does not fit.
+        UsageError, ConfigError: it does not define a sweep, or a value of a parameter is invalid.
         ConfigError, DatasetError: the rows cannot be split into folds.
     """
     space = parse(asked.overrides)
@@ -133,10 +133,10 @@ def plan(
 
 
 def merged(stored: Definition, asked: Definition) -> Definition:
-    """Return the definition of a sweep to resume, with the fields that the command gives."""
+    """Return the definition of a sweep to resume, with changed fields from the command."""
     given = asked.given()
     if replace(stored, **given).as_json()["overrides"] != stored.as_json()["overrides"]:
-        given.setdefault("trials", 0)  # of another space
+        given.setdefault("trials", 0)  # computed again for another space
     return replace(stored, **given)
 
 

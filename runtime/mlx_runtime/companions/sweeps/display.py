@@ -24,12 +24,12 @@ RANKED = 10
 """Number of trials in the table at the end."""
 
 WHOLE = -1
-"""Stands for all folds of a trial."""
+"""Index that means all folds of a trial."""
 
 
 @dataclass
 class _Row:
-    """A line of the live table: a run, or a trial whose folds have all ended."""
+    """A line of the live table: a run, or a trial after the end of all its folds."""
 
     values: Mapping[str, str]
     status: str = "RUNNING"
@@ -41,10 +41,10 @@ class SweepDisplay:
     """Draws the events of a sweep on a terminal or in a pipe.
 
     Args:
-        plan: What the sweep runs.
+        plan: Plan of the sweep.
         stream: The terminal or pipe.
-        copy: Receives what a pipe would, if `stream` is a terminal.
-        quiet: Show only where the sweep is stored, failures and the results.
+        copy: If `stream` is a terminal, receives the output for a pipe.
+        quiet: Show only the folder of the sweep, failures and results.
     """
 
     def __init__(self, plan: SweepPlan, stream: TextIO, copy: TextIO | None = None, *, quiet: bool = False) -> None:
@@ -82,7 +82,7 @@ class SweepDisplay:
             live.stop()
 
     def table(self) -> Table:
-        """Return the live table: what runs, the best trial, and the trials that ended last, as far as there is room."""
+        """Return the live table: current runs, the best trial and, if there is room, the latest ended trials."""
         definition = self._plan.definition
         keys = [dimension.key for dimension in self._plan.space.dimensions]
         titles = short_names(keys)

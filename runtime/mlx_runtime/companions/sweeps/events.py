@@ -15,12 +15,12 @@ class SweepStarted(Event):
 
     folder: RunFolder
     definition: Definition
-    done: tuple[TrialState, ...]  # trials that ended before the sweep was resumed
+    done: tuple[TrialState, ...]  # trials that ended before this start of the sweep
 
 
 @dataclass(frozen=True)
 class TrialStarted(Event):
-    """A run of a trial is about to start or to resume."""
+    """A run of a trial is about to start or resume."""
 
     trial: int  # from 1
     fold: int | None  # from 0; None without folds
@@ -46,7 +46,7 @@ class TrialEnded(Event):
     trial: int
     fold: int | None
     status: str
-    best: tuple[int, float] | None = None  # best epoch, from 0, and the metric then
+    best: tuple[int, float] | None = None  # best epoch, from 0, and its value of the metric
     error: str = ""
 
 
@@ -56,5 +56,5 @@ class SweepEnded(Event):
 
     status: str  # `SUCCEEDED`, `FAILED` if every trial has failed, or `STOPPED` if some are not done
     best: int | None = None  # trial with the best value of the metric
-    unfinished: int = 0  # number of trials that remain to be run
-    failed: int = 0  # number of trials that have failed
+    unfinished: int = 0  # number of remaining trials
+    failed: int = 0  # number of failed trials

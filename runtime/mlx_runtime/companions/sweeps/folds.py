@@ -1,7 +1,7 @@
 """Cross-validation: a splitter of scikit-learn divides the rows of `datasets.train` into folds.
 
-A run with `folds` and `fold` in `cfg.cross_validation` trains on the rows of all folds but one. The rows of that fold
-take the place of `datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
+A run with `folds` and `fold` in `cfg.cross_validation` trains on the rows of all folds except one. The rows of that
+fold replace `datasets.val`; a second instance of the dataset, in evaluation mode, reads them.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ PER_ROW = ("fold_labels", "fold_groups")
 """Methods of a dataset that return an array with one item per row, for splitters that need labels or groups."""
 
 HELD_OUT = {"training": False, "shuffle": False, "drop_last": False}
-"""Attributes that the instance for the held-out rows has, whatever `datasets.train` has."""
+"""Attributes of the instance for the held-out rows, regardless of those of `datasets.train`."""
 
 UNNUMBERED = "whose rows have no numbers; use a dataset with __getitem__ and __len__"
-"""Why a stream cannot be split, and what can."""
+"""Reason why a stream cannot be split, and the cure."""
 
 _PerRow = npt.NDArray[Any] | None
 
 
 class Fold(NamedTuple):
-    """Row numbers of `datasets.train`, ascending: those to train on, and those held out for validation."""
+    """Row numbers of `datasets.train`, ascending: rows to train on, and rows held out for validation."""
 
     train: npt.NDArray[np.int64]
     held_out: npt.NDArray[np.int64]
 
     def subsets(self) -> dict[str, Subset]:
-        """Return what a run of this fold reads, by name in `Datasets`."""
+        """Return the subsets that a run of this fold reads, by name in `Datasets`."""
         train, held_out = map(torch.from_numpy, self)
         return {"train": Subset(train), "val": Subset(held_out, HELD_OUT)}
 
@@ -60,7 +60,7 @@ def rows_digest(folds: Sequence[Fold]) -> str:
 
 
 def with_held_out(tree: Tree, fold: int | None) -> Tree:
-    """Return a config where `datasets.val` is `datasets.train` in evaluation mode; without a fold, the same config.
+    """Return a config in which `datasets.val` is `datasets.train` in evaluation mode; unchanged without a fold.
 
     Raises:
         ConfigError: There are no such datasets, or `datasets.train` is a stream.
@@ -84,7 +84,7 @@ def with_held_out(tree: Tree, fold: int | None) -> Tree:
 
 
 def leak_warning(tree: Tree) -> str | None:
-    """Return a line for the user if `datasets.train` has no argument that selects its evaluation mode."""
+    """Return a warning if `datasets.train` has no argument that selects its evaluation mode."""
     node = dataset_nodes(tree)["train"]
     if _switches(node):
         return None
@@ -95,7 +95,7 @@ def leak_warning(tree: Tree) -> str | None:
 
 
 def fold_rows(config: Config) -> list[Fold]:
-    """Split `datasets.train` into folds, which depend on the dataset, the splitter and the seed.
+    """Split `datasets.train` into folds, which depend only on the dataset, the splitter and the seed.
 
     Raises:
         ConfigError: The splitter cannot split the rows, for example because it needs labels.
@@ -140,7 +140,7 @@ def fold_rows(config: Config) -> list[Fold]:
 
 
 def load_fold(datasets: Tree, cfg: Tree) -> Any:
-    """Build the datasets of a run of a fold: `train` and `val` are the `Subset`s that it trains on and holds out.
+    """Build the datasets for a run of a fold: `train` and `val` are the `Subset`s to train on and held out.
 
     Raises:
         ConfigError: As for `fold_rows`.
@@ -154,7 +154,7 @@ def load_fold(datasets: Tree, cfg: Tree) -> Any:
     group = build_group(nodes, "datasets", constructing_each(nodes, settings.seed))
     for name, numbers in (("train", rows.train), ("val", rows.held_out)):
         part = data.Subset(adopted(getattr(group, name), name, nodes[name]), numbers.tolist())
-        object.__setattr__(group, name, part)  # of a frozen dataclass, too
+        object.__setattr__(group, name, part)  # works for a frozen dataclass, too
     return group
 
 
@@ -172,7 +172,7 @@ def _splitter(config: Config) -> Any:
 
 
 def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> list[Fold]:
-    """Return the folds of a splitter; one without a `random_state` draws from the seed."""
+    """Return the folds of a splitter. Without a `random_state`, it uses the seed."""
     with warnings.catch_warnings(), seeded(seed):
         warnings.filterwarnings("ignore", "The groups parameter is ignored")  # by splitters without groups
         parts = list(splitter.split(np.zeros(rows), *arrays))
@@ -180,7 +180,7 @@ def _split(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> li
 
 
 def _lacking(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> Sequence[str]:
-    """Return the methods without which a splitter fails: with stand-ins for what they return, it does not."""
+    """Return the missing methods that a splitter needs, found by trying stand-ins for their return values."""
     missing = [name for name, values in zip(PER_ROW, arrays, strict=True) if values is None]
     for names in [*([name] for name in missing), missing]:
         stand_ins = (np.zeros(rows, np.int64), np.arange(rows))
@@ -192,7 +192,7 @@ def _lacking(splitter: Any, rows: int, seed: int, arrays: Sequence[_PerRow]) -> 
 
 
 def _per_row(dataset: Any, method: str, rows: int) -> _PerRow:
-    """Return what a method of a dataset returns, or None if there is no such method."""
+    """Return the array of a method of a dataset, or None if there is no such method."""
     values = np.asarray(getattr(dataset, method)()) if hasattr(dataset, method) else None
     if values is not None and values.shape[:1] != (rows,):
         title = f"{type(dataset).__name__}.{method}() returned an array of shape {values.shape}"
@@ -201,7 +201,7 @@ def _per_row(dataset: Any, method: str, rows: int) -> _PerRow:
 
 
 def _check_same_rows(train: Any, val: Any, rows: int, arrays: Sequence[_PerRow]) -> None:
-    """Refuse a dataset that has other rows in evaluation mode, like the test set of MNIST."""
+    """Refuse a dataset that has different rows in evaluation mode, like the test set of MNIST."""
     if rows_of(val, "val") != rows or not all(
         np.array_equal(np.asarray(_per_row(val, name, rows)), np.asarray(before))
         for name, before in zip(PER_ROW, arrays, strict=True)
@@ -221,4 +221,4 @@ def _switches(node: Mapping[str, Any]) -> list[str]:
     """Return the arguments of a dataset that select its evaluation mode if they are False."""
     values = {item.name: item.default for item in parameters(object_at(node["_target_"])) or []} | dict(node)
     found = [name for name in ("training", "augment", "train") if isinstance(values.get(name), bool)]
-    return [name for name in found if name != "train"] or found  # `train` often selects the rows, too
+    return [name for name in found if name != "train"] or found  # `train` often selects the rows as well

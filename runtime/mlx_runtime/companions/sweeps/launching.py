@@ -1,4 +1,4 @@
-"""Launch a sweep: its driver is a job of the cluster, which resumes what is claimed here."""
+"""Launches of sweeps: the folder is claimed here, and the driver is a job on the cluster that resumes the sweep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,12 +23,12 @@ class SweepLaunch:
     force: bool = False
     large: bool = False
     max_time_s: float | None = None
-    plan: SweepPlan | None = field(default=None, init=False)  # once it has been checked
+    plan: SweepPlan | None = field(default=None, init=False)  # set by `load`
 
     def load(self, experiment: Callable[[], type], *, look: bool = False) -> RunConfig:
-        """Check the sweep, and return the config that its runs have in common; `look` as in `load_config`.
+        """Check the sweep, and return the common config of its runs; `look` as in `load_config`.
 
-        The job splits the rows into folds: the datasets may be on the cluster only.
+        The job splits the rows into folds, because the datasets may be only on the cluster.
         """
         if self.name and not is_name(self.name):
             raise UsageError(f"--name {self.name!r} is not a valid folder name")

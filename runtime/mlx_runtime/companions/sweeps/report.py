@@ -1,4 +1,4 @@
-"""The web page of a sweep: a single file that opens anywhere, like the pages of runs. It is part of its mirror."""
+"""The web page of a sweep: a single file that can be opened offline, like the pages of runs. Mirrors include it."""
 
 import collections
 import re
@@ -37,14 +37,14 @@ def render_sweep(result: SweepResult, ask: AskJobs | None = None) -> str:
 
 
 def push(folder: RunFolder, uri: str | None, announce: Callable[[str], object]) -> str:
-    """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a line about it.
+    """Mirror a sweep that has ended: its best run, its table of trials and its page. Return a message for the user.
 
-    Of a trial with folds, the mirrored run is that of the first fold; see `mlx_runtime.companions.hub.pushing.push`.
+    With folds, the run of the first fold is mirrored; see `mlx_runtime.companions.hub.pushing.push`.
 
     Raises:
         UsageError: No trial has recorded the metric.
     """
-    from mlx_runtime.companions.hub import pushing  # nothing else of a sweep needs it
+    from mlx_runtime.companions.hub import pushing  # needed only here
     from mlx_runtime.companions.hub.contents import SweepSummary
 
     result = SweepResult(folder)

@@ -1,4 +1,4 @@
-"""The results of a sweep, read from the records and metrics of its runs: while it runs, at its end, or years later."""
+"""The results of a sweep, read from the records and metrics of its runs, during or after the sweep."""
 
 import contextlib
 import functools
@@ -39,18 +39,18 @@ def open_sweep(sweep: str | Path) -> "SweepResult":
 
 
 class SweepResult:
-    """The trials of a sweep, as they were when this object was created.
+    """The trials of a sweep, in their state at the creation of this object.
 
     Args:
         folder: Folder of the sweep.
 
     Attributes:
-        definition: What the sweep searches, and how: `overrides`, `search`, `scheduler`, `metric`, `mode`, `folds`, …
+        definition: Definition of the sweep: `overrides`, `search`, `scheduler`, `metric`, `mode`, `folds`, …
         trials: All trials, by number.
 
     Raises:
         StorageError: The record of the sweep cannot be read.
-        UsageError: The folder is that of a run.
+        UsageError: The folder belongs to a run.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -66,7 +66,7 @@ class SweepResult:
 
     @property
     def best(self) -> Trial:
-        """The trial with the best value of the metric, of those that did not fail.
+        """The trial with the best value of the metric, except failed ones.
 
         Raises:
             UsageError: No trial has recorded the metric.
@@ -81,10 +81,10 @@ class SweepResult:
 
     @property
     def command(self) -> str:
-        """Command that trains the best configuration in a run of its own, in Python if only Python can."""
+        """Command that trains the best configuration in a new run, or Python code if there is no command for it."""
         chosen = {override.partition("=")[0]: override for override in self.best.overrides}
         given = self.definition["overrides"]
-        if self.folds:  # it trains on all rows
+        if self.folds:  # the run trains on all rows
             given = [text for text in given if not re.match(r"[+~]*cfg\.cross_validation\b", text)]
         overrides = [chosen.pop(text.partition("=")[0], text) for text in given]
         overrides += chosen.values()
@@ -100,11 +100,12 @@ class SweepResult:
         return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
 
     def best_config(self) -> dict[str, Any]:
-        """Return the conf.yaml of the best trial as plain dicts, for all rows: without folds and their splitter.
+        """Return the conf.yaml of the best trial as plain dicts, without folds and their splitter, to train on all
+        rows.
 
         Raises:
             UsageError: No trial has recorded the metric.
-            StorageError: It cannot be read.
+            StorageError: The file cannot be read.
         """
         from mlx_runtime.runs.reader import Run
 
@@ -114,9 +115,9 @@ class SweepResult:
         return config
 
     def table(self, *, runs: bool = False) -> "pandas.DataFrame":
-        """Return one row per trial: its values, status, best epoch, all metrics, and the seconds that it took.
+        """Return one row per trial: its values, status, best epoch, all metrics, and its duration in seconds.
 
-        With folds, metrics are means over the folds, and columns like `val/loss_std` their standard deviations.
+        With folds, metrics are means over the folds, and columns like `val/loss_std` contain standard deviations.
 
         Args:
             runs: Return one row per run instead, with the metrics at the best epoch of its trial.
@@ -128,7 +129,7 @@ class SweepResult:
         return pandas.DataFrame(rows, columns=None if rows else [index]).set_index(index)
 
     def ranked(self) -> list[Trial]:
-        """Return the trials, best first; those that failed or lack the metric come last."""
+        """Return the trials, best first; failed ones and those without the metric come last."""
         sign = -1 if self.mode == "max" else 1
 
         def rank(trial: Trial) -> float:
@@ -138,7 +139,7 @@ class SweepResult:
 
     @functools.cached_property
     def metric_names(self) -> list[str]:
-        """Names of all metrics, beginning with the one that ranks the trials."""
+        """Names of all metrics, beginning with the one by which trials are ranked."""
         names = {name: None for trial in self.trials for name in trial.metrics}
         return sorted(names, key=lambda name: name != self.metric)
 
@@ -162,7 +163,7 @@ class SweepResult:
         }
 
     def _checkpoint(self, run: RunResult, trial: Trial) -> str | None:
-        """Return the path of the checkpoint of a run at the best epoch of its trial; None if it is not kept."""
+        """Return the path of the checkpoint of a run at the best epoch of its trial; None if it was removed."""
         value = trial.score if run.fold is None else run.epochs[trial.epoch or 0][self.metric]
         saved = [item for item in list_checkpoints(run.row.folder.checkpoints) if item.epoch + 1 == trial.epoch]
         kept = [item for item in saved if item.metrics.get(self.metric) == value]

@@ -14,7 +14,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import UNREADABLE, Row
 
 STATUSES = (UNREADABLE, "FAILED", "PRUNED", "STALE", "STOPPED", "RUNNING", "WAITING", "PENDING", "SUCCEEDED")
-"""A trial has the first of these that one of its runs has."""
+"""Statuses by precedence: a trial has the first one that any of its runs has."""
 
 Epochs = Mapping[int, Mapping[str, float]]
 """Last value of each metric in each epoch, counted from 1."""
@@ -36,11 +36,11 @@ class Trial:
     number: int  # from 1
     overrides: tuple[str, ...]  # its values as overrides, like `optimizers.adam.lr=0.001`
     values: Mapping[str, Any]  # the same by key, as numbers where they are numbers
-    status: str  # of its run; with folds, the worst one
+    status: str  # status of its run; with folds, the worst one
     runs: tuple[RunResult, ...] = field(repr=False)  # those that were started; with folds, one per fold
-    curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, its mean at their ends
-    epoch: int | None  # best one of the curve; None if the curve is empty
-    metrics: Mapping[str, float]  # all metrics at that epoch, else their latest values; with folds, means
+    curve: Mapping[int, float] = field(repr=False)  # the metric by epoch, from 1; with folds, the mean
+    epoch: int | None  # best epoch of the curve; None if the curve is empty
+    metrics: Mapping[str, float]  # all metrics at that epoch, or else their latest values; with folds, means
     spread: Mapping[str, float]  # standard deviations of the metrics over the folds
 
     @property
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def duration_s(self) -> float | None:
-        """Seconds spent in its runs."""
+        """Total duration of its runs in seconds."""
         known = [run.row.duration_s for run in self.runs if run.row.duration_s is not None]
         return sum(known) if known else None
 
@@ -64,7 +64,7 @@ class Trial:
 def scored(
     number: int, values: Mapping[str, str], runs: Sequence[RunResult], folds: int, metric: str, mode: str
 ) -> Trial:
-    """Return a trial with its score, which it has once each of its `folds` runs has recorded the metric."""
+    """Return a trial with its score, which requires that each of its `folds` runs has recorded the metric."""
     statuses = {run.row.status for run in runs} | ({"PENDING"} if len(runs) < folds else set())
     curve = mean_curve([curve_of(run.epochs, metric) for run in runs]) if len(runs) == folds else {}
     if folds == 1 and runs:
@@ -89,7 +89,7 @@ def scored(
 
 
 def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
-    """Read the metrics of a run; nothing if there are none yet."""
+    """Read the metrics of a run; empty if there are none yet."""
     found: dict[int, dict[str, float]] = {}
     with contextlib.suppress(OSError, StorageError):
         curves = read_curves(run.read(run.metrics.name).decode(errors="replace"))
@@ -101,18 +101,18 @@ def read_epochs(run: RunFolder) -> dict[int, dict[str, float]]:
 
 
 def mean_curve(folds: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """Return the mean of the curves of folds, at each epoch that all of them have."""
+    """Return the mean of the curves of folds, at the epochs that all of them have."""
     shared = [epoch for epoch in sorted(folds[0]) if all(epoch in curve for curve in folds)]
     return {epoch: statistics.fmean(curve[epoch] for curve in folds) for epoch in shared}
 
 
 def curve_of(epochs: Epochs, metric: str) -> dict[int, float]:
-    """Return a metric by epoch, where it was recorded."""
+    """Return a metric by epoch, for epochs in which it was recorded."""
     return {epoch: values[metric] for epoch, values in epochs.items() if metric in values}
 
 
 def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
-    """Return the epoch with the best value, the last of equals as for checkpoints; None if no value is finite."""
+    """Return the epoch with the best value, of equal values the last one; None if no value is finite."""
     known = [epoch for epoch in sorted(curve, reverse=True) if math.isfinite(curve[epoch])]
     return (max if mode == "max" else min)(known, key=curve.__getitem__, default=None)
 
@@ -120,7 +120,7 @@ def best_epoch(curve: Mapping[int, float], mode: str) -> int | None:
 def best_checkpoint(
     record: Mapping[str, Any], metric: str, mode: str, *, first_epoch: int = 0
 ) -> tuple[int, float] | None:
-    """Return the epoch and the value of the best checkpoint in the record of a run, if it was chosen by this metric."""
+    """Return the epoch and value of the best checkpoint in the record of a run, if it was chosen by this metric."""
     best = record.get("best") or {}
     if best.get("value") is None or (record.get("monitor"), record.get("mode")) != (metric, mode):
         return None
@@ -128,20 +128,20 @@ def best_checkpoint(
 
 
 def with_checkpoint(curve: Mapping[int, float], saved: tuple[int, float] | None, mode: str) -> dict[int, float]:
-    """Return a curve with the value of a checkpoint at its epoch, if it is better: it was saved within the epoch."""
+    """Return a curve with the value of a checkpoint within an epoch, if it is better than the value of that epoch."""
     if saved is None or score(saved[1], mode) <= score(curve.get(saved[0]), mode):
         return dict(curve)
     return dict(sorted({**curve, saved[0]: saved[1]}.items()))
 
 
 def metrics_at(epochs: Epochs, epoch: int | None) -> dict[str, float]:
-    """Return the metrics of an epoch, and the latest values of those not recorded in it, like that of a final test."""
+    """Return the metrics of an epoch, with latest values of metrics not recorded in it, like those of a final test."""
     latest = {name: value for values in epochs.values() for name, value in values.items()}
     return latest | dict(epochs.get(epoch or 0, {}))
 
 
 def typed(text: str) -> Any:
-    """Return a value of an override as a number, a boolean or None, else its text."""
+    """Return a value of an override as a number, a boolean or None, or else as text."""
     words = {"true": True, "false": False, "null": None}
     if text.lower() in words:
         return words[text.lower()]
@@ -152,7 +152,7 @@ def typed(text: str) -> Any:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest ending of each key that belongs to no other: `optimizers.adam.lr` → `lr`."""
+    """Return the shortest unique suffix of each key: `optimizers.adam.lr` → `lr`."""
 
     def short(key: str) -> str:
         words = key.split(".")

@@ -1,7 +1,7 @@
-"""The space that a sweep searches: overrides in Hydra's sweep grammar.
+"""The search space of a sweep: overrides in Hydra's sweep grammar.
 
 `lr=1e-3,1e-4`, `choice(...)` and `range(...)` list values; `interval(...)`, `tag(log, interval(...))` and
-`int(interval(...))` span them, with both ends.
+`int(interval(...))` are intervals that include both ends.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from mlx_runtime.errors import ConfigError, UsageError, short_message
 from mlx_runtime.training.request import load_config
 
 Values = dict[str, str]
-"""Values of a trial by key, as text: `f"{key}={text}"` is the override that applies one."""
+"""Values of a trial by key, as text: `f"{key}={text}"` is the override of a value."""
 
 LARGE_GRID = 1000
-"""Trials of a grid that need no confirmation."""
+"""Maximum number of trials in a grid without confirmation."""
 
 MOST_VALUES = 100_000
-"""How many values one override may list."""
+"""Maximum number of values in one override."""
 
 COMMON = (
     *("cfg.name", "cfg.storage_path", "cfg.resume", "cfg.monitor", "cfg.mode"),
@@ -33,7 +33,7 @@ COMMON = (
     *("cfg.engine", "cfg.start_workers", "cfg.elastic.min_workers", "cfg.elastic.max_workers"),
     *("cfg.cpus_per_worker", "cfg.use_gpu"),
 )
-"""Settings that all runs of a sweep have in common."""
+"""Settings that must be the same in all runs of a sweep."""
 
 
 def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def fold_overrides(folds: int, fold: int) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key that takes different values: the `choices`, or those between `low` and `high`."""
+    """A key with different values: the `choices`, or values between `low` and `high`."""
 
     key: str  # as typed before the `=`, like `optimizers.adam.lr`
     text: str  # the override as typed
@@ -67,7 +67,7 @@ class Dimension:
         return False
 
     def written(self, value: float) -> str:
-        """Return a value of the interval as text, with four significant digits: of itself, or of the width."""
+        """Return a value of the interval as text, with four significant digits of itself or of the interval's width."""
         if self.integer:
             return str(int(value))
         digits = 3 - math.floor(math.log10(value if self.log else self.high - self.low))
@@ -89,7 +89,7 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """Points of the grid; None with an interval."""
+        """Number of points in the grid; None if there is an interval."""
         counts = [len(dimension.choices) for dimension in self.dimensions]
         return math.prod(counts) if all(counts) else None
 
@@ -99,12 +99,12 @@ class Space:
         return {dimension.key: dimension.samples[0] for dimension in self.dimensions}
 
     def swept(self, *keys: str) -> str | None:
-        """Return one of these keys, or a key below one, that varies, if any."""
+        """Return a varying key among or below these keys, or None."""
         names = [dimension.key.lstrip("+") for dimension in self.dimensions]
         return next((name for name in names if name.startswith(keys)), None)
 
     def grid(self) -> Iterator[Values]:
-        """Yield each combination of the choices; those of the last key change fastest."""
+        """Yield each combination of choices; the last key changes fastest."""
         keys = [dimension.key for dimension in self.dimensions]
         for texts in itertools.product(*(dimension.choices for dimension in self.dimensions)):
             yield dict(zip(keys, texts, strict=True))
@@ -114,9 +114,10 @@ class Space:
         return values.keys() == dimensions.keys() and all(text in dimensions[key] for key, text in values.items())
 
     def applied(self, values: Mapping[str, str]) -> tuple[str, ...]:
-        """Return the overrides of one trial, in the order typed: one below a key that varies applies after it.
+        """Return the overrides of one trial in the order typed, so that an override below a varying key applies after
+        it.
 
-        Values of keys that do not vary come last; a trial has some if the sweep was resumed with another space.
+        Values of other keys come last; a trial has some if the sweep was resumed with another space.
         """
         keys = {dimension.text: dimension.key for dimension in self.dimensions}
         rest, overrides = dict(values), []
@@ -132,7 +133,7 @@ def parse(overrides: Sequence[str]) -> Space:
     """Parse the overrides of a sweep. Words that begin with a dash are options, which apply to every trial.
 
     Raises:
-        UsageError, ConfigError: an override is none, or cannot be swept; in one line.
+        UsageError, ConfigError: an override is invalid, or cannot be swept; in one line.
     """
     dimensions, keys = [], Counter[str]()
     for text in overrides:
@@ -149,10 +150,10 @@ def parse(overrides: Sequence[str]) -> Space:
 
 
 def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = False, title: str = "") -> None:
-    """Check every value, each with the first value of the other keys; `look` and `title` as in `load_config`.
+    """Check every value, with the first values of all other keys; `look` and `title` as in `load_config`.
 
     Raises:
-        ConfigError: values do not fit; one line per problem.
+        ConfigError: values are invalid; one line per problem.
     """
     others = [space.first | {item.key: text} for item in space.dimensions for text in item.samples[1:]]
     problems: dict[str, None] = {}
@@ -161,17 +162,17 @@ def check(space: Space, experiment: type, path: Path = CONF, *, look: bool = Fal
             load_config(experiment, [*space.applied(values), "++cfg.resume=null"], path, look=look, title=title or None)
         except ConfigError as error:
             for problem in error.problems or [str(error)]:
-                for item in space.dimensions:  # an unknown key is one problem, whatever its values
+                for item in space.dimensions:  # an unknown key is only one problem
                     problem = problem.replace(f"override {item.key}={values[item.key]}:", f"override {item.text}:")
                 problems[problem] = None
     raise_if([*problems], title or path)
 
 
 def trial_count(space: Space, search: str, trials: int | None, *, large: bool = False) -> int:
-    """Return how many trials a search runs at most, given `--trials`; `large` is `--yes`.
+    """Return the maximum number of trials of a search, given `--trials`; `large` is `--yes`.
 
     Raises:
-        UsageError: it would not end without `--trials`, a grid has an interval, or it is a large grid.
+        UsageError: the search would not end without `--trials`, a grid has an interval, or the grid is too large.
     """
     if space.size is None:
         interval = next(item.text for item in space.dimensions if not item.choices)
@@ -187,7 +188,7 @@ def trial_count(space: Space, search: str, trials: int | None, *, large: bool = 
 
 
 def _dimension(override: Any, text: str) -> Dimension:
-    """Return what an override with several values spans; `override` is Hydra's."""
+    """Return the dimension of an override with several values; `override` is Hydra's object."""
     sweep, key = override.value(), override.get_key_element()
     if why := _refusal(override, sweep):
         raise UsageError(f"{text}: {why}")
@@ -204,7 +205,7 @@ def _dimension(override: Any, text: str) -> Dimension:
 
 
 def _refusal(override: Any, sweep: Any) -> str:
-    """Return why an override cannot be swept, or nothing."""
+    """Return the reason why an override cannot be swept, or an empty string."""
     interval = override.is_interval_sweep()
     if any(hasattr(value, "tags") for value in getattr(sweep, "list", None) or ()):
         return "a function like choice(...) stands alone, and a list holds only values: choice(a, b, c) or a,b,c"

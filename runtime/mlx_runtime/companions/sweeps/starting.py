@@ -1,4 +1,4 @@
-"""Start a sweep, or resume one: everything that is checked and claimed before the first run."""
+"""The start or resumption of a sweep: all checks and claims before the first run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from mlx_runtime.storage.documents import is_name
 from mlx_runtime.storage.files import Storage, storage_root
 
 FOLDS = "folds.npz"
-"""File of a sweep with the numbers of the rows that each fold holds out."""
+"""File of a sweep with the row numbers of each fold."""
 
 
 def find_sweep(name: str = "latest") -> RunFolder:
@@ -47,12 +47,12 @@ def find_sweep(name: str = "latest") -> RunFolder:
 
 
 def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, force: bool, **how: bool) -> SweepPlan:
-    """Check that a sweep can be resumed, with the fields of its definition that the command gives.
+    """Check that a sweep can be resumed, with changed fields of its definition from the command.
 
-    `how` are the other arguments of `plan`.
+    `how` are further arguments of `plan`.
 
     Raises:
-        UsageError: it is being driven, or its definition or code has changed and `force` is not set.
+        UsageError: another driver runs the sweep, or its definition or code has changed and `force` is not set.
     """
     record = records.refuse_living(folder)
     if "definition" not in record:
@@ -77,7 +77,7 @@ def resumed_plan(experiment: type, folder: RunFolder, asked: Definition, *, forc
 
 
 def finished_trials(plan: SweepPlan, *, retry_failed: bool) -> list[TrialState] | None:
-    """Return the trials of the sweep that a plan resumes if it has ended and none is left to run, else None."""
+    """Return the trials of the sweep to resume if no run is missing, otherwise None."""
     assert plan.folder is not None, "it resumes a sweep"
     record = records.recorded(plan.folder)
     if record["status"] not in ("SUCCEEDED", "FAILED"):
@@ -96,12 +96,12 @@ def _stored_trials(plan: SweepPlan, record: Mapping[str, Any], retry_failed: boo
 
 
 def claim(plan: SweepPlan, name: str = "", *, retry_failed: bool = False, listeners: Sequence[Listener] = ()) -> Sweep:
-    """Become the driver of a sweep: of a new one, or of the one that the plan resumes.
+    """Become the driver of a new sweep, or of the one to resume.
 
     Raises:
-        UsageError: another driver has it, or there is a sweep with this name.
-        MissingLibraryError: it needs Optuna, which is not installed.
-        StorageError: its folder cannot be written.
+        UsageError: another driver runs the sweep, or there is a sweep with this name.
+        MissingLibraryError: Optuna is needed, but not installed.
+        StorageError: the folder cannot be written.
     """
     definition, cfg, project = plan.definition, plan.config.cfg, Path.cwd()
     if uses_optuna(definition.search, definition.scheduler):

@@ -30,7 +30,7 @@ class TrialState:
         number: Number of the trial, from 1.
         values: Text of each value by key.
         runs: Name of each run, recorded before its folder is created; None for those not started.
-        statuses: Status of each run: empty if it waits to be started or resumed, RUNNING, or its outcome.
+        statuses: Status of each run: empty before it is started or resumed, RUNNING, or its outcome.
         curves: Values of the metric of each run at the ends of epochs.
         checkpoint: Epoch and value of the best checkpoint of a trial without folds, perhaps within an epoch.
     """
@@ -48,14 +48,14 @@ class TrialState:
 
     @property
     def waiting(self) -> int | None:
-        """Index of the next run to start; None if none is left, or one has failed or was pruned."""
+        """Index of the next run to start; None if none is left, or if one has failed or was pruned."""
         if {"FAILED", "PRUNED"} & {*self.statuses} or "" not in self.statuses:
             return None
         return self.statuses.index("")
 
     @property
     def status(self) -> str:
-        """SUCCEEDED, PRUNED or FAILED once the trial is done, RUNNING before, STOPPED if it is to be resumed."""
+        """SUCCEEDED, PRUNED or FAILED when the trial is done, RUNNING before, STOPPED if it can be resumed."""
         for status in ("RUNNING", "FAILED", "PRUNED", "STOPPED"):
             if status in self.statuses:
                 return status
@@ -67,7 +67,7 @@ class TrialState:
 
     @property
     def curve(self) -> Curve:
-        """Mean over all runs, at the epochs that all of them have ended."""
+        """Mean over all runs, at the epochs that all of them have finished."""
         return mean_curve(self.curves)
 
     def best(self, mode: str) -> tuple[int, float] | None:
@@ -79,7 +79,7 @@ class TrialState:
         return statistics.stdev(curve[epoch] for curve in self.curves) if len(self.curves) > 1 else None
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the record of the sweep holds."""
+        """Return the fields of the trial for the record of the sweep."""
         return {"trial": self.number, "values": self.values, "runs": [*self.runs]}
 
 
@@ -90,7 +90,7 @@ def best_of(curve: Curve, mode: str) -> tuple[int, float] | None:
 
 
 def best_trial(trials: Sequence[TrialState], mode: str) -> TrialState | None:
-    """Return the trial with the best value among those that have not failed."""
+    """Return the trial with the best value, except failed ones."""
     known = [(best[1], trial) for trial in trials if trial.status != "FAILED" and (best := trial.best(mode))]
     return (max if mode == "max" else min)(known, key=lambda item: item[0])[1] if known else None
 
@@ -101,7 +101,7 @@ def read_trial(
     """Rebuild the state of a trial from the records and metrics of its runs.
 
     Raises:
-        UsageError: one of its runs is being trained.
+        UsageError: one of its runs is training.
     """
     trial = TrialState(entry["trial"], entry["values"], list(entry["runs"]))
     for index, name in enumerate(trial.runs):
@@ -120,7 +120,7 @@ def read_trial(
 
 
 def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dict[str, Any] | None:
-    """Return the record of a run of a trial; empty if it has none yet, None if the folder became another run's."""
+    """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
     if Storage(run.location).size_bytes(run.record.name) is None:
         return {}
     record = records.recorded(run)

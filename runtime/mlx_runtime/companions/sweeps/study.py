@@ -1,7 +1,7 @@
-"""The search and the pruner of a sweep. Everything that uses Optuna.
+"""The search and the pruner of a sweep, with Optuna.
 
-The same seed and the same history give the same values and the same decisions, so that a resumed sweep continues like
-an uninterrupted one.
+Values and decisions depend only on the seed and the history, so that a resumed sweep continues like an uninterrupted
+one.
 """
 
 import math
@@ -11,22 +11,22 @@ from typing import Any
 from mlx_runtime.companions.sweeps.space import Dimension, Space, Values
 
 REDUCTION = 3
-"""ASHA continues the best of this many trials at each rung: after a ninth, and after a third of the epochs."""
+"""ASHA continues one in this many trials at each rung: after a ninth and after a third of the epochs."""
 
 TRIES = 20
-"""How often a sampler may repeat values of a finite space before the next untried ones of the grid are taken."""
+"""Number of repeated values from the sampler after which the next untried point of the grid is used."""
 
 
 class Study:
     """The search and the scheduler of one sweep.
 
     Args:
-        space: what to search.
+        space: search space.
         search: `grid` in the order of the overrides, `random`, or `optuna` for its tree-structured Parzen estimator.
         scheduler: `none`, or `asha` for asynchronous successive halving.
         mode: `max` or `min`.
-        seed: of the samplers.
-        epochs: of a whole trial.
+        seed: seed of the samplers.
+        epochs: number of epochs of a whole trial.
     """
 
     def __init__(self, space: Space, *, search: str, scheduler: str, mode: str, seed: int, epochs: int) -> None:
@@ -41,7 +41,7 @@ class Study:
             self._distributions = {item.key: _distribution(item) for item in space.dimensions}
 
     def add(self, number: int, values: Values) -> None:
-        """Add a trial that exists already. Outside of the space, its result does not guide the search."""
+        """Add an existing trial. If it is outside the space, its result does not affect the search."""
         self._tried.add(frozenset(values.items()))
         if self._study is None:
             return
@@ -51,7 +51,7 @@ class Study:
         self._trials[number] = self._study.ask(self._distributions if inside else {})
 
     def ask(self, number: int) -> Values | None:
-        """Return the values of the next trial; None if all points of a finite space have been tried."""
+        """Return the values of the next trial; None if all points of a finite space were tried."""
         values: Values | None = None
         if self._search != "grid":
             for attempt in range(TRIES):
@@ -67,7 +67,7 @@ class Study:
         return values
 
     def report(self, number: int, epoch: int, value: float) -> bool:
-        """Take the metric of a trial after an epoch, from 0; True if the trial should end now."""
+        """Receive the metric of a trial after an epoch, from 0. Return True if the trial should end now."""
         latest, prune = self._decisions.get(number, (-1, False))
         if self._study is None or epoch < latest:
             return False
@@ -79,7 +79,7 @@ class Study:
         return prune
 
     def tell(self, number: int, status: str, value: float | None) -> None:
-        """Take the outcome of a trial: SUCCEEDED, PRUNED or FAILED, and its score."""
+        """Receive the outcome of a trial: SUCCEEDED, PRUNED or FAILED, and its score."""
         if self._study is None:
             return
         from optuna.trial import TrialState
@@ -97,7 +97,7 @@ class Study:
 
         seed = zlib.crc32(salt.encode())
         sampler = optuna.samplers.TPESampler if self._search == "optuna" else optuna.samplers.RandomSampler
-        # A copy, because values are rounded when they are written.
+        # A copy, because values are rounded in overrides.
         copy = optuna.create_study(direction=self._study.direction, sampler=sampler(seed=seed))
         copy.add_trials(self._study.get_trials(deepcopy=False))
         parameters = copy.ask(self._distributions).params
@@ -105,7 +105,7 @@ class Study:
 
 
 def uses_optuna(search: str, scheduler: str) -> bool:
-    """Return True unless a sweep only runs the points of its grid, one after the other."""
+    """Return False if a sweep only runs the points of its grid in order."""
     return search != "grid" or scheduler != "none"
 
 
@@ -134,7 +134,7 @@ def _distribution(dimension: Dimension) -> Any:
 
 
 def _ordered(choices: tuple[str, ...]) -> bool:
-    """Return True for numbers that rise or fall, between which the search may interpolate."""
+    """Return True for increasing or decreasing numbers, which the search may interpolate."""
     try:
         numbers = [float(text) for text in choices]
     except ValueError:
@@ -143,7 +143,7 @@ def _ordered(choices: tuple[str, ...]) -> bool:
 
 
 def _parameter(dimension: Dimension, text: str) -> float:
-    """Return a value as Optuna knows it."""
+    """Return Optuna's representation of a value."""
     if dimension.choices:
         return dimension.choices.index(text)
     return int(float(text)) if dimension.integer else float(text)

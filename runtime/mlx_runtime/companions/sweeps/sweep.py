@@ -1,4 +1,4 @@
-"""A sweep while it runs: which run comes next, and what is known of the others. Independent of the engine."""
+"""A running sweep: the choice of the next run, and the states of all trials, independent of the engine."""
 
 import contextlib
 import dataclasses
@@ -22,13 +22,13 @@ Listener = Callable[[Event], None]
 
 
 def planned_trials(plan: SweepPlan, begun: Sequence[TrialState]) -> int:
-    """Return the number of trials of a sweep, of which some were begun."""
-    outside = [trial for trial in begun if trial.values not in plan.space]  # it was changed with --force
+    """Return the number of trials of a sweep, given those that have begun."""
+    outside = [trial for trial in begun if trial.values not in plan.space]  # the space was changed with --force
     return max(len(begun), plan.definition.trials + (len(outside) if plan.space.size else 0))
 
 
 def outcome(plan: SweepPlan, trials: Sequence[TrialState]) -> SweepEnded:
-    """Return how a sweep would end if no other trial began."""
+    """Return the last event of a sweep if no other trial begins."""
     unfinished = planned_trials(plan, trials) - sum(trial.done for trial in trials)
     failed = sum(trial.status == "FAILED" for trial in trials)
     status = "STOPPED" if unfinished else "FAILED" if failed == len(trials) else "SUCCEEDED"
@@ -37,12 +37,12 @@ def outcome(plan: SweepPlan, trials: Sequence[TrialState]) -> SweepEnded:
 
 
 class Sweep:
-    """The trials of a sweep that this process drives. An engine asks it for runs, and reports what they do.
+    """The trials of a sweep driven by this process. An engine requests runs from it, and reports their events.
 
     Args:
         record: Record of the sweep, claimed by this process.
         plan: Plan of the sweep.
-        trials: Trials that have begun before.
+        trials: Trials that have already begun.
         listeners: Called with each event of the sweep.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sweep:
         self._stop_announced = self._killed = False
         self._pruned: set[int] = set()
         recorded = any(curve for trial in self.trials for curve in trial.curves)
-        # By run, until one of them has recorded the metric.
+        # Until one of the runs has recorded the metric.
         self._first_epochs: dict[str, EpochEnded] | None = None if recorded else {}
         definition = plan.definition
         self._count = planned_trials(plan, self.trials)
@@ -80,7 +80,7 @@ class Sweep:
 
     @property
     def stopping(self) -> bool:
-        """True if nothing new should start, and running trials should stop with a checkpoint."""
+        """True if no new run should start, and running trials should stop with a checkpoint."""
         if self.control.reason is not None and not self._stop_announced:
             self._stop_announced = True
             self._emit(StopRequested(self.control.reason))
@@ -98,7 +98,7 @@ class Sweep:
     def next(self) -> TrialJob | None:
         """Return the next run to start; None if there is nothing to start now.
 
-        Its name is recorded before its folder is created, so a driver that takes over finds all folders.
+        The name of a run is recorded before its folder is created, so that a driver that takes over finds all folders.
         """
         if self.stopping:
             return None
@@ -113,7 +113,7 @@ class Sweep:
         return self._job(self.trials[-1], 0)
 
     def handle(self, job: TrialJob, event: Event) -> bool:
-        """Take an event of a run. True if all runs of its trial should be pruned."""
+        """Handle an event of a run. Return True if all runs of its trial should be pruned."""
         if isinstance(event, EpochEnded):
             trial, value = self.trials[job.trial - 1], event.values.get(self.plan.definition.metric)
             if value is not None:
@@ -126,13 +126,13 @@ class Sweep:
         return job.trial in self._pruned
 
     def ended(self, job: TrialJob, status: str, error: str = "") -> None:
-        """Take the outcome of a run: SUCCEEDED, PRUNED, FAILED or STOPPED."""
+        """Handle the outcome of a run: SUCCEEDED, PRUNED, FAILED or STOPPED."""
         trial, index, mode = self.trials[job.trial - 1], job.fold or 0, self.plan.definition.mode
         trial.statuses[index] = status
         if status == "SUCCEEDED" and self._first_epochs is not None:
             self._refuse_metric(job)
         if job.fold is None:
-            with contextlib.suppress(StorageError):  # it died before it had a record
+            with contextlib.suppress(StorageError):  # the run died before it had a record
                 trial.checkpoint = best_checkpoint(records.recorded(job.folder), self.plan.definition.metric, mode)
         best = trial.best(mode) if job.fold is None else best_of(trial.curves[index], mode)
         self._emit(TrialEnded(job.trial, job.fold, status, best, error))
@@ -144,7 +144,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Keep the record alive within the block, watch for requests to stop, and record how the sweep ends.
+        """Keep the record alive within the block, watch for requests to stop, and record the outcome of the sweep.
 
         Raises:
             MlxError: the sweep cannot continue, or another driver has taken it over.
@@ -166,7 +166,7 @@ class Sweep:
             raise self.problem
 
     def _best(self) -> dict[str, Any] | None:
-        """Return what the record holds about the best trial: the mean of its folds and their standard deviation."""
+        """Return the fields about the best trial for the record: the mean of its folds and their standard deviation."""
         mode = self.plan.definition.mode
         if (trial := best_trial(self.trials, mode)) is None or (best := trial.best(mode)) is None:
             return None
@@ -174,7 +174,7 @@ class Sweep:
         return {"trial": trial.number, "epoch": epoch, "value": value, "std": trial.deviation(epoch)}
 
     def _job(self, trial: TrialState, index: int) -> TrialJob:
-        """Claim the folder of a run, unless it was claimed before, and return what its process needs."""
+        """Claim the folder of a run, unless it was claimed before, and return the job for its process."""
         folds = self.plan.definition.folds
         fold = index if folds else None
         folder = self._claimed(trial, index)
@@ -188,7 +188,7 @@ class Sweep:
         return TrialJob(name, trial.number, fold, trial.values, folder.location, overrides, experiment)
 
     def _claimed(self, trial: TrialState, index: int) -> RunFolder:
-        """Return the folder that was recorded for a run unless it became another run's, else a new one."""
+        """Return the recorded folder of a run, or a new one if it now belongs to another run."""
         sweep, name = self.record.folder, trial.runs[index]
         if name is not None:
             folder = run_folder(sweep.root, sweep.experiment, name)

@@ -1,4 +1,4 @@
-"""A sweep in a terminal: signals, a log, a time limit, and what the user sees."""
+"""A sweep in a terminal: signals, a log, a time limit and a display."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.training.engines import local, placement
 
 MAX_TIME = "--max-time"
-"""Reason of a stop that is no failure."""
+"""Reason of a stop that does not count as a failure."""
 
 
 def run_sweep(
@@ -40,20 +40,20 @@ def run_sweep(
     large: bool = False,
     max_time_s: float | None = None,
 ) -> None:
-    """Carry out a sweep, or what is missing of one.
+    """Run a sweep, or the missing runs of one.
 
     Args:
         experiment: Class to train, importable by name.
-        asked: What the command defines.
+        asked: Definition from the command.
         name: Name of a new sweep; empty for the next number.
         resume: Sweep to resume.
-        retry_failed: Run trials that failed before again.
-        force: Resume in spite of another definition or other code.
+        retry_failed: Run failed trials again.
+        force: Resume even if the definition or the code has changed.
         large: Allow a grid of any size.
         max_time_s: Stop after this many seconds.
 
     Raises:
-        UsageError, ConfigError: the sweep cannot be carried out; nothing was written.
+        UsageError, ConfigError: the sweep cannot start; nothing was written.
         MlxError: all trials failed, or none records the metric.
         RunStopped: Ctrl-C, SIGTERM or `mlx xp stop`.
     """
@@ -63,7 +63,7 @@ def run_sweep(
         checked = resumed_plan(experiment, find_sweep(resume), asked, force=force, large=large)
         if (trials := finished_trials(checked, retry_failed=retry_failed)) is not None:
             return _show_results(checked, trials)
-    engine = engine_for(checked)  # before anything is written: the trials may not fit
+    engine = engine_for(checked)  # before anything is written, because the trials may not fit
     with contextlib.closing(engine), contextlib.ExitStack() as stack:
         terminal = _Terminal(checked, stack)
         sweep = claim(checked, name, retry_failed=retry_failed, listeners=[terminal.handle])
@@ -99,7 +99,7 @@ def engine_for(checked: SweepPlan) -> SweepEngine:
 
 
 def _show_results(checked: SweepPlan, trials: Sequence[TrialState]) -> None:
-    """Print the results of a sweep that has ended. Its record stays as it is."""
+    """Print the results of a sweep that has ended, without changing its record."""
     assert checked.folder is not None, "it resumes a sweep"
     _ignore_signals()
     ended = outcome(checked, trials)
@@ -132,9 +132,9 @@ class _Terminal:
 
 @contextlib.contextmanager
 def _signals(sweep: Sweep) -> Iterator[None]:
-    """Stop the sweep at the first Ctrl-C or SIGTERM within the block, and kill its trials at the second Ctrl-C.
+    """Within the block, stop the sweep at the first Ctrl-C or SIGTERM, and kill its trials at the second Ctrl-C.
 
-    Once the sweep has ended, the process is exiting and ignores both.
+    After the end of the sweep, both are ignored, because the process is exiting.
     """
 
     def stop(number: int, _: Any) -> None:
@@ -152,13 +152,13 @@ def _signals(sweep: Sweep) -> Iterator[None]:
 
 
 def _ignore_signals() -> None:
-    """Ignore Ctrl-C and SIGTERM until this process exits: it only prints what has been done."""
+    """Ignore Ctrl-C and SIGTERM until this process exits, because it only prints results."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _report(folder: RunFolder, trials: Sequence[TrialState], ended: SweepEnded, reason: str | None) -> None:
-    """Raise what the exit code of the command follows from, unless the sweep succeeded."""
+    """Raise the error that determines the exit code, unless the sweep succeeded."""
     resume = shlex.join(["mlx", "train", "sweep", f"--resume={folder.name}"])
     if ended.status == "FAILED":
         first = next(trial for trial in trials if trial.status == "FAILED")

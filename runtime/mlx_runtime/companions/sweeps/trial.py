@@ -1,4 +1,4 @@
-"""One run of a sweep from the inside: what the process of a trial does, and what is recorded if it dies."""
+"""One run of a sweep: the work of its process, and the record if that process dies."""
 
 import contextlib
 import sys
@@ -33,16 +33,16 @@ from mlx_runtime.training.stop_requests import StopRequests, held_signals, sigte
 
 @dataclass(frozen=True)
 class TrialJob:
-    """A run of a sweep, as the process that trains it receives it."""
+    """A run of a sweep, for the process that trains it."""
 
     sweep: str  # like `sweep_001`
     trial: int  # from 1
     fold: int | None  # from 0; None without folds
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
-    run: str  # path or URI of its folder, which is claimed
-    overrides: tuple[str, ...]  # all that its config differs by, and `--run=`
+    run: str  # path or URI of its claimed folder
+    overrides: tuple[str, ...]  # all overrides of its config, and `--run=`
     experiment: str = ""  # path of its class; empty for `src.experiment`
-    gpus: float = 0  # GPUs reserved for it, or the share of one; it does not fall back to the CPU
+    gpus: float = 0  # reserved GPUs, or the share of one; there is no fallback to the CPU
 
     @property
     def folder(self) -> RunFolder:
@@ -52,19 +52,19 @@ class TrialJob:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The sweep of a run, as its record holds it."""
+        """The facts about the sweep for the record of the run."""
         return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
 
 
 def begun_overrides(run: str) -> tuple[str, ...]:
-    """Return the overrides with which a run that has begun resumes: its own conf.yaml has all others."""
+    """Return the overrides for resuming a run that has begun; its own conf.yaml contains all others."""
     return "++cfg.resume=null", f"--run={run}"
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
     """Train a run of a sweep in this process, in the folder of the experiment. In the main thread, SIGTERM stops it.
 
-    Everything that the process prints goes to the log of the run. Errors do not leave this function: they end the run.
+    All output of the process goes to the log of the run. Errors end the run, and are not raised.
     """
     ended: RunEnded | None = None
 
@@ -85,7 +85,7 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
                 print(f"error: {full_message(error)}", file=sys.stderr)
             elif not stopped:
                 traceback.print_exception(error)
-            if ended is None:  # before there was a run
+            if ended is None:  # before the run existed
                 status = "FAILED" if not stopped else "PRUNED" if control.pruned else "STOPPED"
                 ended = RunEnded(status, {}, error=error)
                 record_end(job, status, "" if stopped else full_message(error))
@@ -94,7 +94,7 @@ def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequest
 
 
 def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests) -> None:
-    """Do what `mlx train run` does once the experiment is imported."""
+    """Train like `mlx train run`, after the import of the experiment."""
     experiment = main_class(AN_EXPERIMENT, Path.cwd()) if not job.experiment else object_at(job.experiment)
     with conf_of(experiment) as conf:
         config = replace(load_config(experiment, job.overrides, conf), sweep=job.facts)
@@ -111,7 +111,7 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
 
 
 def _refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None:
-    """Refuse to train on CPUs what was to train on GPUs."""
+    """Refuse to train on CPUs if the run was planned for GPUs."""
     if job.gpus and not cluster.use_gpu and config.cfg.use_gpu is not False:
         raise ConfigError(
             f"trial {job.trial} should train on {job.gpus:g} GPUs, but its process finds {cluster.gpus:g} for "
@@ -120,9 +120,9 @@ def _refuse_fallback(job: TrialJob, config: RunConfig, cluster: Cluster) -> None
 
 
 def record_end(job: TrialJob, status: str, error: str = "") -> None:
-    """Record the end of a run that cannot do so itself: its process has died, or failed before the run began.
+    """Record the end of a run whose process has died, or failed before the run began.
 
-    A run that was about to resume stays as it was, and so does a stopped one that has not begun.
+    A run that was about to resume stays unchanged, and so does a stopped one that has not begun.
     """
     folder, before = job.folder, dict[str, Any]()
     with contextlib.suppress(StorageError):

@@ -11,11 +11,11 @@ from mlx_runtime.runs.tables import format_duration, format_number
 from mlx_runtime.storage.redaction import redacted_tree
 
 RESOLVED = ("cfg.resume", "cfg.storage_path")
-"""Settings that choose a run and do not change what it does. A resumed run stores what they stood for."""
+"""Settings that select a run and do not affect training. A resumed run stores the values that they referred to."""
 
 
 def difference(first: RunFolder, second: RunFolder, ask: AskJobs | None = None) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return what differs between two runs: `run`, `config` and `metrics`, with one or two values for each name."""
+    """Return the differences between two runs in `run`, `config` and `metrics`: one or two values for each name."""
     a, b = (_describe(folder, ask) for folder in (first, second))
     return {
         part: {

@@ -1,7 +1,7 @@
-"""Web pages about runs, each a single file that opens anywhere, even without a network.
+"""Web pages about runs, each in a single file that can be opened offline.
 
-The content of runs is not trusted: `pages/*.html` escape every text, and a page allows only its own two scripts
-(Content-Security-Policy), and no images or addresses outside it.
+The content of runs is not trusted: `pages/*.html` escape all text, and the Content-Security-Policy of a page allows
+only its own two scripts, and no external images or addresses.
 """
 
 import base64
@@ -33,31 +33,31 @@ PAGES = Path(__file__).parent / "pages"
 REPORT = "report.html"
 
 CACHED_LENGTH = 100
-"""Texts up to this length repeat in many runs; their redaction is cached."""
+"""Length of texts whose redaction is cached, because they are repeated in many runs."""
 
 LOG_LINES = 100
 
 FACTS = ("training_iteration", "timestamp", "date", "time_this_iter_s", "time_total_s", "hostname", "node_ip", "pid")
-"""Fields of a report that are not metrics, besides `step` and `epoch`."""
+"""Fields of a report that are not metrics, in addition to `step` and `epoch`."""
 
 MAX_POINTS = 2_000
-"""Points per curve; each section of a longer one is drawn by its minimum and maximum."""
+"""Maximum number of points per curve; longer ones are reduced to the minimum and maximum of each section."""
 
 GROUP = "lr"
-"""Prefix, as in `lr/adam`, whose curves share a chart. Other charts have one per metric: `train/loss`, `val/loss`."""
+"""Prefix of the curves that share a chart, like `lr/adam`. Other charts show one metric: `train/loss`, `val/loss`."""
 
 INTERVAL = "_interval"
-"""Ends the name of an average since the previous record, which is drawn with the average that it is named after."""
+"""Suffix of averages since the previous record; they share a chart with the average of the same name."""
 
 OF_TRAINING = re.compile(rf"({GROUP}|time|gpu)/|tflops$|.*_per_s$")
-"""Names of numbers that say how a run trains, and not how well: learning rates, times, speeds, the use of devices."""
+"""Names of numbers that are not results: learning rates, times, speeds, and the use of devices."""
 
 Point = tuple[int, float | None, int]
 """Step, value (None for NaN), epoch counted from 1."""
 
 
 def render_run(folder: RunFolder, ask: AskJobs | None = None) -> str:
-    """Render the page of a run: facts, config, curves, checkpoints and the end of its log, as far as readable."""
+    """Render the page of a run: facts, config, curves, checkpoints and the end of its log. List unreadable parts."""
     [row] = summarize([folder], ask)
     problems: list[str] = []
     text = functools.partial(_text, problems=problems)
@@ -113,7 +113,7 @@ def store(page: str, folder: RunFolder) -> str:
 
 
 def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values: Any) -> str:
-    """Render a page in which no scripts can run except those that draw its charts."""
+    """Render a page whose only scripts are those that draw its charts."""
     require("jinja2", "a report")
     from markupsafe import Markup
 
@@ -131,7 +131,7 @@ def render(template: Path, *, charts: Sequence[Mapping[str, Any]] = (), **values
 
 @functools.cache
 def _environment(folder: Path) -> "jinja2.Environment":
-    """Return the environment of a folder's templates, which compiles each of them once."""
+    """Return the Jinja environment of a folder of templates; each template is compiled once."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -156,7 +156,7 @@ _redacted_cached = functools.lru_cache(maxsize=1 << 16)(redacted)
 
 
 def known_facts(row: Row) -> dict[str, str]:
-    """Describe a run in words, leaving out what is not known."""
+    """Describe a run in words, without unknown facts."""
     record = row.record
     best, git, job = record.get("best") or {}, record.get("git") or {}, record.get("job")
     workers, parameters = record.get("workers"), record.get("parameters")
@@ -218,7 +218,7 @@ def _log(content: str | None) -> str | None:
 
 
 def _text(read: Callable[[str], bytes], name: str, problems: list[str]) -> str | None:
-    """Return a file of a run; None if there is none, or if it cannot be read, which is added to the problems."""
+    """Return the text of a file of a run; None if it is missing or, with an entry in `problems`, unreadable."""
     try:
         return read(name).decode(errors="replace")
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _text(read: Callable[[str], bytes], name: str, problems: list[str]) -> str |
 def read_curves(lines: str, problems: list[str] | None = None) -> dict[str, list[Point]]:
     """Read the curve of each metric from metrics.jsonl. The number of damaged lines is added to the problems.
 
-    An incomplete last line is none of them: the run may be writing it.
+    An incomplete last line does not count as damaged, because the run may be writing it.
     """
     found: dict[str, list[Point]] = {}
     damaged = 0
@@ -265,12 +265,12 @@ def group_charts(curves: Mapping[str, Sequence[Point]], monitor: str | None) -> 
 
 
 def escaped(text: str) -> str:
-    """Escape what Plotly would interpret in a text: tags and `%{...}`."""
+    """Escape markup that Plotly would interpret in a text: tags and `%{...}`."""
     return html.escape(text).replace("%", "&#37;")
 
 
 def thin(points: Sequence[Point]) -> Sequence[Point]:
-    """Reduce a curve to at most `MAX_POINTS` that look the same: peaks stay."""
+    """Reduce a curve to at most `MAX_POINTS` points without changing its look: peaks are kept."""
     if len(points) <= MAX_POINTS:
         return points
     kept: dict[int, Point] = {0: points[0], len(points) - 1: points[-1]}

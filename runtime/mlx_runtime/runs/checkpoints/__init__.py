@@ -1,21 +1,21 @@
-"""Save and restore everything that changes while an experiment trains.
+"""Checkpoints: saving and restoring everything that changes while an experiment trains.
 
 A checkpoint is a folder that is published atomically:
 
 checkpoints/epoch_0004/
     state.pt           everything, as plain values and tensors: reading it never runs code (`weights_only=True`)
-    checkpoint.json    what it is, its numbers, and the SHA-256 of state.pt
+    checkpoint.json    its description, its numbers, and the SHA-256 of state.pt
 
-If a run shards its models over the workers, each worker writes the parts that it holds:
+If the models of a run are sharded over the workers, each worker writes its parts:
 
     index.json                  name, type and shape of each sharded tensor, and the position of its parts
     shard_00000.safetensors     parts held by rank 0, written and verified in blocks of 8 MiB
     shard_00001.safetensors     ...
 
-`state.pt` then refers to tensors by their name in the index. `checkpoint.json` holds the SHA-256 of the index, which
-holds those of the shards' blocks. Any number of workers can load a checkpoint: see `layouts`.
+`state.pt` then refers to tensors by their name in the index. `checkpoint.json` contains the SHA-256 of the index, and
+the index those of the shards' blocks. Any number of workers can load a checkpoint: see `layouts`.
 
-`state.pt` is a dict; what belongs to one rank is in `ranks`, one entry per worker:
+`state.pt` is a dict; `ranks` has one entry per worker:
 
     {"epoch": 3, "finished": True, "global_step": 180, "seed": 0, "world_size": 2, "model_parallel_size": 1,
      "config": saved conf.yaml,

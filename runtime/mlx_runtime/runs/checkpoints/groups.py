@@ -1,6 +1,6 @@
-"""States of the members of a group (`models`, `optimizers`, `tools`, …), taken and put back.
+"""States of the members of a group (`models`, `optimizers`, `tools`, …), collected and restored.
 
-A state consists of plain values: what loading a checkpoint can return without running code.
+A state consists of plain values, which can be loaded from a checkpoint without running code.
 """
 
 import collections
@@ -21,14 +21,14 @@ from mlx_runtime.storage.local import IrregularError
 State = dict[str, Any]
 
 _DICTS = (dict, collections.OrderedDict, collections.Counter)
-"""Mappings that keep their type when they are loaded with `weights_only=True`."""
+"""Types of mappings that are preserved when loading with `weights_only=True`."""
 
 PLACEHOLDER = "mlx_runtime.sharded"
 """Key of the dict `{key: [name of the tensor in the index, [dimensions that were sharded]]}` instead of a tensor."""
 
 
 class DamagedError(ConfigError):
-    """A file of a checkpoint is missing, or is not what was saved."""
+    """A file of a checkpoint is missing or damaged."""
 
 
 def damaged(path: str, reason: object) -> DamagedError:
@@ -66,9 +66,9 @@ def members(group: Any, kind: type = object) -> dict[str, Any]:
 
 
 def state_of(group: Any, hidden: Collection[str] = ()) -> tuple[State, list[str]]:
-    """Return the states of the members that have one, and what cannot be part of a checkpoint, like `stopper.history`.
+    """Return the states of members, and the names of attributes that cannot be saved, like `stopper.history`.
 
-    Attributes that hold one of the `hidden` secrets of the config are left out: constructors set them again.
+    Attributes with one of the `hidden` secrets of the config are left out, because constructors set them again.
     """
     states: State = {}
     left_out: list[str] = []
@@ -97,7 +97,7 @@ def load_into(
     moved: Mapping[str, torch.device] | None = None,
     owned: bool = False,
 ) -> list[str]:
-    """Put saved states back into the members of a group. Return a line for each member that was not restored.
+    """Restore the members of a group from saved states. Return a line for each member that was not restored.
 
     Raise ConfigError if a state does not fit, or if the title is `models` or `optimizers` and a member has no
     counterpart. `only` names the members to restore. `moved` maps attributes to the devices of their tensors, like
@@ -129,18 +129,18 @@ def load_what_fits(
 ) -> list[str]:
     """Load the weights whose name and shape fit. Return one line for each of the others.
 
-    `prepared` is called with the weights that fit and those of the model that they replace, and returns what to load.
+    `prepared` is called with the weights that fit and the model's own ones, and returns the weights to load.
     """
     lines = []
     present = {name: unwrap(item) for name, item in members(models, nn.Module).items()}
     for name in sorted(set(present) | set(saved)):
         if name not in saved or name not in present:
-            lines.append(f"models.{name} is {'new' if name in present else 'in the checkpoint only'}")
+            lines.append(f"models.{name} is {'new' if name in present else 'only in the checkpoint'}")
             continue
         own, state = present[name].state_dict(), saved[name]
         fits = {key: item for key, item in state.items() if key in own and _shape(own[key]) == _shape(item)}
         for key in sorted((set(own) | set(state)) - set(fits)):
-            what = "new" if key in own else "in the checkpoint only"
+            what = "new" if key in own else "only in the checkpoint"
             if key in own and key in state:
                 what = f"{_shape(own[key])} here and {_shape(state[key])} in the checkpoint"
             lines.append(f"models.{name}.{key} is {what}")
@@ -149,7 +149,7 @@ def load_what_fits(
 
 
 def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
-    """Merge the states of metrics by name on several ranks, leaving out those of metrics that cannot be merged."""
+    """Merge the states of metrics on several ranks, by name, without those that cannot be merged."""
     states: State = {}
     for name, member in members(group).items():
         if any(name not in rank for rank in states_of_ranks):
@@ -160,13 +160,13 @@ def merged(states_of_ranks: Sequence[Mapping[str, Any]], group: Any) -> State:
         elif len(saved) == 1 or metric_states.is_mergeable(member):
             try:
                 states[name] = metric_states.merge_states(member, saved)
-            except KeyError:  # it was saved with other parts, and cannot be loaded
+            except KeyError:  # saved with other parts, so it cannot be loaded
                 states[name] = saved[0]
     return states
 
 
 def on_device(group: Any) -> list[str]:
-    """Return the attributes of plain tools that hold tensors on a GPU, like `ema.shadow`."""
+    """Return the attributes of plain tools with tensors on a GPU, like `ema.shadow`."""
     return [
         f"{name}.{attribute}"
         for name, member in members(group).items()
@@ -195,7 +195,7 @@ def _shape(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as loading returns it, without copying tensors; raise TypeError if a checkpoint cannot hold it."""
+    """Return a value in the form in which it will be loaded, without copying tensors; TypeError if it cannot be."""
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, torch.Tensor):
@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_entries(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the entries that a checkpoint can hold, and the names of the others."""
+    """Return the entries that can be saved in a checkpoint, and the names of the others."""
     kept, left_out = {}, []
     for name, value in values.items():
         try:
@@ -240,7 +240,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return plain values with each tensor replaced by what `change` returns for it."""
+    """Return plain values with `change` applied to each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in _DICTS:
@@ -250,11 +250,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
-# -- sharded tensors of a state, which `shards` reads and writes
+# -- sharded tensors of a state, read and written by `shards`
 
 
 def has_shards(*groups: Mapping[str, Any]) -> bool:
-    """Return True if members of groups hold sharded tensors. FSDP shows whole parameters between two passes."""
+    """Return True if members of groups have sharded tensors, even while FSDP has gathered their parameters."""
     for member in (member for group in groups for member in group.values()):
         if isinstance(member, nn.Module):
             held: Iterable[Any] = (*member.modules(), *member.parameters(), *member.buffers())

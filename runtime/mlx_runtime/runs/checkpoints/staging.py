@@ -1,4 +1,4 @@
-"""Copies of a state on the CPU, which are stored while training continues."""
+"""Copies of a state on the CPU, to be stored while training continues."""
 
 import collections
 from typing import Any
@@ -11,9 +11,9 @@ from mlx_runtime.runs.checkpoints.groups import map_tensors
 class Staging:
     """Copies the tensors of states to the CPU, where training does not change them, one state at a time.
 
-    Tensors on a GPU are copied to pinned memory, which the next state uses again: to allocate it takes longer than to
-    copy. The caller does not wait for these copies. They are in the order of the GPU's work: after the last update, and
-    before the next one. So the GPU pauses for them, at the speed of its bus, and not for the storage.
+    Tensors on a GPU are copied to pinned memory, which is reused for the next state, because allocating it takes longer
+    than copying. The caller does not wait for these copies. The GPU executes them in order, after the last update and
+    before the next one, so it pauses only for the copies, at the speed of its bus, and not for the storage.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class Staging:
         return pinned.copy_(tensor, non_blocking=True)
 
     def end(self) -> None:
-        """Note that the whole state has been copied, or will be once each GPU has done what it was given to do."""
+        """Mark the end of a state, whose copies are complete when each GPU has finished its queued work."""
         self._events = []
         for device in self._devices:
-            # Otherwise the thread that waits would keep a core busy.
+            # Otherwise, the waiting thread would keep a core busy.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)

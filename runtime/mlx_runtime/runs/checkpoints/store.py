@@ -43,10 +43,10 @@ PARTS = {
 """Keys of a state."""
 
 UNFINISHED = 2
-"""How many checkpoints of an unfinished epoch are kept."""
+"""Number of checkpoints of an unfinished epoch to keep."""
 
 START_S = 5.0
-"""A thread that has not begun by then was never started."""
+"""Time after which a thread that has not begun counts as never started."""
 
 
 class CheckpointStore:
@@ -99,11 +99,11 @@ class CheckpointStore:
         """Store a checkpoint with shards atomically. Every worker must call this, in the order of their collectives.
 
         Args:
-            state: On rank 0, what is not sharded.
+            state: On rank 0, the part that is not sharded.
             checkpoint: Description of the checkpoint.
             parts: The sharded tensors.
             staged: Copies of this worker's parts of them.
-            group: Process group that nothing else uses meanwhile.
+            group: Process group, not used by anything else meanwhile.
             allowed: On rank 0, the same as for `save`.
         """
         from torch.distributed.checkpoint.api import CheckpointException
@@ -153,8 +153,8 @@ class CheckpointStore:
     def load(self, checkpoint: CheckpointInfo, *, whole: bool = True) -> State:
         """Return the state of a checkpoint on the CPU, or raise ConfigError if it is damaged.
 
-        Unless it is to be `whole`, it has a `StoredTensor` for each sharded tensor, none of which has been read. The
-        one that `newest` returned is read only once.
+        Without `whole`, it has a `StoredTensor`, not read yet, for each sharded tensor. The checkpoint returned by
+        `newest` is read only once.
         """
         loaded, self._newest = self._newest, None
         if loaded is None or loaded[0] != checkpoint:
@@ -168,7 +168,7 @@ class CheckpointStore:
     def newest(self, warn: Callable[[str], None]) -> CheckpointInfo | None:
         """Return the newest undamaged checkpoint, or None if there are no checkpoints; ConfigError if all are damaged.
 
-        `warn` is called with a line about each damaged one that is newer, which `set_damaged_aside` then renames.
+        `warn` is called with a line about each newer damaged checkpoint; `set_damaged_aside` renames these.
         """
         checkpoints = checkpoints_by_name(self._storage)
         problems = {
@@ -194,14 +194,14 @@ class CheckpointStore:
         return self._newest and self._newest[0]
 
     def set_damaged_aside(self) -> None:
-        """Rename the checkpoints that `newest` found damaged to `damaged_…`, so that no save overwrites them."""
+        """Rename the damaged checkpoints that `newest` has found to `damaged_…`, so that no save overwrites them."""
         damaged, self._damaged, self._rejected = self._damaged, [], {}
         with storage_errors(f"cannot write to {self._storage.root}"):
             for name in damaged:
                 self._storage.move(name, f"damaged_{name}_{uuid.uuid4().hex[:8]}")
 
     def prune(self, keep: int, monitor: str | None, mode: str) -> None:
-        """Keep the best by a metric, then the newest of finished epochs, and the latest. Remove the rest."""
+        """Keep the best checkpoints by a metric, then the newest of finished epochs, and the latest; remove others."""
         saved = self.all()
         finished = [item for item in saved if item.finished]
         ranked = best_first(saved, monitor, mode)
@@ -250,7 +250,7 @@ class BackgroundSaver:
         """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
         self.wait()
         if self._group is None:
-            # Workers may wait long for the one with the slowest storage; the watchdog reports deadlocks.
+            # Workers may wait long for the slowest storage; the watchdog reports deadlocks.
             self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=1))
         self._staging.begin()
         copy = None if state is None else self._staging.copied(state)
@@ -269,7 +269,8 @@ class BackgroundSaver:
         """Wait until everything is stored; raise StorageError if it could not be."""
         if self._saving is not None:
             thread, done = self._saving
-            # Not `join`: it fails if Ctrl-C interrupted `start`, and an interrupted `join` takes the thread for ended.
+            # Not `join`: it fails if Ctrl-C interrupted `start`, and after an interrupted `join` the thread counts as
+            # ended.
             while not done.wait(START_S) and thread.ident is not None:
                 pass
             self._saving = None

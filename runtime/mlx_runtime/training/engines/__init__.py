@@ -1,4 +1,4 @@
-"""How the workers of a run are started: in this process, as processes on this machine, by Ray, or as others program it.
+"""Engines, which start the workers of a run: in this process, as processes on this machine, or by Ray.
 
 in_process   no workers: training runs inside the driver, where a debugger works
 local        workers forked from the driver, with torchrun's environment and Ray Train's functions
@@ -10,4 +10,4 @@ ENGINES = {
     "local": "mlx_runtime.training.engines.local.Local",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
 }
-"""The classes of engines by name. `cfg.engine` names others by their import paths."""
+"""Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""

@@ -1,4 +1,4 @@
-"""What engines and the runtime pass to each other: a cluster, a job for its workers, and the error if one is lost."""
+"""Objects that engines and the runtime exchange: a cluster, a job for its workers, and the error for a lost worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ StopAsked = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a run trains, and what the runtime has to know about it: it never asks for the engine's name."""
+    """The machine or cluster that a run trains on, with all traits of the engine that the runtime depends on."""
 
     title: str  # for the start lines, like `in embedded Ray on 2 cores`
     engine: str  # name or import path, for the record
     cpus: float  # in total; 0 when training runs inside this process
     gpus: float  # in total
     host: str = "127.0.0.1"  # address of the driver as seen by workers
-    why: str = ""  # what the start lines say about the choice of the engine
+    why: str = ""  # reason for the choice of the engine, for the start lines
     use_gpu: bool = False  # True if each worker trains on a GPU
-    gpu_share: float = 1.0  # of that GPU, which others may share
+    gpu_share: float = 1.0  # share of that GPU for this run
     in_driver: bool = False  # training runs in the process of the driver
     shares_cores: bool = True  # workers share the cores of this machine, rather than reserve CPUs
-    captures_output: bool = True  # the engine reports what workers print; otherwise, they write logs themselves
+    captures_output: bool = True  # the engine reports the output of workers; otherwise, they write logs themselves
     reads_streams: bool = False  # workers can read streams of Ray Data
-    preempted: Callable[[], bool] | None = None  # asks on all workers at once whether a node is about to be preempted
+    preempted: Callable[[], bool] | None = None  # collective that returns True if a node is about to be preempted
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Job:
     experiment: str  # import path of the experiment's class
     tree: dict[str, Any]  # resolved conf.yaml of the run
     run: RunInfo  # its `folder` is a path on the driver's machine
-    root: str  # storage that the run is in
+    root: str  # storage of the run
     project: Path  # folder of the experiment
     cluster: Cluster
     verbose: bool  # let Ray print
@@ -69,6 +69,6 @@ def backend_of(*, use_gpu: bool) -> str:
 
 
 def lost(why: str, max_failures: int, advice: str = "") -> WorkerLostError:
-    """Return the error for a worker that is not replaced any more. `advice` is a line of its own."""
+    """Return the error for a lost worker that is not replaced. `advice` is a separate line."""
     used = f"; no replacements are left (cfg.elastic.max_failures={max_failures})" if max_failures > 0 else ""
     return WorkerLostError(f"a worker was lost: {why}{used}\n{advice}".rstrip())

@@ -1,9 +1,9 @@
-"""The fork server: a process that starts others on request, workers or trials, and reports how each of them ended.
+"""The fork server: a process that starts other processes, workers or trials, on request, and reports their exit codes.
 
-It is forked from the driver as soon as the driver has imported the experiment, so that workers begin with torch and
-`src` loaded. Where forking the driver is not safe, as in a notebook, the server is a new interpreter. It imports the
-experiment and forks workers if it was asked to; otherwise the workers are new interpreters, too. The server never
-trains and has one thread.
+It is forked from the driver as soon as the driver has imported the experiment, so that workers start with torch and
+`src` loaded. If forking the driver is not safe, as in a notebook, the server is a new interpreter. On request, it
+imports the experiment and forks workers; otherwise, workers are new interpreters, too. The server never trains and has
+a single thread.
 """
 
 import atexit
@@ -39,25 +39,25 @@ from mlx_runtime.training.stop_requests import held_signals
 Channel = Connection  # takes type parameters since Python 3.13
 
 PRELOADED = ("mlx_runtime.training.engines.worker", "torch._dynamo", "torch.utils.tensorboard")
-"""What workers import in addition to the driver."""
+"""Modules that workers import in addition to those of the driver."""
 
 CHECK_S = 0.5
-"""Interval at which the server looks for workers that have ended although processes that they have forked live."""
+"""Interval at which the server checks for ended workers whose child processes are still alive."""
 
 EXIT_S = 10.0
-"""How long the server may take to exit."""
+"""Time limit for the exit of the server."""
 
 
 @dataclass(frozen=True)
 class Preload:
-    """Request to import what workers need."""
+    """Request to import modules for workers."""
 
     modules: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Start:
-    """Request to start a worker, followed by file descriptors: its stdout, its stderr, and those of its channels."""
+    """Request to start a worker, followed by the file descriptors of its stdout, its stderr and its channels."""
 
     number: int
     target: bytes  # pickled function, called with the channels; returns the exit code
@@ -78,8 +78,8 @@ class ForkServer:
     `spawns` is the reason why workers are new interpreters; None if they are forks.
 
     Args:
-        fresh: Start the server as a new interpreter that forks workers, whatever threads this process has. `preload`
-            then names all that they should have imported. Only Linux can do this.
+        fresh: Start the server as a new interpreter that forks workers, even if this process has threads. Call
+            `preload` with all modules that workers should have imported. Linux only.
     """
 
     def __init__(self, *, fresh: bool = False) -> None:
@@ -103,7 +103,7 @@ class ForkServer:
         servers_end.close()
 
     def fileno(self) -> int:
-        """Return what is readable once a worker has ended."""
+        """Return a file descriptor that is readable when a worker has ended."""
         return self._control.fileno()
 
     @property
@@ -112,15 +112,15 @@ class ForkServer:
         return bool(self._process.is_alive())
 
     def preload(self, *modules: str) -> None:
-        """Import what workers need, once for all of them, in the background."""
+        """Import modules, once for all workers, in the background."""
         self._send(Preload((*PRELOADED, *modules)))
 
     def start(
         self, number: int, target: Callable[..., int], environment: dict[str, str], streams: Sequence[Any]
     ) -> None:
-        """Start a worker, which calls a function that can be pickled and exits with the code that it returns.
+        """Start a worker that calls a picklable function and exits with the code that it returns.
 
-        `streams` are its stdout, its stderr, and connections that the function is called with.
+        `streams` are its stdout, its stderr, and the connections that are passed to the function.
         """
         self._send(Start(number, pickle.dumps(target), environment, len(streams)))
         try:
@@ -130,11 +130,11 @@ class ForkServer:
             raise self._error() from error
 
     def kill(self, *numbers: int) -> None:
-        """Kill workers with the processes that they have started."""
+        """Kill workers, with the processes that they have started."""
         self._send(Kill(numbers))
 
     def exits(self, timeout_s: float = 0.0) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of workers that have ended and their exit codes, which are negative for signals.
+        """Yield the numbers and exit codes of ended workers; exit codes are negative for signals.
 
         Waits up to `timeout_s` for the first.
 
@@ -173,7 +173,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _another_main() -> Iterator[None]:
-    """Keep a new interpreter from importing the main script, which may import the experiment, and be edited later."""
+    """Prevent a new interpreter from importing the main script, which may import the experiment and be edited later."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -193,9 +193,9 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
     def end(*_: Any) -> NoReturn:
         for worker in workers.values():
             kill_group(worker)
-        os._exit(0)  # without waiting for a worker that is starting, which dies with this process
+        os._exit(0)  # a worker that is starting dies with this process
 
-    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:  # it ends the driver, too
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL:  # the signal ends the driver, too
         signal.signal(signal.SIGQUIT, end)
     if sys.platform == "linux":
         signal.signal(signal.SIGRTMIN + 1, end)  # sent by `close`; `die_with_parent` uses SIGRTMIN
@@ -210,7 +210,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                         workers[request.number] = _start(context, control, request)
                     case Preload(modules) if forks:
                         _preload(modules)
-                        if unsafe_to_fork():  # TensorBoard imports TensorFlow where that is installed
+                        if unsafe_to_fork():  # TensorBoard imports TensorFlow if that is installed
                             context = multiprocessing.get_context("spawn")
                     case Kill(numbers):
                         for worker in map(workers.get, numbers):
@@ -218,7 +218,7 @@ def serve(control: "Channel[Any, Any]", drivers_end: "Channel[Any, Any] | None",
                                 kill_group(worker)
             for ended in [number for number, worker in workers.items() if worker.sentinel in ready or _exited(worker)]:
                 worker = workers.pop(ended)
-                kill_group(worker)  # what it has started
+                kill_group(worker)  # and the processes that it has started
                 worker.join()
                 control.send((ended, worker.exitcode))
     except (EOFError, OSError):

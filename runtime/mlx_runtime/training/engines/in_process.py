@@ -17,7 +17,7 @@ from mlx_runtime.training.worker import enter_ray_train, train_to
 
 
 class InProcess:
-    """The engine for `cfg.start_workers=0`, and its group, which has no workers: polling it trains."""
+    """The engine for `cfg.start_workers=0`. It is also its own group, without workers: polling it trains."""
 
     notice = None
 

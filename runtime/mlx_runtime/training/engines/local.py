@@ -22,26 +22,26 @@ from mlx_runtime.training.engines.processes import exit_reason, memory_kills, un
 from mlx_runtime.training.engines.scratch import Scratch
 
 ORIGIN_S = 3.0
-"""How long to wait for the cause when a worker reports only that it lost another one."""
+"""Time to wait for the cause when a worker reports only that it lost another one."""
 
 UNWIND_S = 5.0
-"""How long other workers may take to end when user code failed on one; they may be saving a checkpoint."""
+"""Time for the other workers to end after user code failed on one; they may be saving a checkpoint."""
 
 EXIT_S = 10.0
-"""How long a worker may take to exit after it has finished or was killed."""
+"""Time for a worker to exit after it has finished or was killed."""
 
 RAY = ("mlx_runtime.companions.ray.private",)
-"""Module that workers import once the experiment has imported Ray."""
+"""Module that workers import if the experiment has imported Ray."""
 
 _warm_server: ForkServer | None = None
-"""Started by `warm_up` and not yet used by a run."""
+"""Server started by `warm_up` and not yet used by a run."""
 
 
 def warm_up(*modules: str) -> None:
     """Start the fork server early, right after the driver has imported the experiment and while forking is safe.
 
-    With `modules`, those of the experiment, it starts even if forking is not safe, as a new interpreter that imports
-    them. That pays off for processes that start more than once.
+    With the `modules` of the experiment, it starts even if forking is not safe, as a new interpreter that imports them.
+    This pays off if several processes are started.
     """
     global _warm_server
     if _warm_server is not None or Settings.read().spawn:
@@ -121,7 +121,7 @@ class LocalGroup:
         self._collect_exits(attempt)
         self._forward_output()
         died = {rank: _ProcessDied(rank, code, attempt.starved) for rank, code in attempt.codes.items()}
-        ended = {**died, **load_results(attempt.results)}  # a stored result is more specific than an exit code
+        ended = {**died, **load_results(attempt.results)}  # stored results are more specific than exit codes
         errors = {rank: error for rank in self._ranks if (error := ended.get(rank)) is not None}
         if errors:
             self._failed(attempt, errors)
@@ -147,14 +147,14 @@ class LocalGroup:
         results = self._scratch.path / str(self._failures)
         results.mkdir()
         backend = backend_of(use_gpu=engine.use_gpu)
-        # Each attempt gets a new store: the old one has the addresses of lost workers.
+        # Each attempt gets a new store, because the old one contains addresses of lost workers.
         job = WorkerJob(self._job, len(self._ranks), backend, engine.timeout_s, results, results / "store")
         self._attempt = _Attempt(results)
         for rank, streams in enumerate(self._output.writers):
             engine.server.start(rank, partial(run_worker, job, rank), self._environment(rank), streams)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """Return torchrun's variables, except those of its store, which every user of the machine could open."""
+        """Return torchrun's variables, except those of its store, because every user of the machine could open it."""
         threads = self._engine.cfg.cpus_per_worker
         changed: dict[str, Any] = {
             "RANK": rank,
@@ -221,9 +221,9 @@ class LocalGroup:
 class _Attempt:
     """The processes of a group from one start to the next."""
 
-    results: Path  # folder of what each worker returned or raised
+    results: Path  # folder with the result or error of each worker
     codes: dict[int, int] = field(default_factory=dict)  # exit codes by rank
-    memory_kills: int = field(default_factory=memory_kills)  # before it started
+    memory_kills: int = field(default_factory=memory_kills)  # before the attempt
     failed_at: float | None = None
     finished_at: float | None = None
 
@@ -233,7 +233,7 @@ class _Attempt:
         return memory_kills() > self.memory_kills
 
 
-class _ProcessDied(Exception):  # noqa: N818 - it is a worker's fate rather than an error of this process
+class _ProcessDied(Exception):  # noqa: N818 - describes a worker, not an error of this process
     """A worker ended without storing a result."""
 
     def __init__(self, rank: int, code: int, starved: bool) -> None:

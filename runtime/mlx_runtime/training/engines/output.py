@@ -1,4 +1,4 @@
-"""Output of local workers, on its way to the log of each rank and to the driver."""
+"""Output of local workers, passed to the log of each rank and to the driver."""
 
 import codecs
 import contextlib
@@ -21,8 +21,8 @@ CHUNK_BYTES = 65_536
 class Output:
     """Pipes in place of the workers' stdout and stderr, and a thread that reads them.
 
-    Native libraries write to the file descriptors, so their messages arrive as well. Each complete line is written to
-    the log immediately, and kept until the driver takes it. `writers` are the workers' ends: stdout and stderr by rank.
+    Messages of native libraries, which write to the file descriptors, arrive as well. Each complete line is written to
+    the log immediately, and kept until the driver reads it. `writers` are the workers' ends: stdout and stderr by rank.
     """
 
     def __init__(self, folder: RunFolder, workers: int) -> None:
@@ -73,12 +73,12 @@ class _Reader:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def take(self) -> None:
-        """Read what the pipe holds, and pass on what is complete."""
+        """Read from the pipe, and pass on complete lines."""
         with contextlib.suppress(BlockingIOError):
             self._pass_on(self._decode(os.read(self.end.fileno(), CHUNK_BYTES)))
 
     def complete(self) -> None:
-        """Pass on the last line, which did not end."""
+        """Pass on an incomplete last line."""
         if self._rest:
             self._pass_on("\n")
 

@@ -1,4 +1,4 @@
-"""Choose where a run trains: in this process, on this machine, or on Ray, embedded or an existing cluster."""
+"""The choice of an engine: in this process, on this machine, or on Ray, embedded or on an existing cluster."""
 
 import math
 import os
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from mlx_runtime.training.engines.protocol import EngineClass
 
 JOB_FLAG = "MLX_IN_JOB"
-"""Environment variable of a submitted job: its driver joins the cluster that it runs on."""
+"""Environment variable of submitted jobs, whose drivers join the cluster that they run on."""
 
 
 def engine_class(name: str) -> "EngineClass":
-    """Return the class of an engine by its name or its import path; ConfigError if it is none."""
+    """Return the class of an engine, given its name or import path; raise ConfigError if there is none."""
     found: EngineClass = named_class("engine", name, ENGINES, ("refusal", "connect", "start"))
     return found
 
@@ -48,7 +48,7 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
 
 
 def changing_size(cfg: TrainConfig | DataConfig) -> str | None:
-    """Return why the number of workers may change during a run, or None if it is fixed."""
+    """Return the reason why the number of workers may change during a run, or None if it is fixed."""
     limits = {"min_workers": cfg.elastic.min_workers, "max_workers": cfg.elastic.max_workers}
     changing = [
         f"cfg.elastic.{name}={limit}" for name, limit in limits.items() if limit not in (None, cfg.start_workers)
@@ -57,14 +57,14 @@ def changing_size(cfg: TrainConfig | DataConfig) -> str | None:
 
 
 class Shortage(NamedTuple):
-    """What the workers of a run lack, and how to make them fit; both without a final period."""
+    """The resources that the workers of a run lack, and a remedy; both without a final period."""
 
     text: str
     hint: str
 
 
 def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
-    """Return what the smallest group of workers lacks, or None if it fits.
+    """Return the resources that the smallest group of workers lacks, or None if it fits.
 
     Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores.
     """
@@ -87,7 +87,7 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
 
 
 def uses_gpus(cfg: TrainConfig | DataConfig, gpus: float) -> bool:
-    """Return True if each worker gets a GPU: as `cfg.use_gpu` specifies, or by default if there are enough."""
+    """Return True if each worker gets a GPU: if `cfg.use_gpu` says so or, by default, if there are enough."""
     return gpus >= max(1, cfg.elastic.min_workers or cfg.start_workers) if cfg.use_gpu is None else cfg.use_gpu
 
 
@@ -99,7 +99,7 @@ def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, clust
 
 
 def this_machine(cfg: TrainConfig | DataConfig, engine: str, why: str = "") -> Cluster:
-    """Return this machine as the place of a run; ConfigError if the workers do not fit."""
+    """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
     if isinstance(cfg, DataConfig):  # user code chooses its device
         check_room(cfg, cores, math.inf, cluster=False)

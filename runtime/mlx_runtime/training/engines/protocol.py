@@ -14,7 +14,7 @@ class Group(Protocol):
         ...
 
     def waits_for(self) -> str | None:
-        """Return the resources that are missing while workers cannot be placed, like `3 CPUs, 2 free`."""
+        """Return the missing resources while workers cannot start, like `3 CPUs, 2 free`."""
         ...
 
     def close(self) -> None:
@@ -27,14 +27,14 @@ class Engine(Protocol):
 
     @property
     def notice(self) -> str | None:
-        """A start line about how workers are started, or None."""
+        """A line about the start of workers, to print at the start of a run, or None."""
 
     def start(self, job: Job, handle: Handle, stop_asked: StopAsked) -> Group:
         """Start a group. The engine passes its own events, such as a lost worker, to `handle`."""
         ...
 
     def close(self) -> None:
-        """Release what the engine holds, such as a fork server."""
+        """Release resources of the engine, such as a fork server."""
         ...
 
 
@@ -46,14 +46,16 @@ class EngineClass(Protocol):
     """
 
     def refusal(self, cfg: Any, *, in_job: bool) -> str | None:
-        """Return why the engine cannot train with these settings, or None. `in_job`: in a job of a Ray cluster.
+        """Return the reason why the engine cannot train with these settings, or None.
+
+        `in_job` is True in a job of a Ray cluster.
 
         A static method, like `connect`.
         """
         ...
 
     def connect(self, cfg: Any, why: str) -> AbstractContextManager[Cluster]:
-        """Provide the machine or cluster that workers are started on. `why` says why the engine was chosen."""
+        """Provide the machine or cluster on which workers start. `why` is the reason for the choice of the engine."""
         ...
 
     def start(self, *args: Any) -> Group: ...
@@ -61,6 +63,6 @@ class EngineClass(Protocol):
     def __call__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> Engine:
         """Construct the engine for one run, in the main thread and before other threads are started.
 
-        Collectives are to time out after `timeout_s`.
+        Collectives should time out after `timeout_s`.
         """
         ...

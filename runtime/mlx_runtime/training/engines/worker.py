@@ -25,8 +25,8 @@ class WorkerJob:
     world_size: int
     backend: str  # of collectives; with NCCL, each worker trains on the GPU of its rank
     timeout_s: float  # of collectives
-    results: Path  # folder for the results of workers, which only this user can open
-    store: Path  # file in which the workers meet, in the same folder
+    results: Path  # folder for the results of workers; only this user can open it
+    store: Path  # file for the rendezvous of the workers, in the same folder
 
 
 def run_worker(shared: WorkerJob, rank: int) -> int:
@@ -54,7 +54,7 @@ def run_worker(shared: WorkerJob, rank: int) -> int:
         train_to(Remote(*shared.job.receiver, rank), shared.job, topology)
     except MlxError as caught:
         error = caught
-    except KeyboardInterrupt as caught:  # of user code: signals do not raise it in workers
+    except KeyboardInterrupt as caught:  # raised by user code: signals do not raise it in workers
         trace = user_traceback(caught, shared.job.project)
         error = WorkerLoopError(f"KeyboardInterrupt (raised on rank {rank})\n{trace}".rstrip())
     except BaseException as caught:

@@ -1,8 +1,8 @@
-"""How the models of a run are spread over its workers: replicated, sharded, or as others program it."""
+"""Strategies, which distribute the models of a run across its workers: replicated or sharded."""
 
 STRATEGIES = {
     "ddp": "mlx_runtime.training.strategies.ddp.DDP",
     "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
     "hsdp": "mlx_runtime.companions.sharding.strategy.HSDP",
 }
-"""The classes of strategies by name. `cfg.strategy` names others by their import paths."""
+"""Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""

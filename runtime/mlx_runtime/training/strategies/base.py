@@ -10,33 +10,34 @@ from mlx_runtime.distributed.topology import Topology
 
 
 class Strategy(Protocol):
-    """Spreads models over the workers. Every worker must make each of these calls.
+    """Distributes models across the workers. Every worker must make each of these calls.
 
-    What this worker does not hold of a model may be on the meta device, so that names and shapes are the same on all.
+    Parts of a model that this worker does not hold may be on the meta device, so that names and shapes are the same on
+    all workers.
     """
 
     topology: Topology
-    """The position of this worker, as the constructor received it."""
+    """The position of this worker, as passed to the constructor."""
 
     notice: str | None
-    """A line to show to the user."""
+    """A line for the user, or None."""
 
     shards: bool
-    """True if workers hold different parts of models, so that norms and states take collectives of all workers."""
+    """True if workers hold different parts of models, so that norms and states need collectives of all workers."""
 
     def build(self, node: Mapping[str, Any]) -> Any:
-        """Build the group `models` from its node in conf.yaml, with models that are spread over the workers.
+        """Build the group `models` from its node in conf.yaml, with models distributed across the workers.
 
-        `load_state_dict` of each takes the state of the whole model.
+        `load_state_dict` of each model must accept the state of the whole model.
         """
         ...
 
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
-        """Enable or disable the synchronization of gradients by the backward passes that follow."""
+        """Enable or disable the synchronization of gradients in the following backward passes."""
         ...
 
     def drop_gradients(self, models: Iterable[object]) -> None:
-        """Drop the gradients that were not synchronized yet, of an update that is abandoned."""
+        """Drop the unsynchronized gradients of an abandoned update."""
         ...
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -48,41 +49,44 @@ class Strategy(Protocol):
         ...
 
     def prepare_optimizers(self, optimizers: Mapping[str, Optimizer]) -> None:
-        """Prepare optimizers for the parameters of these models. They, too, load the states of whole models."""
+        """Prepare optimizers for the parameters of these models. They must also accept the states of whole models."""
         ...
 
     def consolidate(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the states of whole models, on rank 0, which stores them. Called only if the strategy `shards`.
+        """Return the states of whole models on rank 0, which stores them. Called only if the strategy `shards`.
 
-        `states` are those of this worker, by group (`models`, `optimizers`, ...) and name. The checkpoint can be loaded
-        without the strategy. DTensors may stay as they are: each worker stores its part.
+        `states` are the states of this worker, by group (`models`, `optimizers`, ...) and name. Whole states can be
+        loaded without the strategy. DTensors may stay as they are, because each worker stores its part.
         """
         ...
 
     def described(self) -> tuple[str, ...]:
-        """Return a line for each model that is sharded: how, and the bytes per worker."""
+        """Return a line about each sharded model, with its layout and the bytes per worker."""
         ...
 
 
 class StrategyClass(Protocol):
-    """A class of strategies, which `cfg.strategy` names."""
+    """A class of strategies, named by `cfg.strategy`."""
 
     shards: bool
     """See `Strategy`."""
 
     preloads: tuple[str, ...]
-    """Modules that take long to import, and that workers are forked with."""
+    """Modules that are slow to import, to be imported before workers are forked."""
 
     def refusal(self, cfg: Any) -> str | None:
-        """Return why the strategy cannot train with these settings, or None. A static method, like the next two."""
+        """Return the reason why the strategy cannot train with these settings, or None.
+
+        A static method, like the next two.
+        """
         ...
 
     def multiple_of(self, cfg: Any) -> int:
-        """Return what the number of workers has to be a multiple of."""
+        """Return a number that must divide the number of workers."""
         ...
 
     def model_parallel_size(self, cfg: Any, workers: int) -> int:
-        """Return how many of the workers hold one replica of the models together, and read the same rows.
+        """Return the number of workers that share one replica of the models, and read the same rows.
 
         They have consecutive ranks. Metrics, weights and the global batch count the rows of each replica once.
         """

@@ -15,7 +15,7 @@ Plan = Iterable[str] | Callable[[nn.Module], Iterable[nn.Module]]
 
 
 def blocks_of(group: object, models: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    """Return the paths of the blocks of each model of a group: those that repeat, or those of `Models.shard_plan`.
+    """Return the paths of the blocks of each model of a group: repeated blocks, or those of `Models.shard_plan`.
 
     Raises:
         ConfigError: the plan does not fit the models.
@@ -33,9 +33,9 @@ def blocks_of(group: object, models: Mapping[str, nn.Module]) -> dict[str, list[
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the paths of the members of each `ModuleList` and `Sequential` that are of one repeated class.
+    """Return the paths of the members of each `ModuleList` and `Sequential` whose class occurs more than once in it.
 
-    Blocks within blocks are left out, and so are those without parameters.
+    Blocks within blocks and blocks without parameters are left out.
     """
     found: list[str] = []
 
@@ -59,7 +59,7 @@ def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
     """Return the paths of the modules that a plan selects. `title` names the plan in errors.
 
     Raises:
-        ConfigError: it selects nothing, what is not part of the model, or a container that is never called.
+        ConfigError: the plan selects nothing, a module outside the model, or a container that is never called.
     """
     paths = {path: module for path, module in model.named_modules() if path}
     wanted: Any = plan(model) if callable(plan) else [plan] if isinstance(plan, str) else plan
@@ -88,14 +88,14 @@ def planned_blocks(model: nn.Module, plan: Plan, title: str) -> list[str]:
 
 
 def selected(model: nn.Module, pattern: str) -> list[str]:
-    """Return the paths of modules that match a pattern, in which `*` stands for any text between two dots."""
+    """Return the paths of modules that match a pattern; `*` matches any text without a dot."""
     wanted = pattern.split(".")
     parts = [path.split(".") for path, _ in model.named_modules() if path]
     return [".".join(part) for part in parts if len(part) == len(wanted) and all(map(fnmatchcase, part, wanted))]
 
 
 def near_matches(pattern: str, paths: Iterable[str]) -> str:
-    """Suggest patterns for one that matches none of the paths. Blocks that differ by number are one suggestion."""
+    """Suggest patterns in place of one that matches none of the paths; numbered blocks are one suggestion."""
     known = list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths))
     matches = difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
     if matches:
@@ -104,7 +104,7 @@ def near_matches(pattern: str, paths: Iterable[str]) -> str:
 
 
 def without_shared(model: nn.Module, blocks: Iterable[str]) -> list[str]:
-    """Leave out blocks that share parameters with the rest of the model, as tied weights do.
+    """Leave out blocks that share parameters with the rest of the model, such as tied weights.
 
     The blocks of a group are gathered together, so a parameter belongs to one group only.
     """

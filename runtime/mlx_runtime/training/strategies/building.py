@@ -1,4 +1,4 @@
-"""How the models of a worker are built: on the CPU, or without values, which they receive later."""
+"""Building of models: on the CPU, or without values, which are filled in later."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from mlx_runtime.runs.checkpoints import members
 
 
 def deferred_models(node: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the models that `Models.deferred_init` names: built without values, initialized by `init_weights()`.
+    """Return the models in `Models.deferred_init`, which are built without values and initialized by `init_weights()`.
 
     Raises:
         ConfigError: it names a model that does not exist.
@@ -36,7 +36,7 @@ def build_models(node: Mapping[str, Any], *, elsewhere: bool = False) -> Any:
     """Build the group `models`, with deferred models on the meta device.
 
     With `elsewhere`, another worker builds the models with values, and this one builds all of them on the meta device.
-    If a constructor does not work there, or leaves tensors that are neither parameters nor buffers, it runs on the CPU.
+    A constructor that fails there, or leaves tensors that are neither parameters nor buffers, runs on the CPU.
 
     Raises:
         ConfigError: a model cannot be built, or `Models.deferred_init` or `Models.strategies` names one that does not
@@ -76,7 +76,7 @@ def _on_meta(make: Callable[[], Any]) -> Any:
 
 
 def _plain_tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the attributes of an object and of those in it, but no parameters or buffers."""
+    """Yield the tensors in the attributes of an object, recursively, except parameters and buffers."""
     if id(value) in seen or not hasattr(value, "__dict__") or isinstance(value, type):
         return
     seen.add(id(value))
@@ -92,7 +92,7 @@ def check_values(name: str, model: nn.Module, *, elsewhere: bool = False) -> Non
     """Check that a model was built with values, on this worker or `elsewhere`.
 
     Raises:
-        ConfigError: it is the copy of a deferred model.
+        ConfigError: the model is a copy of a deferred model.
     """
     if not elsewhere and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ConfigError(
@@ -111,7 +111,7 @@ def place(model: nn.Module, device: torch.device, *, offloads: bool = False) -> 
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
         _move_buffers(model, device)
-    elif not is_sharded(model):  # FSDP has moved it
+    elif not is_sharded(model):  # FSDP has moved sharded ones
         model.to(device)
 
 
@@ -119,7 +119,7 @@ def initialize(name: str, model: nn.Module, device: torch.device) -> None:
     """Call `init_weights()` of a model that was built without values. All workers must call this.
 
     Raises:
-        ConfigError: the model has no such method, or it leaves values as they are.
+        ConfigError: the model has no such method, or the method does not set all values.
     """
     init_weights: Any = getattr(model, "init_weights", None)
     if not callable(init_weights):

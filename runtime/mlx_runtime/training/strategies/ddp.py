@@ -15,7 +15,7 @@ from mlx_runtime.runs.checkpoints import members
 
 
 class DDP:
-    """Averages the gradients of replicas; user code applies the wrapper, with `prepare_model`."""
+    """Averages the gradients of replicas. User code applies the wrapper, with `prepare_model`."""
 
     shards = False
     preloads: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class DDP:
         return group
 
     def place(self, models: Mapping[str, nn.Module], deferred: Collection[str]) -> None:
-        """Move models to the device. The deferred ones are initialized on the CPU, as on any number of workers."""
+        """Move models to the device. Deferred ones are initialized on the CPU, equally for any number of workers."""
         for name, model in models.items():
             if name not in deferred and not any(item.is_meta for item in (*model.parameters(), *model.buffers())):
                 model.to(self.topology.device)
@@ -73,10 +73,10 @@ class DDP:
     def sync_gradients(self, models: Iterable[object], enabled: bool) -> None:
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = enabled  # as its `no_sync` does for the duration of a block
+                model.require_backward_grad_sync = enabled  # like `no_sync`, which is a context manager
 
     def drop_gradients(self, models: Iterable[object]) -> None:
-        pass  # they are those of the parameters
+        pass  # DDP keeps none besides those of the parameters
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks of models whose activations are computed again in the backward pass."""
+"""Activation checkpointing: recomputation of the activations of blocks in the backward pass."""
 
 from collections.abc import Mapping
 

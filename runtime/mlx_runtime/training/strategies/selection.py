@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def strategy_class(name: str) -> "StrategyClass":
-    """Return the class of a strategy by its name or its import path; ConfigError if it is none."""
+    """Return the class of a strategy, given its name or import path; raise ConfigError if there is none."""
     needs = ("refusal", "multiple_of", "model_parallel_size", "build", "consolidate")
     found: StrategyClass = named_class("strategy", name, STRATEGIES, needs)
     return found
@@ -42,7 +42,7 @@ def problems(cfg: Any) -> list[str]:
 
 
 def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) -> "Strategy":
-    """Return the strategy of a run. `node` is the group `models` in conf.yaml; None if there is none."""
+    """Return the strategy of a run. `node` is the group `models` in conf.yaml, or None without such a group."""
     names = sorted({cfg.strategy, *own_strategies(node, cfg).values()})
     kinds = {name: strategy_class(name) for name in names}
     if not torch.distributed.is_initialized():
@@ -55,7 +55,7 @@ def strategy_of(cfg: Any, topology: Topology, node: Mapping[str, Any] | None) ->
 
 
 def own_strategies(node: Mapping[str, Any] | None, cfg: Any) -> dict[str, str]:
-    """Return the strategies of the models that have their own; ConfigError if there is no such strategy."""
+    """Return the strategies of models in `Models.strategies`; raise ConfigError if there is no such strategy."""
     own = dict(getattr(object_at(node["_target_"]), "strategies", {})) if node is not None else {}
     if own and cfg.strategy not in STRATEGIES:
         raise ConfigError(f"Models.strategies is for {', '.join(STRATEGIES)}, and cfg.strategy is {cfg.strategy}")

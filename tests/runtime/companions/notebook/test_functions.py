@@ -431,7 +431,7 @@ class TestBeforeARun:
                 UsageError,
                 r"num_workers is \(4, 8\); .* elastic=Elastic\(max_workers=8\)",
             ),
-            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. It is elastic=Elastic"),
+            ({"max_retries": 3}, UsageError, "'max_retries' is not a setting of Trainer. Use elastic=Elastic"),
             ({"gpus_per_worker": 2}, UsageError, "Each worker has one GPU: use_gpu=True"),
             ({"backend": "horovod"}, UsageError, "backend is 'horovod'; the only one is 'torch'"),
             ({"cpu_per_worker": 2}, UsageError, "Did you mean 'cpus_per_worker'"),

@@ -120,6 +120,6 @@ def test_what_is_no_sweep_is_refused(found: dict[str, Any]) -> None:
         "workers cannot import Inner from a script; move it to a file in src/",
         "overrides is the string 'optimizers.adam.lr'; write a list: ['optimizers.adam.lr']",
         "trials is 0; the minimum is 1",
-        "cfg.hub.mirror=hf://alice/cells is for one run, and a sweep has many; leave it out, and mirror the best one "
+        "cfg.hub.mirror=hf://alice/cells is for one run, but a sweep has many; leave it out, and mirror the best one "
         "when the sweep has ended: mlx xp push cells/SWEEP hf://alice/cells",
     ]

@@ -63,7 +63,7 @@ def test_a_run_keeps_its_fold(mlx: Mlx, digits: Path) -> None:
     edit(digits / "src" / "datasets.py", "int(0.7 *", "int(0.6 *")
     done = mlx(digits, "train", "run", "--resume=run_001", "cfg.num_epochs=3")
     assert done.returncode == 1
-    assert "fold 1 has other rows than when digits/run_001 started" in done.stderr
+    assert "fold 1 has different rows than when digits/run_001 started" in done.stderr
     assert record(digits)["attempt"] == 2
 
 
