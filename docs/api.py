@@ -48,6 +48,7 @@ SECTIONS = {
         *("mlx_runtime.engines.WorkerJob", "mlx_runtime.engines.run_worker", "mlx_runtime.engines.load_results"),
         *("mlx_runtime.engines.Remote", "mlx_runtime.engines.train_to", "mlx_runtime.engines.this_machine"),
         *("mlx_runtime.engines.changing_size", "mlx_runtime.engines.lost", "mlx_runtime.data.readers.Reader"),
+        *("mlx_runtime.storages.Storage", "mlx_runtime.storages.Stored", "mlx_runtime.storages.storage_at"),
         *("mlx_runtime.strategies.StrategyClass", "mlx_runtime.strategies.Strategy", "mlx_runtime.strategies.DDP"),
         *("mlx_runtime.strategies.data_parallel_group", "mlx_runtime.strategies.gather"),
         *("mlx_runtime.training.extensions.RunExtension", "mlx_runtime.training.extensions.AccompaniedRun"),

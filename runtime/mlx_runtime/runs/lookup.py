@@ -17,7 +17,7 @@ from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
-from mlx_runtime.storage.files import Storage, is_uri, joined, storage_errors
+from mlx_runtime.storage.files import Storage, is_uri, joined, storage_at, storage_errors
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
@@ -151,7 +151,7 @@ class StoragePath:
     @property
     def path(self) -> str:
         """Path in the file system of the storage."""
-        return Storage(self.root).of(*self.parts)
+        return storage_at(self.root).of(*self.parts)
 
     @classmethod
     def parse(cls, root: str, text: str | None) -> "StoragePath":
@@ -160,11 +160,11 @@ class StoragePath:
         Raises:
             UsageError: It lies outside the storage, or does not exist.
         """
-        storage = Storage(root)
+        storage = storage_at(root)
         parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
         found = cls(root, parts)
         with storage_errors(f"cannot read {root}"):
-            exists = os.path.lexists(found.path) if storage.local else bool(storage.fs.get_file_info(found.path).type)
+            exists = os.path.lexists(found.path) if storage.local else storage.find(*parts) is not None
         if not exists:
             siblings = storage.names(*parts[:-1]) if parts else []
             suggestion = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""

@@ -17,7 +17,7 @@ from mlx_runtime.runs.checkpoints import Checkpoints, State
 from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, reading
 from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
 from mlx_runtime.storage.documents import from_json
-from mlx_runtime.storage.files import Storage, is_uri
+from mlx_runtime.storage.files import is_uri, storage_at
 
 if TYPE_CHECKING:
     import pandas
@@ -109,7 +109,7 @@ class Run:
             StorageError: they cannot be read.
         """
         with reading(self._folder, EVALUATIONS):
-            names = Storage(self._folder.location).names(EVALUATIONS)
+            names = storage_at(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
     def state(self, checkpoint: str = "latest") -> State:

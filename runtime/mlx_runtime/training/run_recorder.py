@@ -17,7 +17,7 @@ from mlx_runtime.runs.checkpoint_index import score
 from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import Storage, joined, storage_root, to_json
+from mlx_runtime.storage.files import joined, storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.request import RunConfig
@@ -132,7 +132,9 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             facts |= {"attempts": records.attempts(previous), "job": None}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
-        has_record = config.claimed is not None and Storage(folder.location).size_bytes(folder.record.name) is not None
+        has_record = (
+            config.claimed is not None and storage_at(folder.location).size_bytes(folder.record.name) is not None
+        )
         previous = records.refuse_living(folder) if has_record else {}
         attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
         if not folder.claim_attempt(attempt, leases.lease()):
@@ -176,7 +178,7 @@ def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
     facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
     facts |= provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
     parts = (EVALUATIONS, f"{when:%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}.json")  # names sort by time
-    storage = Storage(config.origin.location)
+    storage = storage_at(config.origin.location)
     try:
         if storage.local:
             Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)

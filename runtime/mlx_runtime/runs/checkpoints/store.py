@@ -29,7 +29,7 @@ from mlx_runtime.runs.checkpoint_index import (
 from mlx_runtime.runs.checkpoints.groups import DamagedError, State, has_placeholders, has_stored
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.runs.remote import is_remote, reader_of
-from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_errors, to_json
+from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_at, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
@@ -60,7 +60,7 @@ class Checkpoints:
     """
 
     def __init__(self, root: str) -> None:
-        self._storage = Storage(root)
+        self._storage = storage_at(root)
         self._damaged: list[str] = []
         self._rejected: dict[str, str] = {}  # problems by name
         self._newest: tuple[Checkpoint, State] | None = None
@@ -297,7 +297,7 @@ def read(path: str, *, whole: bool = True) -> State:
     if is_remote(path):
         folder, name = reader_of(path).fetched_checkpoint(path)
         path = joined(folder.checkpoints, name)
-    storage, name = (Storage(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
+    storage, name = (storage_at(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
         exists = about is not None or storage.size_bytes(name, STATE) is not None
