@@ -102,8 +102,8 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
     return folder, joined(folder.checkpoints, name)
 
 
-def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
-    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name.
+def find_checkpoint(folder: RunFolder, which: str | int) -> Checkpoint:
+    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name or an epoch.
 
     Those that are left out because their description is damaged are named on stderr.
 
@@ -122,6 +122,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> Checkpoint:
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
         return ranked[0]
+    which = which if isinstance(which, str) else f"epoch_{which + 1:04d}"
     known = {item.name: item for item in found}
     if which not in known:
         raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")

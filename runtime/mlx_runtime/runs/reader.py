@@ -112,13 +112,14 @@ class Run:
             names = storage_at(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
-    def state(self, checkpoint: str = "latest") -> State:
+    def state(self, checkpoint: str | int = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
 
         Names in state dicts are those of the model itself, without the prefix of DDP.
 
         Args:
-            checkpoint: the `latest`, the `best` by `cfg.monitor`, or one by its name, like `epoch_0002`.
+            checkpoint: the `latest`, the `best` by `cfg.monitor`, one by its name, like `epoch_0002`, or the one at the
+                end of an epoch, by its number from 0, as in `metrics()`.
 
         Raises:
             UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
@@ -126,7 +127,7 @@ class Run:
         """
         return Checkpoints(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
 
-    def load_models(self, checkpoint: str = "latest", *, trust: bool = False) -> Any:
+    def load_models(self, checkpoint: str | int = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
 
         Args:
@@ -217,6 +218,6 @@ class _RemoteRun(Run):
         super().__init__(run.cached())
         self._remote = run
 
-    def state(self, checkpoint: str = "latest") -> State:
+    def state(self, checkpoint: str | int = "latest") -> State:
         self._remote.fetch_checkpoint(lookup.find_checkpoint(self._folder, checkpoint).name)
         return super().state(checkpoint)

@@ -52,7 +52,7 @@ class Epoch:
     def checkpoint(self) -> str | None:
         """Path or URI of the checkpoint at its end. Waits until that is complete.
 
-        None if the loop saved none, which is known once a later one is complete, or the run has ended. A later epoch may
+        None if the loop saved none, which is known once a later one is complete, or the run has ended. Later epochs may
         remove the checkpoint: see `cfg.keep_checkpoints`.
         """
         return self._training.checkpoint_of(self.epoch)
