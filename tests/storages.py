@@ -6,14 +6,14 @@
 
 from pathlib import Path
 
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 
 SIZES = {"data/digits/a.bin": 3000, "data/digits/b.bin": 1000, "data/digits/deep/er/c.bin": 500}
 SIZES |= {"data/digits/deep/er/d.bin": 500}
 
 
 def put(root: str, files: dict[str, bytes]) -> None:
-    storage = Storage(root)
+    storage = storage_at(root)
     for name, content in files.items():
         if storage.local:
             Path(storage.of(name)).parent.mkdir(parents=True, exist_ok=True)
@@ -27,5 +27,5 @@ def filled(root: str) -> str:
 
 
 def files(root: str) -> list[str]:
-    storage = Storage(root)
-    return sorted(info.path.removeprefix(storage.path + "/") for info in storage.below())
+    storage = storage_at(root)
+    return sorted(item.path for item in storage.below())

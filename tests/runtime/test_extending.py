@@ -199,8 +199,8 @@ def split(layered: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
 
 
 def caller(folder: Path, mlx: Mlx, settings: dict[str, str]) -> Run:
-    def call(*words: str) -> str:
-        done = mlx(folder, *words, **settings)
+    def call(*words: str, **changed: str) -> str:
+        done = mlx(folder, *words, **(settings | changed))
         assert done.returncode == 0, done.stdout + done.stderr
         return str(done.stdout)
 
@@ -234,6 +234,18 @@ def test_a_run_goes_on_with_another_engine(run: Run, tmp_path: Path) -> None:
     run("train", "run", "--resume=two/run_001", "cfg.engine=local", "cfg.num_epochs=2")
     run("train", "run", "cfg.engine=local", "cfg.name=one")
     assert weights(run, "two") == weights(run, "one")
+
+
+@pytest.mark.local
+def test_runs_live_in_a_storage_of_another_package(run: Run, tmp_path: Path) -> None:
+    database = f"cfg.storage_path=sqlite://{tmp_path}/runs.db"
+    run("train", "run", "cfg.engine=local", database, "cfg.num_epochs=1", "cfg.name=two")
+    run("train", "run", f"--resume=sqlite://{tmp_path}/runs.db/two/run_001", "cfg.num_epochs=2", database)
+    run("train", "run", "cfg.engine=local", "cfg.name=one")
+    assert weights(run, f"sqlite://{tmp_path}/runs.db/two") == weights(run, "one")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["one", "runs.db"]
+    rows = json.loads(run("xp", "ls", "two", "--json", MLX_STORAGE=f"sqlite://{tmp_path}/runs.db"))
+    assert [row["status"] for row in rows] == ["SUCCEEDED"]
 
 
 @pytest.mark.local

@@ -37,7 +37,7 @@ ROOMS = (
 )
 """From highest to lowest. A room imports only from those after it."""
 
-DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "strategies", "trackers"}
+DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "strategies", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {
@@ -62,7 +62,7 @@ COMPANION_FOLDERS = [f"companions/{name}" for name in COMPANIONS]
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
     "aiohttp": {"companions.ray.dashboard"},
-    "botocore": {"storage.leases"},
+    "botocore": {"companions.stores.object_store"},
     "click": {"cli", *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands)},
     "cookiecutter": {"cli.verbs.projects"},
     "detect_secrets": {"storage.detection"},
@@ -75,7 +75,7 @@ HOMES = {
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "pathspec": {"runs.snapshots", "storage.uploads"},
     "plotly": {"companions.views.report"},
-    "pyarrow": {"companions.prepared.mapping", "storage.files"},
+    "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
     "ray": {
         "companions.notebook.actors",
         "companions.prepared.mapping",

@@ -25,6 +25,7 @@ COMPANIONS = {
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
     "sharding": Companion(("xp consolidate",)),
+    "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
     "views": Companion(("xp diff", "xp report")),
 }

@@ -29,7 +29,10 @@ def best(
     if run is not None and rows[0].problem is not None:
         raise StorageError(rows[0].problem)
     where = f"the runs of {name}" if run is None else run.title
-    chosen = metric or next((row.monitor for row in reversed(rows) if row.monitor), None)
+    monitored = [row.monitor for row in rows if row.monitor]
+    chosen = metric or (monitored[-1] if monitored else None)
+    if metric is None and len(set(monitored)) > 1:
+        warn(f"the runs of {name} monitor {' and '.join(sorted(set(monitored)))}; this is by {chosen}, see --metric")
     if chosen is None:
         raise UsageError(f"cfg.monitor is not set in {where}; pass --metric.{suggest_metric(rows, '')}")
     chosen_mode = mode or mode_of(rows, chosen)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_runtime.errors import printable
 from mlx_runtime.storage.documents import COUNT, FLAG, NAME, NUMBER, TEXT, from_json, mapping_of
-from mlx_runtime.storage.files import Storage, joined, storage_errors
+from mlx_runtime.storage.files import Storage, joined, storage_at, storage_errors
 from mlx_runtime.storage.local import IrregularError
 
 STATE = "state.pt"
@@ -95,7 +95,7 @@ def list_checkpoints(root: str | Storage, *, report: bool = False) -> list[Check
 
     With `report`, checkpoints without a readable description are listed on stderr.
     """
-    storage = root if isinstance(root, Storage) else Storage(root)
+    storage = root if isinstance(root, Storage) else storage_at(root)
     checkpoints = checkpoints_by_name(storage)
     for name in (name for name, item in checkpoints.items() if item is None and report):
         print(printable(f"warning: left out {name}: {undescribed(storage, name)}", one_line=True), file=sys.stderr)

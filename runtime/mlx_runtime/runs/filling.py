@@ -20,7 +20,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import now
-from mlx_runtime.storage.files import Storage, parent_of, to_json
+from mlx_runtime.storage.files import Storage, parent_of, storage_at, to_json
 from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.storage.publishing import Publication, leftovers, recover
 
@@ -28,14 +28,22 @@ RECORD = "job.json"
 """Name of the file that records the job of a folder, and whether the folder is complete."""
 
 
-class Output(Storage):
+class Output:
     """The folder that a data job fills, in a folder or on an object store.
 
-    It can also be read like any `Storage`. Tasks on all nodes may write files.
+    The methods of `Storage` that read work as well. Any task on any node may write files.
 
     Args:
         root: Folder, which must exist, or URI.
     """
+
+    def __init__(self, root: str) -> None:
+        self._storage = storage_at(root)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # as when it is unpickled
+            raise AttributeError(name)
+        return getattr(self._storage, name)
 
     @property
     def folder(self) -> Path:
@@ -45,10 +53,12 @@ class Output(Storage):
             UsageError: The output is on an object store, which has no folders; use `write`, `create` or `upload`.
             StorageError: The folder does not exist on this node.
         """
-        if not self.local:
-            raise UsageError(f"{self.root} is not a folder on this machine; use self.output.write, .create or .upload")
+        if not self._storage.local:
+            raise UsageError(
+                f"{self._storage.root} is not a folder on this machine; use self.output.write, .create or .upload"
+            )
         self._check_visible()
-        return Path(self.path)
+        return Path(self._storage.path)
 
     def write(self, data: bytes | str, *parts: str) -> None:
         """Store a file atomically.
@@ -62,26 +72,31 @@ class Output(Storage):
             OSError: The storage refuses the write.
         """
         self._make_folders(parts)
-        super().write(data.encode() if isinstance(data, str) else data, *parts)
+        self._storage.write(data.encode() if isinstance(data, str) else data, *parts)
 
-    def create(self, *parts: str) -> BinaryIO:  # also called by `upload`
+    def create(self, *parts: str) -> BinaryIO:
         """Open a file of the output for writing; otherwise like `write`."""
         self._make_folders(parts)
-        return super().create(*parts)
+        return self._storage.create(*parts)
+
+    def upload(self, file: Path, *parts: str) -> None:
+        """Copy a file on this node to the output; otherwise like `write`."""
+        self._make_folders(parts)
+        self._storage.upload(file, *parts)
 
     def _make_folders(self, parts: Sequence[str]) -> None:
-        if self.local:
+        if self._storage.local:
             self._check_visible()
-            folder = Path(self.path)
+            folder = Path(self._storage.path)
             for name in Path(*parts).parts[:-1]:  # never the output itself, which is gone after the end of the job
                 folder /= name
                 folder.mkdir(exist_ok=True)
 
     def _check_visible(self) -> None:
-        if not Path(self.path).is_dir():
+        if not Path(self._storage.path).is_dir():
             raise StorageError(
-                f"{os.uname().nodename} does not see {self.path}; the storage must be a folder that all nodes share, "
-                "or an object store: set cfg.storage_path or MLX_STORAGE"
+                f"{os.uname().nodename} does not see {self._storage.path}; the storage must be a folder that all nodes "
+                "share, or an object store: set cfg.storage_path or MLX_STORAGE"
             )
 
 
@@ -101,7 +116,7 @@ class Filling:
 
     def __init__(self, location: str, *, overwrite: bool, **facts: Any) -> None:
         self._location, self._overwrite = location, overwrite
-        self._target = Storage(location)
+        self._target = storage_at(location)
         self._above, name = _parent(self._target)
         recover(self._above, name, lambda leftover: False)
         refuse_present(location, overwrite=overwrite)
@@ -129,8 +144,8 @@ class Filling:
         if not self._is_ours() or (self._target.local and not self._overwrite and Path(self._target.path).exists()):
             raise UsageError(f"another job has filled {self._location} in the meantime; this output is discarded")
         self._heartbeat.close()
-        files = [info for info in self.output.below() if info.base_name != RECORD]
-        size = sum(info.size or 0 for info in files)
+        files = [file for file in self.output.below() if file.name != RECORD]
+        size = sum(file.size_bytes for file in files)
         self._facts |= {"status": "SUCCEEDED", "end": now(), "files": len(files), "size_bytes": size}
         self._publication.commit(self._new_record())
         self._committed = True
@@ -181,7 +196,7 @@ def refuse_present(location: str, *, overwrite: bool) -> None:
 
     With `overwrite`, the result of an earlier data job may be replaced.
     """
-    target = Storage(location)
+    target = storage_at(location)
     filler = _filler(target)
     if filler is not None:
         raise UsageError(
@@ -202,7 +217,7 @@ def refuse_present(location: str, *, overwrite: bool) -> None:
 
 
 def being_filled(location: str) -> bool:
-    return _filler(Storage(location)) is not None
+    return _filler(storage_at(location)) is not None
 
 
 def job_status(record: Mapping[str, Any]) -> str:

@@ -34,8 +34,8 @@ from typing import Any
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
-from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_errors, to_json
-from mlx_runtime.storage.leases import claim_folder, create_exclusively, creates_exclusively
+from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_at, storage_errors, to_json
+from mlx_runtime.storage.leases import claim_folder
 from mlx_runtime.storage.local import open_regular, regular
 
 _OVERRIDE = re.compile(r"~|--|[+]{0,2}[A-Za-z_][\w.@/]*=")
@@ -99,13 +99,13 @@ class RunFolder:
     def read(self, *parts: str) -> bytes:
         """Return the content of a file of the run; raise OSError if it is missing or the storage does not answer."""
         if self.uri is not None:
-            return Storage(self.uri).read(*parts)
+            return storage_at(self.uri).read(*parts)
         with open_regular(str(self.path.joinpath(*parts))) as file:
             return file.read()
 
     def document(self, *parts: str) -> bytes:
         """Return the content of a small file, like `read`, but within the limit for documents."""
-        return Storage(self.location).document(*parts)
+        return storage_at(self.location).document(*parts)
 
     def push(self, *files: Path, must: bool = False) -> None:
         """Copy files to the object store, if the run is on one. Without `must`, failures are ignored."""
@@ -113,7 +113,7 @@ class RunFolder:
             return
         try:
             for file in files:
-                Storage(self.uri).upload(file, *file.relative_to(self.path).parts)
+                storage_at(self.uri).upload(file, *file.relative_to(self.path).parts)
         except (OSError, StorageError) as error:
             if must:
                 raise StorageError(f"cannot write {self.uri}: {short_message(error)}") from error
@@ -125,7 +125,7 @@ class RunFolder:
         """
         if self.uri is None:
             return
-        storage = Storage(self.uri)
+        storage = storage_at(self.uri)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(f"cannot read {self.uri}"):
             for old in [file for file in self.path.iterdir() if file.is_file()]:
@@ -138,21 +138,21 @@ class RunFolder:
     def attempts(self) -> int:
         """Return the number of drivers that have claimed this run so far."""
         with storage_errors(f"cannot read {self.location}"):
-            return max((_number(name, ATTEMPT) for name in Storage(self.location).names()), default=0)
+            return max((_number(name, ATTEMPT) for name in storage_at(self.location).names()), default=0)
 
     def claim_attempt(self, number: int, lease: Mapping[str, Any] | None = None) -> bool:
         """Become the driver of a run. Return True for exactly one of several callers.
 
         Raise StorageError if the storage cannot prevent two drivers from claiming the same run.
         """
-        storage, name = Storage(self.location), attempt_name(number)
+        storage, name = storage_at(self.location), attempt_name(number)
         content = to_json(dict(lease or {})).encode()
         with storage_errors(f"cannot write {self.location}"):
-            if number == 1 and not creates_exclusively(storage):
+            if number == 1 and not storage.exclusive:
                 storage.write(content, name)  # a new run was claimed with its folder
                 return True
             try:
-                return create_exclusively(storage, content, name)
+                return storage.create_exclusively(content, name)
             except StorageError as error:
                 raise StorageError(
                     f"{error}, so two drivers could train {self.title} at once. "
@@ -174,25 +174,25 @@ def reading(run: RunFolder, name: str) -> Iterator[None]:
 def ask_to_stop(run: RunFolder) -> None:
     """Ask the driver of a run, on any machine, to stop."""
     with storage_errors(f"cannot write {run.location}"):
-        Storage(run.location).write(b"", STOP_NOTE)
+        storage_at(run.location).write(b"", STOP_NOTE)
 
 
 def asked_to_stop(run: RunFolder) -> bool:
     with contextlib.suppress(OSError, StorageError):
-        return Storage(run.location).size_bytes(STOP_NOTE) is not None
+        return storage_at(run.location).size_bytes(STOP_NOTE) is not None
     return False
 
 
 def withdraw_stop(run: RunFolder) -> None:
     """Withdraw a request to stop."""
     with contextlib.suppress(OSError, StorageError):
-        Storage(run.location).remove_file(STOP_NOTE)
+        storage_at(run.location).remove_file(STOP_NOTE)
 
 
 def has_begun(run: RunFolder) -> bool:
     """Return True if a run has a config, so that it can be resumed, or if the storage does not answer."""
     with contextlib.suppress(OSError):
-        return Storage(run.location).size_bytes(run.conf.name) is not None
+        return storage_at(run.location).size_bytes(run.conf.name) is not None
     return True
 
 
@@ -242,7 +242,7 @@ def claim_run(
             "other characters that do not print, a leading dot or dash, and spaces around it, and use at most "
             f"{NAME_BYTES} bytes"
         )
-    storage = Storage(root)
+    storage = storage_at(root)
     try:
         if storage.local:
             Path(storage.of(experiment)).mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ def claim_run(
 
 def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
     """Return all runs, or those of one experiment, oldest first per experiment."""
-    storage = Storage(root)
+    storage = storage_at(root)
     with storage_errors(f"cannot read {root}"):
         experiments = storage.names() if experiment is None else [experiment]
         runs = {
@@ -290,7 +290,7 @@ def list_runs(root: str, experiment: str | None = None) -> list[RunFolder]:
 def list_sweeps(root: str, experiment: str) -> list[RunFolder]:
     """Return the folders of all sweeps of an experiment, by name."""
     with storage_errors(f"cannot read {root}"):
-        names = Storage(root).names(experiment)
+        names = storage_at(root).names(experiment)
     return [run_folder(root, experiment, name) for name in names if name.startswith(SWEEP)]
 
 

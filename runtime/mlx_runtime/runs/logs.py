@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.files import storage_at, storage_errors
 from mlx_runtime.storage.leases import heartbeat
 from mlx_runtime.storage.local import regular
 
@@ -34,7 +34,7 @@ class LogFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if folder.uri is not None:  # the log may have begun on another machine
                 self._path.unlink(missing_ok=True)
-                storage = Storage(folder.uri)
+                storage = storage_at(folder.uri)
                 if storage.size_bytes(name) is not None:
                     storage.download(self._path, name)
                 self._pushing.enter_context(heartbeat(self._push, PUSH_S))
@@ -141,5 +141,5 @@ def last_lines(text: str, count: int) -> str:
 
 def logged_ranks(folder: RunFolder) -> list[str]:
     """Return the ranks whose logs are stored."""
-    names = [Path(name).stem for name in Storage(folder.location).names("logs")]
+    names = [Path(name).stem for name in storage_at(folder.location).names("logs")]
     return sorted((name.removeprefix("rank_") for name in names if name.startswith("rank_")), key=int)

@@ -17,7 +17,7 @@ from mlx_runtime.runs.remote import is_remote, reader_of
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage import files
 from mlx_runtime.storage.documents import selected
-from mlx_runtime.storage.files import Storage, is_uri, joined, storage_errors
+from mlx_runtime.storage.files import Storage, is_uri, joined, storage_at, storage_errors
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
@@ -102,8 +102,8 @@ def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, 
     return folder, joined(folder.checkpoints, name)
 
 
-def find_checkpoint(folder: RunFolder, which: str) -> CheckpointInfo:
-    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name.
+def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
+    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name or an epoch.
 
     Checkpoints with a damaged description are listed on stderr.
 
@@ -122,6 +122,7 @@ def find_checkpoint(folder: RunFolder, which: str) -> CheckpointInfo:
         if not ranked:
             raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
         return ranked[0]
+    which = which if isinstance(which, str) else f"epoch_{which + 1:04d}"
     known = {item.name: item for item in found}
     if which not in known:
         raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")
@@ -151,7 +152,7 @@ class StoragePath:
     @property
     def path(self) -> str:
         """Path in the file system of the storage."""
-        return Storage(self.root).of(*self.parts)
+        return storage_at(self.root).of(*self.parts)
 
     @classmethod
     def parse(cls, root: str, text: str | None) -> "StoragePath":
@@ -160,11 +161,11 @@ class StoragePath:
         Raises:
             UsageError: It lies outside the storage, or does not exist.
         """
-        storage = Storage(root)
+        storage = storage_at(root)
         parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
         found = cls(root, parts)
         with storage_errors(f"cannot read {root}"):
-            exists = os.path.lexists(found.path) if storage.local else bool(storage.fs.get_file_info(found.path).type)
+            exists = os.path.lexists(found.path) if storage.local else storage.find(*parts) is not None
         if not exists:
             siblings = storage.names(*parts[:-1]) if parts else []
             suggestion = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""

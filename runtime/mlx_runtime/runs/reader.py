@@ -17,7 +17,7 @@ from mlx_runtime.runs.checkpoints import CheckpointStore, State
 from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, reading
 from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
 from mlx_runtime.storage.documents import from_json
-from mlx_runtime.storage.files import Storage, is_uri
+from mlx_runtime.storage.files import is_uri, storage_at
 
 if TYPE_CHECKING:
     import pandas
@@ -108,16 +108,17 @@ class Run:
             StorageError: they cannot be read.
         """
         with reading(self._folder, EVALUATIONS):
-            names = Storage(self._folder.location).names(EVALUATIONS)
+            names = storage_at(self._folder.location).names(EVALUATIONS)
             return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
 
-    def state(self, checkpoint: str = "latest") -> State:
+    def state(self, checkpoint: str | int = "latest") -> State:
         """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
 
         Names in state dicts have no prefix of DDP.
 
         Args:
-            checkpoint: the `latest`, the `best` by `cfg.monitor`, or one by its name, like `epoch_0002`.
+            checkpoint: the `latest`, the `best` by `cfg.monitor`, one by its name, like `epoch_0002`, or the one at the
+                end of an epoch, by its number from 0, as in `metrics()`.
 
         Raises:
             UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
@@ -125,7 +126,7 @@ class Run:
         """
         return CheckpointStore(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
 
-    def load_models(self, checkpoint: str = "latest", *, trust: bool = False) -> Any:
+    def load_models(self, checkpoint: str | int = "latest", *, trust: bool = False) -> Any:
         """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
 
         Args:
@@ -216,6 +217,6 @@ class _RemoteRun(Run):
         super().__init__(run.cached())
         self._remote = run
 
-    def state(self, checkpoint: str = "latest") -> State:
+    def state(self, checkpoint: str | int = "latest") -> State:
         self._remote.fetch_checkpoint(lookup.find_checkpoint(self._folder, checkpoint).name)
         return super().state(checkpoint)

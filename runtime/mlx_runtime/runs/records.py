@@ -29,7 +29,7 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import Storage, joined, split_options, storage_errors, to_json
+from mlx_runtime.storage.files import joined, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished, write_atomic
 
@@ -201,7 +201,7 @@ class Record:
     def _refresh_lease(self, status: str) -> None:
         content = to_json(lease(status=status)).encode()
         with storage_errors(f"cannot write {self.folder.location}"):
-            Storage(self.folder.location).write(content, attempt_name(self._fields["attempt"]))
+            storage_at(self.folder.location).write(content, attempt_name(self._fields["attempt"]))
 
     def _write(self, file: Path, content: str, *, must: bool = False) -> None:
         """Replace a file of the run unless another driver has claimed the run.

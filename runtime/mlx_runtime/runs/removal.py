@@ -15,7 +15,7 @@ from mlx_runtime.runs.folder import RunFolder, run_folder
 from mlx_runtime.runs.listing import AskJobs, summarize
 from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.survey import REMOVING, RUN, Survey, survey
-from mlx_runtime.storage.files import Storage, joined, size_text
+from mlx_runtime.storage.files import Storage, joined, size_text, storage_at
 from mlx_runtime.storage.local import opened, remove_tree
 
 MANIFEST = "manifest.json"
@@ -26,7 +26,7 @@ def refuse_in_use(path: StoragePath, found: Survey) -> None:
     """Raise UsageError if a surveyed path is the storage itself, belongs to a run, or is being read or written."""
     if not path.parts:
         raise UsageError(f"{path.title} is the storage itself; name a folder in it")
-    storage = Storage(path.root)
+    storage = storage_at(path.root)
     above = [path.parts[:count] for count in range(1, len(path.parts))]
     runs = [path.parts + run for run in sorted(found.runs)]
     runs += [parts for parts in above if storage.size_bytes(*parts, RUN) is not None]
@@ -57,7 +57,7 @@ def _refuse_run(root: str, parts: tuple[str, ...]) -> None:
 
 def remove(path: StoragePath) -> None:
     """Remove a file or folder; call `refuse_in_use` first. If it is a link, its target is kept."""
-    storage = Storage(path.root)
+    storage = storage_at(path.root)
     if storage.local:
         _remove_local(storage, path)
     else:
@@ -88,7 +88,7 @@ def _remove_local(storage: Storage, path: StoragePath) -> None:
 def _remove_objects(storage: Storage, path: StoragePath) -> None:
     cause = "objects were added in the meantime"
     try:
-        if storage.fs.get_file_info(path.path).is_file:
+        if storage.size_bytes(*path.parts) is not None:
             storage.remove_file(*path.parts)
             return
         for mark in (RECORD, MANIFEST):  # without it, a partial folder is not mistaken for a complete one

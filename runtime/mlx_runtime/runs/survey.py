@@ -19,7 +19,7 @@ from mlx_runtime.runs.filling import RECORD, job_record, job_status
 from mlx_runtime.runs.folder import ATTEMPT
 from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.storage import leases
-from mlx_runtime.storage.files import Storage, size_text, storage_errors
+from mlx_runtime.storage.files import Storage, size_text, storage_at, storage_errors
 
 RUN = "run.json"
 
@@ -138,7 +138,7 @@ def survey(path: StoragePath, depth: int, limit: int) -> Survey:
 
     Lists `depth` levels, and in each folder the `limit` largest entries (0: all); the others are only counted.
     """
-    storage = Storage(path.root)
+    storage = storage_at(path.root)
     with storage_errors(f"cannot read {path.title}"):
         found = Survey(_measure_top(storage, path))
         if found.top.kind == "folder":
@@ -146,7 +146,7 @@ def survey(path: StoragePath, depth: int, limit: int) -> Survey:
             folders = _local_folders(path.path, found) if storage.local else _remote_folders(storage, path, found)
             _build_tree(folders, found, depth, limit)
             found.top.truncate(limit)
-            _add_notes(found, Storage(path.title))
+            _add_notes(found, storage_at(path.title))
     return found
 
 
@@ -154,8 +154,8 @@ def _measure_top(storage: Storage, path: StoragePath) -> Entry:
     """Return the entry of a path, empty if it is a folder."""
     name = path.parts[-1] if path.parts else path.title
     if not storage.local:
-        info = storage.fs.get_file_info(path.path)
-        return Entry(name, "file", info.size or 0, 1) if info.is_file else Entry(name)
+        found = storage.find(*path.parts)
+        return Entry(name, "file", found.size_bytes, 1) if found is not None and found.is_file else Entry(name)
     file = Path(path.path)
     if file.is_symlink():
         return Entry(name, "link")
@@ -226,11 +226,11 @@ def _local_folders(path: str, found: Survey) -> Iterator[tuple[Parts, list[Entry
 
 
 def _remote_folders(storage: Storage, path: StoragePath, found: Survey) -> Iterator[tuple[Parts, list[Entry] | None]]:
-    """Yield the files of an object store, each with its folder; all files below a prefix are listed at once."""
-    for info in storage.below(*path.parts):
-        *above, name = info.path.removeprefix(path.path).strip("/").split("/")
-        found.add_mark(tuple(above), name, (info.mtime_ns or 0) / 1e9)
-        yield tuple(above), [Entry(name, "file", info.size or 0, 1)]
+    """Yield the files of an object store, which lists all below a prefix at once, each with its folder."""
+    for file in storage.below(*path.parts):
+        *above, name = file.path.split("/")[len(path.parts) :]
+        found.add_mark(tuple(above), name, file.modified_s)
+        yield tuple(above), [Entry(name, "file", file.size_bytes, 1)]
 
 
 def _add_notes(found: Survey, storage: Storage) -> None:

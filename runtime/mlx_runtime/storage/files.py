@@ -1,9 +1,9 @@
 """Storages: a folder or an object store, with the few operations that runs and prepared datasets need.
 
-A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`; the options after `?` are those of pyarrow's file
-systems. Folders are accessed without pyarrow, so that commands that only look at runs start fast.
+A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`, which a companion or another package opens.
 """
 
+import abc
 import contextlib
 import errno
 import json
@@ -11,23 +11,24 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from functools import cached_property
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+from urllib.parse import unquote, urlsplit
 
-from mlx_runtime.errors import ConfigError, StorageError, short_message
+from mlx_runtime import companions
+from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_message
 from mlx_runtime.storage.local import IrregularError, open_regular, opened, remove_tree, write_atomic
-
-if TYPE_CHECKING:
-    import pyarrow.fs
-
 
 DOCUMENT_BYTES = 64 << 20
 """Maximum size of a document; the record of a sweep of 100,000 trials has a third of it."""
 
-SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""Schemes of URIs whose file system pyarrow has."""
+SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+"""Schemes of URIs that the companion `stores` opens."""
+
+ENTRY_POINTS = "mlx_runtime.storages"
+"""The entry points by which other packages add storages, named by the scheme of their URIs."""
 
 
 def is_uri(root: str) -> bool:
@@ -50,86 +51,99 @@ def split_options(root: str) -> tuple[str, str]:
     return base, mark + options
 
 
-class Storage:
+class Stored(NamedTuple):
+    """A file or folder in a listing."""
+
+    path: str  # below the root of the storage
+    size_bytes: int = 0  # 0 for a folder
+    modified_s: float = 0.0  # seconds since 1970; 0 if the storage does not tell
+    is_file: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+class Storage(abc.ABC):
     """A folder or an object store. Its methods raise OSError if it does not answer or refuses an operation.
 
-    Attributes:
-        root: The folder or URI, as given.
-        path: Path of the root in its file system.
-        local: True for a folder on this machine, perhaps a shared one.
+    Each `*parts` is a path below the root, like `"digits", "run_001", "run.json"`; without parts, it is the root.
 
-    Raises:
-        StorageError: There is no file system for such a URI.
+    Args:
+        root: The folder or URI, as the user gave it.
+        path: Path of the root in its file system, without a trailing slash.
     """
 
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.local = not is_uri(root) or root.startswith("file:")
-        path = root
-        try:
-            if is_uri(root):
-                import pyarrow.fs
+    local = False
+    """True for a folder on this machine, perhaps a shared one."""
 
-                self.fs, path = pyarrow.fs.FileSystem.from_uri(root)
-            else:
-                path = os.path.realpath(os.path.expanduser(root))  # noqa: PTH111 - listings do this for each run
-        except Exception as error:  # pyarrow raises many types of exceptions
-            scheme, why = root.partition(":")[0], short_message(error)
-            if is_uri(root) and scheme not in SCHEMES:
-                why = f"there is no storage for {scheme}; use a folder, or a URI of {', '.join(SCHEMES)}"
-            raise StorageError(f"cannot reach {root}: {why}") from error
-        self.path = path.rstrip("/")
+    exclusive = True
+    """False if `create_exclusively` raises a StorageError, so that runs cannot be taken over by another driver."""
+
+    def __init__(self, root: str, path: str) -> None:
+        self.root, self.path = root, path.rstrip("/")
         if not self.path:
             raise StorageError(f"cannot reach {root}: it names no folder")
 
-    @cached_property
-    def fs(self) -> "pyarrow.fs.FileSystem":
-        import pyarrow.fs
+    @abc.abstractmethod
+    def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
+        """Return the files and folders in a folder; nothing if there is none."""
 
-        return pyarrow.fs.LocalFileSystem()
+    @abc.abstractmethod
+    def find(self, *parts: str) -> Stored | None:
+        """Return a file or folder, or None if there is none."""
+
+    @abc.abstractmethod
+    def open(self, *parts: str) -> Any:
+        """Open a binary file for reading; it is seekable. Raises FileNotFoundError if there is none."""
+
+    @abc.abstractmethod
+    def create(self, *parts: str) -> BinaryIO:
+        """Open a file for writing; on an object store it appears, complete, once it is closed."""
+
+    @abc.abstractmethod
+    def create_exclusively(self, data: bytes, *parts: str) -> bool:
+        """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
+
+        Raises:
+            StorageError: The storage has no such operation, so no caller could be sure that it alone created the file.
+        """
+
+    @abc.abstractmethod
+    def remove_file(self, *parts: str) -> None:
+        """Remove a file if there is one."""
+
+    @abc.abstractmethod
+    def remove_folder(self, *parts: str) -> None:
+        """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
 
     def of(self, *parts: str) -> str:
         """Return a path below the root, as its file system names it."""
         return "/".join([self.path, *parts])
 
-    def listed(self, *parts: str, recursive: bool = False) -> "list[pyarrow.fs.FileInfo]":
-        """Return the files and folders in a folder; nothing if there is none."""
-        import pyarrow.fs
-
-        selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
-        return list(self.fs.get_file_info(selector))
-
-    def below(self, *parts: str) -> "list[pyarrow.fs.FileInfo]":
+    def below(self, *parts: str) -> list[Stored]:
         """Return all files in a folder and its subfolders."""
-        return [info for info in self.listed(*parts, recursive=True) if info.is_file]
+        return [item for item in self.listed(*parts, recursive=True) if item.is_file]
 
     def names(self, *parts: str) -> list[str]:
         """Return the names in a folder, sorted; nothing if there is none."""
-        if not self.local:
-            return sorted(info.base_name for info in self.listed(*parts))
-        try:
-            return sorted(os.listdir(self.of(*parts)))
-        except FileNotFoundError:
-            return []
+        return sorted(item.name for item in self.listed(*parts))
 
     def size_bytes(self, *parts: str) -> int | None:
         """Return the size of a file, or None if there is none."""
-        if not self.local:
-            info = self.fs.get_file_info(self.of(*parts))
-            return info.size if info.is_file else None
-        path = Path(self.of(*parts))
-        return path.stat().st_size if path.is_file() else None
+        found = self.find(*parts)
+        return found.size_bytes if found is not None and found.is_file else None
 
-    def open(self, *parts: str) -> Any:
-        """Open a file for reading; it is seekable."""
-        if not self.local:
-            return self.fs.open_input_file(self.of(*parts))
-        return open_regular(self.of(*parts))
+    def copy(self, old: str, new: str) -> None:
+        """Copy a file within the storage."""
+        with self.open(old) as source, self.create(new) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
 
-    def create(self, *parts: str) -> BinaryIO:
-        """Open a file for writing; on an object store it appears once it is closed."""
-        stream: BinaryIO = open(self.of(*parts), "wb") if self.local else self.fs.open_output_stream(self.of(*parts))  # noqa: PTH123, SIM115
-        return stream
+    def move(self, old: str, new: str) -> None:
+        """Rename a folder; on an object store file by file."""
+        for item in self.below(old):
+            self.copy(item.path, f"{new}{item.path.removeprefix(old)}")
+            self.remove_file(item.path)
 
     def read(self, *parts: str) -> bytes:
         with self.open(*parts) as stream:
@@ -146,11 +160,8 @@ class Storage:
 
     def write(self, data: bytes, *parts: str) -> None:
         """Replace the content of a file so that readers see the old or the new content, never a part."""
-        if self.local:
-            write_atomic(Path(self.of(*parts)), data)
-        else:
-            with self.create(*parts) as stream:
-                stream.write(data)
+        with self.create(*parts) as stream:
+            stream.write(data)
 
     def upload(self, file: Path, *parts: str) -> None:
         """Copy a file on this machine to the storage."""
@@ -163,32 +174,117 @@ class Storage:
         with self.open(*parts) as source, file.open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
 
+
+class LocalStorage(Storage):
+    """A folder on this machine, or a `file:` URI of one."""
+
+    local = True
+
+    def __init__(self, root: str) -> None:
+        folder = unquote(urlsplit(root).path) if is_uri(root) else root
+        super().__init__(root, os.path.realpath(os.path.expanduser(folder)))  # noqa: PTH111 - listings do this per run
+
+    def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
+        found, waiting = [], ["/".join(parts)]
+        while waiting:
+            folder = waiting.pop()
+            try:
+                entries = list(os.scandir(self.of(folder)))
+            except (FileNotFoundError, NotADirectoryError):  # removed in the meantime
+                continue
+            for entry in entries:
+                item = _stored(f"{folder}/{entry.name}".lstrip("/"), entry.stat)
+                if item is not None:
+                    found.append(item)
+                    waiting += [item.path] if recursive and entry.is_dir(follow_symlinks=False) else []
+        return found
+
+    def find(self, *parts: str) -> Stored | None:
+        return _stored("/".join(parts), Path(self.of(*parts)).stat)
+
+    def names(self, *parts: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self.of(*parts)))
+        except FileNotFoundError:
+            return []
+
+    def open(self, *parts: str) -> BinaryIO:
+        return open_regular(self.of(*parts))
+
+    def create(self, *parts: str) -> BinaryIO:
+        return open(self.of(*parts), "wb")  # noqa: PTH123
+
+    def write(self, data: bytes, *parts: str) -> None:
+        write_atomic(Path(self.of(*parts)), data)
+
+    def create_exclusively(self, data: bytes, *parts: str) -> bool:
+        try:
+            with Path(self.of(*parts)).open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except FileExistsError:
+            return False
+        return True
+
     def move(self, old: str, new: str) -> None:
-        """Rename a folder; on an object store file by file."""
-        if self.local:
-            Path(self.of(old)).rename(self.of(new))
-        else:
-            for name in self.names(old):
-                self.fs.move(self.of(old, name), self.of(new, name))
+        Path(self.of(old)).rename(self.of(new))
 
     def remove_file(self, *parts: str) -> None:
-        """Remove a file if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            if self.local:
-                os.unlink(self.of(*parts))  # noqa: PTH108 - like `open`
-            else:
-                self.fs.delete_file(self.of(*parts))
+        Path(self.of(*parts)).unlink(missing_ok=True)
 
     def remove_folder(self, *parts: str) -> None:
-        """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
-        with contextlib.suppress(FileNotFoundError):
-            if not self.local:
-                self.fs.delete_dir(self.of(*parts))
-                return
-            with opened(self.path, *parts[:-1]) if parts else opened(str(Path(self.path).parent)) as above:
-                error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            opened(self.path, *parts[:-1]) if parts else opened(str(Path(self.path).parent)) as above,
+        ):
+            error = remove_tree(parts[-1] if parts else Path(self.path).name, above)
             if error is not None:
                 raise error
+
+
+def _stored(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
+    """Return the entry of a path on this machine, or None if it is missing or a link that leads nowhere."""
+    try:
+        facts = facts_of()
+    except FileNotFoundError:
+        return None
+    is_file = stat.S_ISREG(facts.st_mode)
+    return Stored(path, facts.st_size if is_file else 0, facts.st_mtime, is_file)
+
+
+def storage_at(root: str) -> Storage:
+    """Return the storage at a folder or URI.
+
+    Other packages add schemes of URIs: an entry point of the group `mlx_runtime.storages`, by the name of the scheme,
+    that names a subclass of `Storage` with the URI as its argument.
+
+    Raises:
+        StorageError: There is no storage for such a URI, or it cannot be reached.
+    """
+    scheme = root.partition("://")[0] if is_uri(root) else "file"
+    if scheme == "file":
+        opened_by: Callable[[str], Storage] = LocalStorage
+    elif scheme in SCHEMES:
+        opened_by = companions.part("stores.object_store").ObjectStore
+    else:
+        opened_by = _of_others(root, scheme)
+    try:
+        return opened_by(root)
+    except MlxError:
+        raise
+    except Exception as error:  # pyarrow raises many types of exceptions
+        raise StorageError(f"cannot reach {root}: {short_message(error)}") from error
+
+
+def _of_others(root: str, scheme: str) -> Callable[[str], Storage]:
+    from importlib.metadata import entry_points  # here, because it takes as long as importing click
+
+    for item in entry_points(group=ENTRY_POINTS, name=scheme):
+        found: Callable[[str], Storage] = item.load()
+        return found
+    schemes = ", ".join(("file", *SCHEMES))
+    raise StorageError(f"cannot reach {root}: there is no storage for {scheme}; use a folder, or a URI of {schemes}")
 
 
 @contextlib.contextmanager
@@ -204,7 +300,7 @@ def parent_of(root: str) -> tuple[Storage, str]:
     """Return the storage that a folder or URI is in, and its name there."""
     base, options = split_options(root)
     above, _, name = base.rstrip("/").rpartition("/")
-    return Storage((above or ("/" if base.startswith("/") else ".")) + options), name
+    return storage_at((above or ("/" if base.startswith("/") else ".")) + options), name
 
 
 def storage_root(storage_path: str) -> str:

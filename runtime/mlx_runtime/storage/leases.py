@@ -9,14 +9,11 @@ import os
 import socket
 import threading
 import time
-import urllib.parse
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.errors import StorageError
-from mlx_runtime.extras import require
 from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import Storage
 
@@ -45,64 +42,6 @@ def claim_folder(storage: Storage, *parts: str) -> bool:
         return True
     storage.remove_file(*parts, mine)
     return False
-
-
-def creates_exclusively(storage: Storage) -> bool:
-    """Return True if `create_exclusively` works: on file systems, and on object stores with the API of S3."""
-    return storage.local or storage.fs.type_name == "s3"
-
-
-def create_exclusively(storage: Storage, data: bytes, *parts: str) -> bool:
-    """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
-
-    Raises:
-        StorageError: The storage has no such operation, so no caller could be sure that it alone created the file.
-    """
-    if storage.local:
-        try:
-            with Path(storage.of(*parts)).open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except FileExistsError:
-            return False
-        return True
-    if not creates_exclusively(storage):
-        raise StorageError(f"{storage.root} does not support conditional writes")
-    if not _put_new(storage, data, *parts):
-        return False
-    if _put_new(storage, data, *parts):  # a store that ignores the condition would have accepted everyone
-        raise StorageError(f"{storage.root} ignores the condition If-None-Match of S3's PutObject")
-    return True
-
-
-def _put_new(storage: Storage, data: bytes, *parts: str) -> bool:
-    """Put an object on S3 with `If-None-Match: *`, which pyarrow cannot do. Return False if it exists."""
-    require("botocore", "storage on S3")
-    import botocore.config
-    import botocore.exceptions
-    import botocore.session
-
-    options = dict(urllib.parse.parse_qsl(storage.root.partition("?")[2]))
-    endpoint = options.get("endpoint_override")
-    if endpoint and "://" not in endpoint:
-        endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
-    config = botocore.config.Config(s3={"addressing_style": "path"} if endpoint else {})
-    bucket, _, key = storage.of(*parts).partition("/")
-    try:
-        session = botocore.session.get_session()
-        client = session.create_client("s3", region_name=storage.fs.region, endpoint_url=endpoint, config=config)
-        client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-    except botocore.exceptions.ClientError as error:
-        code = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        if code in (409, 412):  # another writer is creating it, or has created it
-            return False
-        if code == 501:
-            raise StorageError(f"{storage.root} does not implement If-None-Match of S3's PutObject") from error
-        raise OSError(str(error)) from error
-    except botocore.exceptions.BotoCoreError as error:
-        raise OSError(str(error)) from error
-    return True
 
 
 def this_process() -> dict[str, Any]:

@@ -46,11 +46,13 @@ def redacted_tree(value: Any, *, secret: bool = False) -> Any:
 
 
 def secret_keys(tree: Any, key: str = "", *, secret: bool = False) -> Iterator[str]:
-    """Yield the full keys in a config that mark their values as secrets."""
+    """Yield the full keys in a config whose values are secrets: by the key, or like the password in a URL."""
     if isinstance(tree, Mapping):
         for name, item in tree.items():
             yield from secret_keys(item, f"{key}.{name}".lstrip("."), secret=secret or _hides(str(name), item))
-    elif secret and not isinstance(tree, list | tuple) and reveals(str(tree)):
+    elif not isinstance(tree, list | tuple) and (
+        reveals(str(tree)) if secret else isinstance(tree, str) and "${" not in tree and redacted(tree) != tree
+    ):
         yield key
 
 

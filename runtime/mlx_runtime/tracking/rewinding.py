@@ -8,7 +8,7 @@ from pathlib import Path
 from mlx_runtime.errors import StorageError
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import COUNT, from_json
-from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.files import storage_at, storage_errors
 from mlx_runtime.storage.local import open_regular, write_atomic
 
 
@@ -32,7 +32,7 @@ def cut(
                 file.unlink()
                 if folder.uri is not None:
                     with contextlib.suppress(OSError, StorageError):
-                        Storage(folder.uri).remove_file(file.name)
+                        storage_at(folder.uri).remove_file(file.name)
 
 
 def _rows(folder: RunFolder, size_bytes: int, step: int, warn: Callable[[str], object]) -> bytes:

@@ -1,13 +1,18 @@
 """The lines that a run prints at its start, at its end, and about events in between."""
 
+import contextlib
 import os
 import shlex
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mlx_runtime import events
+from mlx_runtime.errors import MlxError
+from mlx_runtime.runs import records, snapshots
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import counted, format_duration
@@ -27,6 +32,7 @@ class ConsoleLines:
         self._world_size = 0
         self._logged: tuple[str, ...] = ()
         self._run: events.RunInfo | None = None
+        self._rows_before: Mapping[str, Any] = {}  # facts about each dataset, of the run that is resumed
 
     def handle(self, event: events.Event) -> None:
         match event:
@@ -40,6 +46,9 @@ class ConsoleLines:
             case events.WorkersStarted():
                 self._workers_started(event)
             case events.LoaderOpened(name, training, rows, steps, global_batch, updates):
+                before = self._rows_before.get(name, {}).get("rows", rows)
+                if before != rows:
+                    self._print(f"changed   datasets.{name} has {rows:,} rows; before, it had {before:,}", always=True)
                 if training:
                     number = counted(steps, "step") + (f", {counted(updates, 'update')}" if updates != steps else "")
                     self._print(f"{name:<9} {rows:,} rows in {number}, global batch {global_batch:,}")
@@ -87,6 +96,12 @@ class ConsoleLines:
             used = key.startswith("-") or any(f"{change.key}.".startswith(f"{key}.") for change in config.changes)
             if not used:
                 self._print(f"unchanged {redacted_override(item)}")
+        assert config.run is not None, "it is resumed"
+        self._rows_before = records.recorded(config.run).get("datasets") or {}
+        with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
+            files = snapshots.changed_files(self._plan.project, config.run, config.cfg.code_files)
+            if files := [name for name in files if not name.endswith(".yaml")]:
+                self._print(f"changed   {', '.join(files)}, since the run stored its code")
 
     def _workers(self) -> None:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine

@@ -21,7 +21,7 @@ from mlx_runtime.errors import ConfigError, UsageError
 from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import Storage, is_uri
+from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.engines.placement import engine_class, engine_for
 from mlx_runtime.training.experiment import BaseModule
@@ -131,7 +131,7 @@ def check_optimizers(config: RunConfig) -> None:
 def may_be_prepared(config: RunConfig) -> bool:
     """Return False if the run certainly neither reads nor makes prepared datasets."""
     how, root = config.cfg.preparation.mode, config.prepared_root
-    return how == "make" or (how == "auto" and (is_uri(root) or Path(Storage(root).path).is_dir()))
+    return how == "make" or (how == "auto" and (is_uri(root) or Path(storage_at(root).path).is_dir()))
 
 
 def _refuse_too_few_files(cfg: TrainConfig) -> None:

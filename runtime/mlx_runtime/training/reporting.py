@@ -152,8 +152,15 @@ class Reporter:
         )
 
     def check_monitor(self) -> None:
-        """Print a notice if `cfg.monitor` was not recorded."""
-        monitor = self._context.cfg.monitor
+        """Show a line if the best checkpoint cannot be chosen by what was recorded, or the worst would be chosen."""
+        monitor, mode = self._context.cfg.monitor, self._context.cfg.mode
+        metric = self._context.groups.members("metrics").get((monitor or "").rpartition("/")[2])
+        if getattr(metric, "higher_is_better", None) is (mode == "min"):
+            better, cure = ("high", "max") if mode == "min" else ("low", "min")
+            text = (
+                f"cfg.mode={mode} takes the worst {monitor} for the best: {better} values are good; set cfg.mode={cure}"
+            )
+            self.events.send_once(WarningNotice(text))
         if monitor is not None and monitor not in self.latest:
             names = f"Recorded: {', '.join(sorted(self.latest))}." if self.latest else "Nothing was recorded yet."
             text = f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"

@@ -26,7 +26,7 @@ from mlx_runtime.runs.folder import (
     refuse_empty,
 )
 from mlx_runtime.storage.detection import LEFT_OUT
-from mlx_runtime.storage.files import Storage, prepared_root, storage_root
+from mlx_runtime.storage.files import prepared_root, storage_at, storage_root
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -253,7 +253,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
         return
     title = f"{folder.location}/{folder.conf.name}"
     try:
-        content = Storage(folder.location).document(folder.conf.name)
+        content = storage_at(folder.location).document(folder.conf.name)
     except OSError as error:
         raise StorageError(f"cannot read {title}: {short_message(error)}") from error
     if folder.uri is None:

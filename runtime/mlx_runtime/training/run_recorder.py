@@ -13,11 +13,11 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.checkpoint_index import score
-from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
+from mlx_runtime.runs.checkpoint_index import CheckpointInfo, best_first, list_checkpoints, score
+from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, claim_run, reserve_space
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import Storage, joined, storage_root, to_json
+from mlx_runtime.storage.files import joined, storage_at, storage_root, to_json
 from mlx_runtime.storage.redaction import redacted
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.request import RunConfig
@@ -104,12 +104,9 @@ class RunRecorder:
 
     def _checkpoint(self, event: events.CheckpointSaved) -> None:
         cfg = self._plan.config.cfg
-        value = event.metrics.get(cfg.monitor)
-        entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": value}
-        if not event.finished:
-            entry["step"] = event.step
+        entry = _entry(event, event.path, cfg.monitor)
         best = score(self.best["value"] if self.best else None, cfg.mode)
-        if -math.inf < score(value, cfg.mode) >= best:  # as in `best_first`
+        if -math.inf < score(entry["value"], cfg.mode) >= best:  # as in `best_first`
             self.best = entry
         metrics = {**(self.record["metrics"] or {}), **event.metrics}
         self.record.update(metrics=metrics, latest=entry, best=self.best)
@@ -127,12 +124,17 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     if config.run is not None:
         folder, attempt = config.run, records.take_over(config.run)
         previous = records.recorded(folder)
+        before = previous.get(records.REPLACED) or previous
+        if (before.get("monitor"), before.get("mode")) != (config.cfg.monitor, config.cfg.mode):
+            facts["best"] = _best_kept(folder, config.cfg.monitor, config.cfg.mode)
         if not plan.launched:
             previous = previous.get(records.REPLACED) or previous
             facts |= {"attempts": records.attempts(previous), "job": None}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
-        has_record = config.claimed is not None and Storage(folder.location).size_bytes(folder.record.name) is not None
+        has_record = (
+            config.claimed is not None and storage_at(folder.location).size_bytes(folder.record.name) is not None
+        )
         previous = records.refuse_living(folder) if has_record else {}
         attempt = folder.attempts() + 1 if config.sweep else 1  # an earlier driver may have died before the run began
         if not folder.claim_attempt(attempt, leases.lease()):
@@ -145,6 +147,20 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     previous = {name: value for name, value in previous.items() if name not in ("end", "error")}
     before_alive()
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
+
+
+def _best_kept(folder: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] | None:
+    """Return the entry of the best checkpoint of a run by a metric that it did not monitor before, or None."""
+    for item in best_first(list_checkpoints(folder.checkpoints), monitor, mode):
+        return _entry(item, joined(folder.checkpoints, item.name), monitor)
+    return None
+
+
+def _entry(saved: CheckpointInfo | events.CheckpointSaved, path: str, monitor: str | None) -> dict[str, Any]:
+    """Return what the record says about a checkpoint."""
+    value = saved.metrics.get(monitor or "")
+    step = {} if saved.finished else {"step": saved.global_step if isinstance(saved, CheckpointInfo) else saved.step}
+    return {"epoch": saved.epoch, "path": path, "value": value, **step}
 
 
 def _facts(plan: RunPlan) -> dict[str, Any]:
@@ -176,7 +192,7 @@ def _store_evaluation(config: RunConfig, metrics: Mapping[str, float]) -> str:
     facts = {"time": when.isoformat(timespec="seconds"), "checkpoint": config.checkpoint, "metrics": dict(metrics)}
     facts |= provenance(config.overrides) | {"workers": config.cfg.start_workers, "seed": config.cfg.seed}
     parts = (EVALUATIONS, f"{when:%Y-%m-%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}.json")  # names sort by time
-    storage = Storage(config.origin.location)
+    storage = storage_at(config.origin.location)
     try:
         if storage.local:
             Path(storage.of(EVALUATIONS)).mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.removal import remove
 from mlx_runtime.runs.survey import survey
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import Storage, joined, to_json
+from mlx_runtime.storage.files import joined, storage_at, to_json
 
 pytestmark = pytest.mark.process
 
@@ -38,16 +38,16 @@ def test_nothing_is_there_until_all_is(root: str) -> None:
     place = joined(root, "data", "made")
     with Filling(place, overwrite=False, name="made") as target:
         target.output.write("x", "deep", "a.txt")
-        whole = job_record(Storage(place))
+        whole = job_record(storage_at(place))
         assert whole is None or filling.job_status(whole) == "RUNNING"
-        if Storage(root).local:
-            assert "made" not in Storage(root).names("data")
+        if storage_at(root).local:
+            assert "made" not in storage_at(root).names("data")
         assert target.commit() == (1, 1)
-    record = job_record(Storage(place))
+    record = job_record(storage_at(place))
     assert record is not None
     assert (record["status"], record["files"], record["size_bytes"]) == ("SUCCEEDED", 1, 1)
-    assert Storage(place).read("deep", "a.txt") == b"x"
-    assert [name for name in Storage(root).names("data") if name.startswith(".")] == []
+    assert storage_at(place).read("deep", "a.txt") == b"x"
+    assert [name for name in storage_at(root).names("data") if name.startswith(".")] == []
 
 
 def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
@@ -60,10 +60,10 @@ def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
 
     with pytest.raises(ValueError, match="broken"):
         fail()
-    if Storage(root).local:
-        assert Storage(root).names("data") == ["digits"]
+    if storage_at(root).local:
+        assert storage_at(root).names("data") == ["digits"]
     else:
-        record = job_record(Storage(place))
+        record = job_record(storage_at(place))
         assert record is not None
         assert record["status"] == "FAILED"
         shown = survey(StoragePath.parse(root, "data"), 1, 0).lines()
@@ -71,7 +71,7 @@ def test_a_failure_leaves_nothing_that_looks_whole(root: str) -> None:
     with Filling(place, overwrite=False) as target:  # and the next one starts from scratch
         target.output.write("y", "b.txt")
         target.commit()
-    assert Storage(place).names() == ["b.txt", "job.json"]
+    assert storage_at(place).names() == ["b.txt", "job.json"]
 
 
 def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
@@ -80,7 +80,7 @@ def test_what_is_there_is_kept_unless_it_may_be_replaced(root: str) -> None:
         with Filling(place, overwrite=overwrite) as target:
             target.output.write("x", f"{number}.txt")
             target.commit()
-    assert Storage(place).names() == ["2.txt", "job.json"]
+    assert storage_at(place).names() == ["2.txt", "job.json"]
     with pytest.raises(UsageError, match=r"made.* already exists, made 20\d\d-.*cfg.overwrite=true"):
         Filling(place, overwrite=False)
     with pytest.raises(UsageError, match="already exists, and no data job made it"):
@@ -94,7 +94,7 @@ def test_two_jobs_do_not_fill_the_same_folder(root: str) -> None:
             Filling(place, overwrite=True)
         target.output.write("x", "a.txt")
         target.commit()
-    assert Storage(place).names() == ["a.txt", "job.json"]
+    assert storage_at(place).names() == ["a.txt", "job.json"]
 
 
 def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_two_that_began_at_the_same_instant_do_not_mix(root: str, monkeypatch: p
             told.append(str(error))
     assert len(told) == 1
     assert "another job has filled" in told[0]
-    record = job_record(Storage(place))
+    record = job_record(storage_at(place))
     assert record is not None
     assert record["status"] == "SUCCEEDED"
 
@@ -181,7 +181,7 @@ def test_a_job_that_ends_while_it_replaces_gives_back_what_was(folder: Path, mon
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(OSError, match="no more"), Filling(place, overwrite=True) as target:
         target.commit()
-    assert Storage(place).names() == ["1.txt", "job.json"]
+    assert storage_at(place).names() == ["1.txt", "job.json"]
 
 
 def test_files_that_went_missing_are_seen(root: str) -> None:
@@ -217,7 +217,7 @@ def test_a_task_that_ends_late_does_not_bring_the_folder_back(folder: Path, monk
     monkeypatch.setattr(filling.Output, "_check_visible", lambda self: None)
     with pytest.raises(FileNotFoundError):
         late.write(b"x", "deep", "a")
-    assert Storage(str(folder)).names("data") == ["digits"]
+    assert storage_at(str(folder)).names("data") == ["digits"]
 
 
 # -- a job, run by its owner --
@@ -412,7 +412,7 @@ def test_it_fills_an_object_store(job: SimpleNamespace, mlx: Mlx, s3: str, tmp_p
         *(f"lines/{number}.txt" for number in range(4)),
         "total.txt",
     ]
-    assert Storage(root).read("data", "lines", "total.txt") == b"6\n"
+    assert storage_at(root).read("data", "lines", "total.txt") == b"6\n"
     shown = mlx(job.project, "data", "show", "--depth", "1", "data", MLX_STORAGE=root).stdout
     assert re.fullmatch(r"└── lines +[\d.]+ kB  6 files", shown.splitlines()[1])
 

@@ -254,7 +254,7 @@ def test_without_a_usable_one_it_is_an_error_that_changes_nothing(root: str, dam
 
 def contents(saved: CheckpointStore) -> dict[str, bytes]:
     storage = saved._storage
-    return {info.path: storage.fs.open_input_stream(info.path).read() for info in storage.below()}
+    return {item.path: storage.read(item.path) for item in storage.below()}
 
 
 def test_a_description_that_was_removed_is_damage(tmp_path: Path) -> None:

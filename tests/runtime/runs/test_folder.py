@@ -25,7 +25,7 @@ from mlx_runtime.runs.folder import (
     withdraw_stop,
 )
 from mlx_runtime.runs.lookup import StoragePath
-from mlx_runtime.storage.files import Storage, storage_root
+from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
 
@@ -126,7 +126,7 @@ class TestObjectStore:
         run.metrics.write_text("changed\n")
         run.pull("*.jsonl")
         assert (run.metrics.read_text(), run.conf.read_text()) == ("a\n", "b\n")
-        Storage(run.location).remove_file(run.metrics.name)
+        storage_at(run.location).remove_file(run.metrics.name)
         run.pull("*.jsonl")
         assert not run.metrics.exists()
         log = run.path / "wandb" / "offline-run-1" / "files" / "log.txt"

@@ -71,6 +71,9 @@ def test_its_record_config_and_numbers(run: Path, monkeypatch: pytest.MonkeyPatc
 def test_its_states_and_models(run: Path) -> None:
     found = open_run(run)
     assert (found.state()["epoch"], found.state("best")["global_step"]) == (1, 8)
+    assert found.state(1)["epoch"] == 1  # epochs count from 0
+    with pytest.raises(UsageError, match="has no checkpoint epoch_0005"):
+        found.load_models(4)
     state = found.state("best")
     assert set(state["models"]) == {"net"}
     assert all(isinstance(item, torch.Tensor) and "module" not in name for name, item in state["models"]["net"].items())

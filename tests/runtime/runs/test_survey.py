@@ -22,6 +22,7 @@ from conftest import Mlx
 from storages import SIZES, files, filled, put
 
 from mlx_runtime.cli.verbs import data
+from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import removal
 from mlx_runtime.runs.folder import run_folder
@@ -29,7 +30,7 @@ from mlx_runtime.runs.lookup import StoragePath
 from mlx_runtime.runs.removal import refuse_in_use, remove
 from mlx_runtime.runs.survey import Survey, survey
 from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import Storage, joined, to_json
+from mlx_runtime.storage.files import joined, storage_at, to_json
 
 pytestmark = pytest.mark.pure
 
@@ -193,7 +194,7 @@ def test_a_folder_goes_with_all_that_is_in_it(root: str) -> None:
     put(root, {"data/other/e.bin": b"x"})
     remove(StoragePath.parse(root, "data/digits"))
     assert files(root) == ["data/other/e.bin"]
-    assert Storage(root).names("data") == ["other"]
+    assert storage_at(root).names("data") == ["other"]
 
 
 def test_a_file_goes_alone(root: str) -> None:
@@ -441,14 +442,14 @@ def test_half_a_removal_is_told_on_s3(s3: str, tmp_path: Path, monkeypatch: pyte
     root = s3.format(tmp_path.name)
     put(root, {name: b"x" * size for name, size in SIZES.items()} | {"data/digits/job.json": b"{}"})
 
-    class Losing(Storage):
+    class Losing(ObjectStore):
         def __init__(self, root: str) -> None:
             super().__init__(root)
-            self.fs = Refusing(self.fs)
+            self._fs = Refusing(self._fs)
 
     place = StoragePath.parse(root, "data/digits")
     with monkeypatch.context() as patch:
-        patch.setattr(removal, "Storage", Losing)
+        patch.setattr(removal, "storage_at", Losing)
         with pytest.raises(
             StorageError, match=r"only a part of .* was removed \(connection lost\): 3 files, 2.0 kB, are left"
         ):

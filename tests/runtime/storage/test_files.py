@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.storage import leases
-from mlx_runtime.storage.files import Storage, joined, parent_of, size_text
+from mlx_runtime.storage.files import Storage, joined, parent_of, size_text, storage_at
 
 pytestmark = pytest.mark.pure
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.pure
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     if request.param == "s3":
-        return Storage(request.getfixturevalue("s3").format(f"files-{tmp_path.name}"))
+        return storage_at(request.getfixturevalue("s3").format(f"files-{tmp_path.name}"))
     (tmp_path / "storage").mkdir()
-    return Storage(str(tmp_path / "storage"))
+    return storage_at(str(tmp_path / "storage"))
 
 
 def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Path) -> None:
@@ -40,16 +40,16 @@ def test_a_file_is_written_read_moved_and_removed(storage: Storage, tmp_path: Pa
         storage.remove_file("b", "c")
     with pytest.raises(FileNotFoundError):
         storage.read("b", "c")
-    assert {"n", "up"} <= {info.base_name for info in storage.below()}
+    assert {"n", "up"} <= {item.name for item in storage.below()}
     for _ in range(2):
         storage.remove_folder("b")
     assert (storage.names("b"), storage.listed("b"), storage.below()) == ([], [], [])
 
 
 def test_a_file_is_created_once(storage: Storage) -> None:
-    assert leases.creates_exclusively(storage)
-    assert leases.create_exclusively(storage, b"first", "x")
-    assert not leases.create_exclusively(storage, b"second", "x")
+    assert storage.exclusive
+    assert storage.create_exclusively(b"first", "x")
+    assert not storage.create_exclusively(b"second", "x")
     assert storage.read("x") == b"first"
 
 
@@ -69,8 +69,8 @@ def test_sizes_for_people(size: float, text: str) -> None:
 def test_a_folder_needs_no_pyarrow(tmp_path: Path) -> None:
     """Importing it takes longer than most looks at runs."""
     script = (
-        "import sys; from mlx_runtime.storage.files import Storage\n"
-        "storage = Storage(sys.argv[1]); storage.write(b'x', 'a'); storage.create('b').close(); storage.open('b')\n"
+        "import sys; from mlx_runtime.storage.files import storage_at\n"
+        "storage = storage_at(sys.argv[1]); storage.write(b'x', 'a'); storage.create('b').close(); storage.open('b')\n"
         "print(storage.names(), storage.read('a'), storage.size_bytes('a'), storage.remove_file('b'))\n"
         "print({'pyarrow', 'botocore'} & {*sys.modules})"
     )

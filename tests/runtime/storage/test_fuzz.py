@@ -35,7 +35,7 @@ from mlx_runtime.runs import checkpoints, records, snapshots
 from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, read_description
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage.documents import DEPTH, Kind
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 
 pytestmark = pytest.mark.process
 
@@ -357,7 +357,7 @@ def test_sweeps(storage: Path, tmp_path: Path) -> None:
 
 def test_indexes_and_manifests(tmp_path: Path) -> None:
     def act(content: bytes | str) -> None:
-        for read in (lambda: Shards(Storage(str(tmp_path)), "a", content), lambda: Manifest.parsed(content)):
+        for read in (lambda: Shards(storage_at(str(tmp_path)), "a", content), lambda: Manifest.parsed(content)):
             problem = ""
             try:
                 read()  # type: ignore[no-untyped-call]
@@ -498,12 +498,12 @@ def test_names_in_documents(tmp_path: Path) -> None:
     def shards(name: Any, file: Any) -> None:
         chunk = tensor["chunks"][0] | {"file": name}
         index = {"tensors": {"t": tensor | {"chunks": [chunk]}}, "files": {file: whole}}
-        Shards(Storage(str(tmp_path)), "a", json.dumps(index).encode())
+        Shards(storage_at(str(tmp_path)), "a", json.dumps(index).encode())
 
     def checkpoint(field: str, name: Any) -> None:
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / ABOUT).write_text(json.dumps(CHECKPOINT | {field: name}))
-        if read_description(Storage(str(tmp_path)), "a") is None:
+        if read_description(storage_at(str(tmp_path)), "a") is None:
             raise ValueError
 
     def record(**fields: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.storage import leases
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 
 pytestmark = pytest.mark.pure
 
@@ -41,7 +41,7 @@ def test_the_heart_beats_while_the_block_runs() -> None:
 def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "MARK_S", 0.05)
     (tmp_path / "data").mkdir()
-    storage = Storage(str(tmp_path))
+    storage = storage_at(str(tmp_path))
     with leases.mark(storage, "data", "used-"):
         (name,) = [name for name in storage.names("data") if name.startswith("used-")]  # others are refreshes
         path = tmp_path / "data" / name
@@ -55,5 +55,5 @@ def test_a_mark_is_there_while_the_block_runs(tmp_path: Path, monkeypatch: pytes
 
 
 def test_where_no_mark_can_be_written_the_block_runs_without(tmp_path: Path) -> None:
-    with leases.mark(Storage(str(tmp_path)), "missing", "used-"):
+    with leases.mark(storage_at(str(tmp_path)), "missing", "used-"):
         assert list(tmp_path.iterdir()) == []

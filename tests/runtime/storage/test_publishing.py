@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import LocalStorage, Storage, storage_at
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
@@ -63,29 +63,20 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(audit)
 
 
-class ObjectStore(Storage):
-    """A folder that behaves like an object store: no renames, and files appear when they are closed."""
+class NoRenames(LocalStorage):
+    """A folder that behaves like an object store: no renames, and folders appear with their files."""
 
-    def __init__(self, root: str) -> None:
-        super().__init__(root)
-        self.local = False
-        self._folder = Storage(root)
+    local = False
 
     def create(self, *parts: str) -> Any:
         Path(self.of(*parts)).parent.mkdir(parents=True, exist_ok=True)
-        return self._folder.create(*parts)
-
-    def write(self, data: bytes, *parts: str) -> None:
-        self._folder.write(data, *parts)
+        return super().create(*parts)
 
     def move(self, old: str, new: str) -> None:
         raise NotImplementedError
 
-    def remove_file(self, *parts: str) -> None:
-        Path(self.of(*parts)).unlink(missing_ok=True)
 
-
-@pytest.fixture(params=[Storage, ObjectStore])
+@pytest.fixture(params=[LocalStorage, NoRenames])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return request.param(str(tmp_path))
 
@@ -160,7 +151,7 @@ def test_an_error_takes_back_what_was_written(storage: Storage) -> None:
 
 
 def test_of_several_in_place_the_first_counts(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
+    storage = storage_at(str(tmp_path))
     with Publication(storage, "data", MARKER, in_place=True) as slow:
         slow.create(slow.unique("a.bin")).close()
         with Publication(storage, "data", MARKER, in_place=True) as fast:
@@ -172,7 +163,7 @@ def test_of_several_in_place_the_first_counts(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_others_stay(tmp_path: Path) -> None:
-    storage = Storage(str(tmp_path))
+    storage = storage_at(str(tmp_path))
     for name in (".a.part-0123", ".b.part-0123", ".a.old-4567", "a.part-0123"):
         (tmp_path / name).mkdir()
     recover(storage, "a", lambda leftover: "old" in leftover)

@@ -11,7 +11,7 @@ import pytest
 from conftest import Mlx, edit
 from test_kinds import without_streams
 
-from mlx_runtime.storage.files import Storage, joined
+from mlx_runtime.storage.files import joined, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -167,9 +167,9 @@ class TestProfile:
         options = (f"cfg.storage_path='{storage}'", "cfg.num_epochs=1", *HERE)
         done = mlx(digits, "train", "run", "--profile", *options, MLX_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, done.stdout + done.stderr
-        names = Storage(storage).names("digits", "run_001", "profile")
+        names = storage_at(storage).names("digits", "run_001", "profile")
         assert names == ["step_00000003.pt.trace.json"]
-        trace = json.loads(Storage(storage).read("digits", "run_001", "profile", names[0]))
+        trace = json.loads(storage_at(storage).read("digits", "run_001", "profile", names[0]))
         place = joined(storage, "digits", "run_001", "profile", *names)
         assert f"profile   {place}; open it in" in done.stdout
         assert any(event.get("name") == "ProfilerStep#3" for event in trace["traceEvents"])

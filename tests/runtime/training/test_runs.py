@@ -372,6 +372,18 @@ def test_a_missing_monitor_is_noticed_and_the_checkpoint_kept(mlx: Mlx, experime
     assert [path.name for path in folder.glob("runs/probe/run_001/checkpoints/*")] == ["epoch_0003"]
 
 
+def test_a_run_that_monitors_another_metric_forgets_the_best_value_of_the_former(mlx: Mlx, digits: Path) -> None:
+    folder = digits
+    done = mlx(folder, "train", "run", *HERE, "cfg.num_epochs=2", "cfg.monitor=train/cross_entropy", "cfg.mode=min")
+    assert done.returncode == 0, done.stderr
+    assert record(folder)["best"]["value"] == record(folder)["metrics"]["train/cross_entropy"]
+    other = ("cfg.num_epochs=3", "cfg.monitor=val/accuracy", "cfg.mode=min")
+    done = mlx(folder, "train", "run", "--resume=run_001", *HERE, *other)
+    values = [row["val/accuracy"] for row in reports(folder) if "val/accuracy" in row]
+    assert record(folder)["best"]["value"] == min(values)
+    assert done.stdout.count("cfg.mode=min takes the worst val/accuracy for the best") == 1
+
+
 def test_debug_shows_the_traceback(mlx: Mlx, experiment: Make) -> None:
     done = mlx(experiment("probe"), "train", "run", "--debug", *HERE, "cfg.fault=early")
     assert done.returncode == 1

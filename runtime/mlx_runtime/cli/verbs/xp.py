@@ -20,7 +20,7 @@ from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
 from mlx_runtime.runs.lookup import resolve_run, storage_root
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.storage.files import Storage, is_uri, joined
+from mlx_runtime.storage.files import is_uri, joined, storage_at
 from mlx_runtime.storage.leases import is_alive
 
 if TYPE_CHECKING:
@@ -195,14 +195,12 @@ def _serve_mirror(uri: str, port: int) -> None:
 
 def _mirror(uri: str, folder: Path) -> int:
     """Copy event files that are new or have grown. Returns how many there are in total."""
-    storage = Storage(uri)
-    paths = ((info, info.path.removeprefix(f"{storage.path}/")) for info in storage.below())
-    found = [(info, path) for info, path in paths if ".tfevents." in info.base_name and stays_below(path)]
-    for info, path in found:
-        parts = path.split("/")
-        file = folder.joinpath(*parts)
-        if not file.exists() or file.stat().st_size != info.size:
-            storage.download(file, *parts)
+    storage = storage_at(uri)
+    found = [item for item in storage.below() if ".tfevents." in item.name and stays_below(item.path)]
+    for item in found:
+        file = folder / item.path
+        if not file.exists() or file.stat().st_size != item.size_bytes:
+            storage.download(file, item.path)
     return len(found)
 
 

@@ -30,7 +30,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT, list_checkpoints
 from mlx_runtime.runs.folder import EVALUATIONS, RunFolder
 from mlx_runtime.runs.snapshots import CODE
-from mlx_runtime.storage.files import Storage, joined, to_json
+from mlx_runtime.storage.files import Storage, joined, storage_at, to_json
 
 STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
@@ -82,7 +82,7 @@ class Staged:
 @contextlib.contextmanager
 def staged(folder: RunFolder, *, weights: bool, sweep: SweepSummary | None = None) -> Iterator[Staged]:
     """Provide a snapshot of a run within the block, which its driver does not change."""
-    target, storage = folder.path / STAGED, Storage(folder.location)
+    target, storage = folder.path / STAGED, storage_at(folder.location)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     try:
@@ -147,18 +147,16 @@ def _described(storage: Storage, target: Path) -> dict[str, Path]:
         folder = f"{CHECKPOINTS}/{item.name}"
         with contextlib.suppress(FileNotFoundError):  # it was removed in the meantime
             storage.download(target / folder / ABOUT, folder, ABOUT)
-            paths = [info.path.removeprefix(f"{storage.path}/") for info in storage.below(folder)]
-            files |= {path: target / path for path in paths}
+            files |= {item.path: target / item.path for item in storage.below(folder)}
     return files
 
 
 def _fetched(storage: Storage, target: Path, folder: str) -> bool:
     """Copy a checkpoint from an object store. Return False if it was removed in the meantime."""
     try:
-        for info in storage.below(folder):
-            path = info.path.removeprefix(f"{storage.path}/")
-            if not (target / path).exists():
-                storage.download(target / path, path)
+        for item in storage.below(folder):
+            if not (target / item.path).exists():
+                storage.download(target / item.path, item.path)
     except FileNotFoundError:
         return False
     return storage.size_bytes(folder, ABOUT) is not None

@@ -9,7 +9,7 @@ from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, list_runs
 from mlx_runtime.runs.tables import counted
-from mlx_runtime.storage.files import Storage, storage_errors, to_json
+from mlx_runtime.storage.files import storage_at, storage_errors, to_json
 
 
 def unfinished(root: str) -> list[RunFolder]:
@@ -46,7 +46,7 @@ def push(
         raise UsageError(f"{owner.title} has changed during the upload; repeat the command")
     complete = {"uri": mirror.uri, "id": claim.id, "unfinished": False}
     with storage_errors(f"cannot write {owner.location}"):  # a `Record` would mark the run as alive
-        Storage(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
+        storage_at(owner.location).write(to_json(record | {"mirror": complete}).encode(), owner.record.name)
     of = run.title if sweep is None else f"{owner.title} and its best run, {run.title},"
     return f"{mirror.uri} is complete: {counted(count, 'file')} of {of} uploaded"
 

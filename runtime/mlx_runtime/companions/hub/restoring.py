@@ -20,7 +20,7 @@ from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import ABOUT
 from mlx_runtime.runs.folder import RUN, RunFolder, attempt_name, claim_run, list_runs, run_folder
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import Storage, is_uri, joined, size_text, to_json
+from mlx_runtime.storage.files import is_uri, joined, size_text, storage_at, to_json
 from mlx_runtime.storage.local import create_below, opened, remove_tree, size_below
 
 DOWNLOADING = ".downloading"
@@ -107,14 +107,14 @@ def _stored(mirrored: MirroredRun, run: RunFolder, notify: Callable[[int], objec
 
     The record and the attempt come last, so that an interrupted download is repeated.
     """
-    storage, aside, cache = Storage(run.location), _name_aside(), Settings.read().cache
+    storage, aside, cache = storage_at(run.location), _name_aside(), Settings.read().cache
     with mirrored.placing(run.location):
-        before = [info.path.removeprefix(f"{storage.path}/") for info in storage.below()]
-        before = [path for path in before if _is_replaceable(path)]
+        before = [item.path for item in storage.below() if _is_replaceable(item.path)]
         try:
             for path in before:
-                move = storage.fs.copy_file if path == run.record.name else storage.fs.move
-                move(storage.of(path), storage.of(aside, path))
+                storage.copy(path, f"{aside}/{path}")
+                if path != run.record.name:
+                    storage.remove_file(path)
             paths = [path for path in mirrored.of_run() if _is_replaceable(path) and path != run.record.name]
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as fresh:

@@ -5,7 +5,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
@@ -39,8 +39,6 @@ class Epoch:
         metrics: values recorded in it, like `{"val/accuracy": 0.97}`.
         seconds: duration.
         folder: path or URI of the run.
-        checkpoint: path or URI of the newest complete checkpoint, or None. It may belong to an earlier epoch, because
-            checkpoints are stored in the background.
     """
 
     epoch: int
@@ -48,7 +46,16 @@ class Epoch:
     metrics: Mapping[str, float]
     seconds: float
     folder: str
-    checkpoint: str | None
+    _training: "Training" = field(repr=False, compare=False)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Path or URI of the checkpoint at its end. Waits until that is complete.
+
+        None if the loop saved none, which is known once a later one is complete, or the run has ended. Later epochs may
+        remove the checkpoint: see `cfg.keep_checkpoints`.
+        """
+        return self._training.checkpoint_of(self.epoch)
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,8 @@ class RunIterator(Generic[Item]):
                     self._receive()
         except BaseException as error:  # includes errors of listeners, and GeneratorExit after `break`
             self.stop("Ctrl-C" if isinstance(error, KeyboardInterrupt) else "the loop over the run was left")
+            if isinstance(error, KeyboardInterrupt):
+                vars(error)["__notes__"] = [f"{self.folder} is {self.status}; resume it with --resume={self.folder}"]
             raise
         if self._end.error is not None and self._end.status == "FAILED":
             raise _noted(self._end.error)
@@ -269,12 +278,24 @@ class Training(RunIterator[Epoch]):
     """A run that was started by `run`: an iterator of its epochs."""
 
     _last_epoch = -1
-    _checkpoint: str | None = None
+
+    def __init__(self, job: RunJob, listeners: Sequence[Listener], show: bool) -> None:
+        self._checkpoints: dict[int, str] = {}  # by epoch
+        super().__init__(job, listeners, show)
 
     def items(self, event: Event) -> Iterator[Epoch]:
         match event:
-            case CheckpointSaved(path=path):
-                self._checkpoint = path
+            case CheckpointSaved(epoch, finished=True, path=path):
+                self._checkpoints[epoch] = path
             case EpochEnded(epoch, epochs, values, seconds) if epoch != self._last_epoch:
                 self._last_epoch = epoch
-                yield Epoch(epoch, epochs, values, seconds, self.folder, self._checkpoint)
+                yield Epoch(epoch, epochs, values, seconds, self.folder, self)
+
+    def checkpoint_of(self, epoch: int) -> str | None:
+        """Wait until the checkpoint of an epoch is complete, and return its path or URI.
+
+        Return None if it has none, which is known once a later one is complete, or the run has ended.
+        """
+        while max(self._checkpoints, default=-1) < epoch and self._end is None:
+            self._receive()
+        return self._checkpoints.get(epoch)

@@ -20,7 +20,7 @@ from mlx_runtime.errors import StorageError, short_message
 from mlx_runtime.runs.survey import READ_MARK, is_read_mark
 from mlx_runtime.storage import leases
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, Kind, from_json, list_of, mapping_of
-from mlx_runtime.storage.files import Storage, storage_errors
+from mlx_runtime.storage.files import Stored, storage_at, storage_errors
 
 MANIFEST = "manifest.json"
 
@@ -93,7 +93,7 @@ class Store:
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.storage = Storage(root)
+        self.storage = storage_at(root)
 
     def names(self) -> list[str]:
         """Return the names of all datasets, complete or not. Other files may be among them."""
@@ -110,15 +110,15 @@ class Store:
     def entries(self) -> list[Entry]:
         """Return all folders, least recently used first."""
         entries = []
-        for name in sorted(info.base_name for info in self._listed() if info.type.name == "Directory"):
-            infos = self._listed(name)
-            changed = max(((info.mtime_ns or 0) / 1e9 for info in infos), default=float("-inf"))
-            busy = _is_busy(infos)
+        for name in sorted(item.name for item in self._listed() if not item.is_file):
+            files = self._listed(name)
+            changed = max((file.modified_s for file in files), default=float("-inf"))
+            busy = _is_busy(files)
             try:
                 manifest = self._find(name)
             except StorageError:
                 manifest, busy = None, True  # do not remove what may be fine
-            size_bytes = sum(info.size or 0 for info in infos)
+            size_bytes = sum(file.size_bytes for file in files)
             entries.append(Entry(manifest, name, size_bytes, max(0.0, time.time() - changed), busy))
         return sorted(entries, key=lambda item: -item.age_s)
 
@@ -182,7 +182,7 @@ class Store:
             manifest = Manifest.parsed(self.storage.document(name, MANIFEST))
             if manifest.name != name:
                 raise ValueError(f"{MANIFEST} describes {manifest.name}")
-            sizes = {info.base_name: info.size or 0 for info in self.storage.listed(name)}
+            sizes = {item.name: item.size_bytes for item in self.storage.listed(name)}
             whole = sum(sizes.get(file, 0) for file, _, _ in manifest.columns.values()) == manifest.size_bytes
         except FileNotFoundError:
             return None
@@ -191,11 +191,11 @@ class Store:
             raise StorageError(message) from error
         return manifest if whole else None
 
-    def _listed(self, *parts: str) -> list[Any]:
+    def _listed(self, *parts: str) -> list[Stored]:
         with storage_errors(f"cannot read {self.root}"):
-            infos = self.storage.listed(*parts)
-        return [info for info in infos if not info.base_name.startswith(".")]
+            found = self.storage.listed(*parts)
+        return [item for item in found if not item.name.startswith(".")]
 
 
-def _is_busy(infos: Sequence[Any]) -> bool:
-    return any(is_read_mark(info.base_name, (info.mtime_ns or 0) / 1e9) for info in infos)
+def _is_busy(files: Sequence[Stored]) -> bool:
+    return any(is_read_mark(file.name, file.modified_s) for file in files)

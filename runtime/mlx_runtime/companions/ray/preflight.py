@@ -16,7 +16,7 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, short_message
-from mlx_runtime.storage.files import Storage, is_uri
+from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
 from mlx_runtime.training.engines import ENGINES
@@ -130,7 +130,7 @@ def check_nodes(
         try:
             # Twice, because the head installs packages for itself first.
             found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
-            written = sum(name.startswith(f"{file}-") for name in Storage(root).names())
+            written = sum(name.startswith(f"{file}-") for name in storage_at(root).names())
         except (ClusterError, OSError) as error:
             return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
     nodes = _node_checks(found["nodes"], root, written)
@@ -158,9 +158,9 @@ def writable(root: str, file: str, content: str = "") -> Iterator[Check | None]:
         yield _write(root, file, content)
     finally:
         with contextlib.suppress(OSError, StorageError):
-            for name in Storage(root).names():
+            for name in storage_at(root).names():
                 if name.startswith(file):
-                    Storage(root).remove_file(name)
+                    storage_at(root).remove_file(name)
         for part in created:
             with contextlib.suppress(OSError):
                 part.rmdir()
@@ -168,7 +168,7 @@ def writable(root: str, file: str, content: str = "") -> Iterator[Check | None]:
 
 def _write(root: str, file: str, content: str) -> Check | None:
     try:
-        storage = Storage(root)
+        storage = storage_at(root)
         if storage.local:
             Path(storage.path).mkdir(parents=True, exist_ok=True)
         storage.write(content.encode(), file)

@@ -170,9 +170,9 @@ def _torch_problem() -> str | None:
 def _storage_problem(question: dict[str, Any], number: int) -> str | None:
     """Read the file that the launching machine wrote, and write one for it to see."""
     try:
-        from mlx_runtime.storage.files import Storage
+        from mlx_runtime.storage.files import storage_at
 
-        storage = Storage(question["root"])
+        storage = storage_at(question["root"])
         if storage.local and not Path(storage.path).is_dir():
             return "no such folder"
         if storage.read(question["file"]).decode() != question["content"]:

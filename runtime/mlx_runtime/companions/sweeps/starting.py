@@ -23,7 +23,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.detection import HIDDEN
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.storage.files import Storage, storage_root
+from mlx_runtime.storage.files import storage_at, storage_root
 
 FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""
@@ -40,7 +40,7 @@ def find_sweep(name: str = "latest") -> RunFolder:
         return lookup.resolve_run(name if known else SWEEP + name)
     root, experiment = lookup.storage_root(), lookup.conf_value("cfg.name") or ""
     found = list_sweeps(root, experiment)
-    begun = [folder for folder in found if folder.record.name in Storage(folder.location).names()]
+    begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:
         raise UsageError(f"{experiment} has no sweep in {root} to resume")
     return max(begun, key=lambda folder: (records.recorded(folder).get("start") or "", folder.name))

@@ -16,7 +16,7 @@ from mlx_runtime.companions.sweeps.scores import (
 from mlx_runtime.companions.sweeps.space import Values
 from mlx_runtime.runs import records
 from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 
 Curve = dict[int, float]
 """Value of the sweep's metric by epoch, from 0."""
@@ -121,7 +121,7 @@ def read_trial(
 
 def read_record(run: RunFolder, sweep: str, trial: int, fold: int | None) -> dict[str, Any] | None:
     """Return the record of a run of a trial; empty if it has none yet, None if the folder belongs to another run."""
-    if Storage(run.location).size_bytes(run.record.name) is None:
+    if storage_at(run.location).size_bytes(run.record.name) is None:
         return {}
     record = records.recorded(run)
     facts = record.get("sweep") or {}

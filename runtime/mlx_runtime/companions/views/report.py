@@ -21,7 +21,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.listing import AskJobs, Row, summarize
 from mlx_runtime.runs.tables import COLUMNS, counted, format_duration, format_number
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
-from mlx_runtime.storage.files import Storage, joined, size_text, split_options
+from mlx_runtime.storage.files import joined, size_text, split_options, storage_at
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.storage.redaction import redacted
 
@@ -106,7 +106,7 @@ def store(page: str, folder: RunFolder) -> str:
     """Write the page of a run to its folder or object store. Return its path or URI."""
     path = joined(folder.location, REPORT)
     try:
-        Storage(folder.location).write(page.encode(errors="backslashreplace"), REPORT)
+        storage_at(folder.location).write(page.encode(errors="backslashreplace"), REPORT)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}; choose another file with -o FILE") from error
     return path

@@ -29,7 +29,7 @@ from mlx_runtime.runs.checkpoint_index import (
 from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damaged, has_placeholders, has_stored, reading
 from mlx_runtime.runs.checkpoints.staging import Staging
 from mlx_runtime.runs.remote import is_remote, reader_of
-from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_errors, to_json
+from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_at, storage_errors, to_json
 from mlx_runtime.storage.hashing import HashingReader, HashingWriter
 from mlx_runtime.storage.publishing import Publication, recover, unpublish
 
@@ -56,7 +56,7 @@ class CheckpointStore:
     """
 
     def __init__(self, root: str) -> None:
-        self._storage = Storage(root)
+        self._storage = storage_at(root)
         self._damaged: list[str] = []
         self._rejected: dict[str, str] = {}  # problems by name
         self._newest: tuple[CheckpointInfo, State] | None = None
@@ -293,7 +293,7 @@ def read(path: str, *, whole: bool = True) -> State:
     if is_remote(path):
         folder, name = reader_of(path).fetched_checkpoint(path)
         path = joined(folder.checkpoints, name)
-    storage, name = (Storage(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
+    storage, name = (storage_at(path), ".") if Path(path).parent == Path("/") else parent_of(path)  # "/" is no storage
     with storage_errors(f"cannot read {path}"):
         about = read_description(storage, name)
         exists = about is not None or storage.size_bytes(name, STATE) is not None

@@ -38,7 +38,7 @@ from mlx_runtime.runs.checkpoint_index import CheckpointInfo
 from mlx_runtime.runs.checkpoints import PARTS, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.listing import list_rows
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import Storage, storage_at
 from mlx_runtime.storage.leases import this_process
 from mlx_runtime.training import request
 
@@ -123,7 +123,7 @@ def local_files(run: RunFolder) -> dict[str, bytes]:
 
 def remote_files(run: RunFolder) -> dict[str, bytes]:
     """Return the same files of a run on an object store."""
-    storage = Storage(run.location)
+    storage = storage_at(run.location)
     paths = [info.path.removeprefix(f"{storage.path}/") for info in storage.below()]
     chosen = [path for path in paths if path.startswith("checkpoints/") or path in ("metrics.jsonl", "conf.yaml")]
     return {path: storage.read(path) for path in chosen}
@@ -201,8 +201,8 @@ def test_a_run_on_an_object_store(server: Hub, tmp_path: Path, s3: str, monkeypa
     assert lines[0].endswith("continuing from the mirror")
     assert (run.attempts(), remote_files(run)) == (2, local_files(copy))
     assert records.recorded(run)["latest"]["path"].startswith("s3://")
-    aside = [name for name in Storage(run.location).names() if name.startswith("replaced_")]
-    assert any("epoch_0003" in Storage(run.location).names(name, "checkpoints") for name in aside)
+    aside = [name for name in storage_at(run.location).names() if name.startswith("replaced_")]
+    assert any("epoch_0003" in storage_at(run.location).names(name, "checkpoints") for name in aside)
     assert restoring.latest(URI, root, "digits") == (run, [])
 
     new, _ = restoring.latest(URI, s3.format(f"{tmp_path.name}/new"), "digits")

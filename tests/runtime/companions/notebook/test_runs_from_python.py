@@ -66,8 +66,8 @@ if __name__ == "__main__":
     running = run(Experiment, ["cfg.num_epochs=50", "cfg.pause_s=0.05"], listeners=[interrupt])
     try:
         running.result()
-    except KeyboardInterrupt:
-        found["interrupted"] = running.status
+    except KeyboardInterrupt as error:
+        found["interrupted"] = [running.status, error.__notes__]
     found["resumed"] = run(Experiment, ["--resume=run_003", "cfg.num_epochs=1", "cfg.pause_s=0"]).result().status
 
     running = run(Experiment, ["cfg.num_epochs=50", "cfg.start_workers=0", "cfg.pause_s=0.01"], listeners=[fail])
@@ -113,7 +113,9 @@ def test_a_run_yields_its_epochs_and_returns_its_outcome(found: dict[str, Any], 
     place = folder / "runs" / "faults" / "run_001"
     assert [entry[:2] for entry in found["epochs"]] == [[0, 2], [1, 2]]
     assert all("val/mse" in names and "train/mse" in names for _, _, names, _ in found["epochs"])
-    assert found["epochs"][1][3] in (None, str(place / "checkpoints" / "epoch_0001"))
+    assert [entry[3] for entry in found["epochs"]] == [
+        str(place / "checkpoints" / f"epoch_000{epoch}") for epoch in (1, 2)
+    ]
     status, recorded, metrics, best = found["outcome"]
     assert (status, recorded) == ("SUCCEEDED", "SUCCEEDED")
     assert "val/mse" in metrics
@@ -129,7 +131,8 @@ def test_leaving_the_loop_stops_the_run_with_a_checkpoint(found: dict[str, Any],
 
 @pytest.mark.kills
 def test_an_interrupted_run_stops_with_a_checkpoint_and_resumes(found: dict[str, Any], folder: Path) -> None:
-    assert found["interrupted"] == "STOPPED"
+    place = folder / "runs" / "faults" / "run_003"
+    assert found["interrupted"] == ["STOPPED", [f"{place} is STOPPED; resume it with --resume={place}"]]
     assert found["resumed"] == "SUCCEEDED"
     assert open_run(folder / "runs/faults/run_003").record["attempt"] == 2
 

@@ -34,7 +34,7 @@ from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
 from mlx_runtime.runs.filling import being_filled
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.logs import read_log
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.uploads import Upload
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
@@ -408,7 +408,7 @@ class TestDataJobs:
         error = done.stdout.partition("\nerror: ")[2]
         assert re.match(r"RuntimeError: .* \(in item \d+\)\n  src/job.py:\d+ in write_shard\n", error)
         assert "mlx_runtime" not in error
-        assert Storage(str(shards / "storage" / "data")).names() == []
+        assert storage_at(str(shards / "storage" / "data")).names() == []
 
     def test_a_job_that_is_stopped_leaves_nothing(
         self, shards: Path, types: Types, ray_cluster: RayCluster, environment: dict[str, str]
@@ -425,7 +425,7 @@ class TestDataJobs:
         settings = environment | {"RAY_ADDRESS": ray_cluster.url, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         ray = str(Path(sys.executable).with_name("ray"))
         subprocess.run([ray, *command[3:]], env=settings, check=True, timeout=120, capture_output=True)
-        until(lambda: Storage(str(made)).names() == [], 180)
+        until(lambda: storage_at(str(made)).names() == [], 180)
 
     def test_a_storage_that_only_the_cluster_has_is_shown_by_it(
         self, shards: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

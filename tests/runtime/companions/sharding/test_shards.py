@@ -22,7 +22,7 @@ from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
 from mlx_runtime.runs.checkpoints import CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.storage import hashing
-from mlx_runtime.storage.files import Storage
+from mlx_runtime.storage.files import storage_at
 from mlx_runtime.storage.hashing import BlockReader, BlockWriter
 
 pytestmark = pytest.mark.local
@@ -278,7 +278,7 @@ def test_shards_on_an_object_store(s3: str, tmp_path: Path) -> None:
         assert difference(found["restored"], found["saved"]) == 0
     saved = CheckpointStore(uri)
     assert difference(saved.load(saved.all()[0])["models"], found["saved"]["models"]) == 0
-    files = [re.sub(r"-[0-9a-f]{8}", "", name) for name in Storage(uri).names("epoch_0001")]
+    files = [re.sub(r"-[0-9a-f]{8}", "", name) for name in storage_at(uri).names("epoch_0001")]
     assert files == ["checkpoint.json", INDEX, "shard_00000.safetensors", "shard_00001.safetensors", "state.pt"]
 
 

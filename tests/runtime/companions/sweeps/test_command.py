@@ -17,7 +17,7 @@ from faults import diary, wait_for
 from mlx_runtime.companions.sweeps.results import SweepResult, open_sweep
 from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.files import Storage, joined
+from mlx_runtime.storage.files import joined, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -234,14 +234,14 @@ def test_a_sweep_on_an_object_store(experiment: Make, mlx: Mlx, start: Start, s3
         ("run_001", "SUCCEEDED", 2),
         ("run_002", "SUCCEEDED", 2),
     ]
-    assert json.loads(Storage(first).read("run.json"))["attempt"] == 2
+    assert json.loads(storage_at(first).read("run.json"))["attempt"] == 2
     best = json.loads(mlx(folder, "xp", "best", "faults", "sweep_001", "--json", **there).stdout)
     result = open_sweep(sweep)
     assert (best["trial"], best["value"]) == (result.best.number, result.best.score)
     assert best["checkpoint"] == joined(storage, "faults", best["runs"][0], "checkpoints", f"epoch_{best['epoch']:04d}")
     page = mlx(folder, "xp", "report", sweep).stdout.strip()
     assert page == joined(sweep, "report.html")
-    assert "optimizers.adam.lr" in Storage(sweep).read("report.html").decode()
+    assert "optimizers.adam.lr" in storage_at(sweep).read("report.html").decode()
 
 
 @pytest.mark.kills

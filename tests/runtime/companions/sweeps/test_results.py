@@ -21,7 +21,7 @@ from mlx_runtime.runs import best as ranking
 from mlx_runtime.runs.checkpoint_index import CheckpointInfo
 from mlx_runtime.runs.checkpoints import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.storage.files import Storage, joined
+from mlx_runtime.storage.files import joined, storage_at
 
 pytestmark = pytest.mark.process
 
@@ -187,7 +187,7 @@ def test_without_any_value_there_is_no_best(root: str) -> None:
 
 
 def test_a_run_that_is_gone_or_damaged(searched: RunFolder) -> None:
-    damaged, gone = (Storage(run_folder(searched.root, "digits", name).location) for name in ("run_001", "run_002"))
+    damaged, gone = (storage_at(run_folder(searched.root, "digits", name).location) for name in ("run_001", "run_002"))
     for name in ("run.json", "metrics.jsonl"):
         damaged.write(b"{", name)
     gone.remove_folder()

@@ -1,0 +1,1 @@
+"""Runs and prepared datasets on object stores."""

@@ -1,0 +1,90 @@
+"""Object stores that pyarrow reaches, and the conditional writes of S3, which it lacks."""
+
+import contextlib
+from typing import Any, BinaryIO
+from urllib.parse import parse_qsl
+
+import pyarrow.fs
+
+from mlx_runtime.errors import StorageError
+from mlx_runtime.extras import require
+from mlx_runtime.storage.files import Storage, Stored
+
+
+class ObjectStore(Storage):
+    """Files below a URI like `s3://bucket/runs?region=eu-west-1`.
+
+    The options after `?` are those of pyarrow's file systems.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._fs, path = pyarrow.fs.FileSystem.from_uri(root)
+        self.exclusive = self._fs.type_name == "s3"
+        super().__init__(root, path)
+
+    def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
+        selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
+        return [self._stored(info) for info in self._fs.get_file_info(selector)]
+
+    def find(self, *parts: str) -> Stored | None:
+        info = self._fs.get_file_info(self.of(*parts))
+        return self._stored(info) if info.type else None
+
+    def open(self, *parts: str) -> Any:
+        return self._fs.open_input_file(self.of(*parts))
+
+    def create(self, *parts: str) -> BinaryIO:
+        stream: BinaryIO = self._fs.open_output_stream(self.of(*parts))
+        return stream
+
+    def create_exclusively(self, data: bytes, *parts: str) -> bool:
+        if not self.exclusive:
+            raise StorageError(f"{self.root} does not support conditional writes")
+        if not self._put_new(data, *parts):
+            return False
+        if self._put_new(data, *parts):  # a store that ignores the condition would have accepted everyone
+            raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
+        return True
+
+    def copy(self, old: str, new: str) -> None:
+        self._fs.copy_file(self.of(old), self.of(new))
+
+    def remove_file(self, *parts: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_file(self.of(*parts))
+
+    def remove_folder(self, *parts: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_dir(self.of(*parts))
+
+    def _stored(self, info: pyarrow.fs.FileInfo) -> Stored:
+        path = info.path.removeprefix(self.path).lstrip("/")
+        return Stored(path, info.size or 0, (info.mtime_ns or 0) / 1e9, info.is_file)
+
+    def _put_new(self, data: bytes, *parts: str) -> bool:
+        """Put an object on S3 with `If-None-Match: *`. Return False if it exists."""
+        require("botocore", "storage on S3")
+        import botocore.config
+        import botocore.exceptions
+        import botocore.session
+
+        options = dict(parse_qsl(self.root.partition("?")[2]))
+        endpoint = options.get("endpoint_override")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"{options.get('scheme', 'https')}://{endpoint}"
+        config = botocore.config.Config(s3={"addressing_style": "path"} if endpoint else {})
+        bucket, _, key = self.of(*parts).partition("/")
+        try:
+            session = botocore.session.get_session()
+            client = session.create_client("s3", region_name=self._fs.region, endpoint_url=endpoint, config=config)
+            client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except botocore.exceptions.ClientError as error:
+            code = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            if code in (409, 412):  # another writer is creating it, or has created it
+                return False
+            if code == 501:
+                raise StorageError(f"{self.root} does not implement If-None-Match of S3's PutObject") from error
+            raise OSError(str(error)) from error
+        except botocore.exceptions.BotoCoreError as error:
+            raise OSError(str(error)) from error
+        return True
