@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions.stores.object_store import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
 from mlx_runtime.runs import provenance, records
 from mlx_runtime.runs.folder import RunFolder, ask_to_stop, asked_to_stop, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
 from mlx_runtime.runs.lookup import resolve_run
 from mlx_runtime.runs.removal import plan_run
-from mlx_runtime.storage import leases
+from mlx_runtime.storage import files, leases
 
 pytestmark = pytest.mark.pure
 
@@ -229,9 +230,10 @@ class TestOneDriver:
         assert (records.recorded(run)["status"], records.recorded(run)["attempt"]) == ("RUNNING", 2)
         assert [path.name for path in run.path.glob(".run.json.*")] == []
 
-    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self) -> None:
+    def test_where_nobody_can_be_the_only_one_no_run_is_taken_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Another file system of Arrow simulates an object store without conditional writes."""
         storage = "mock:///storage"
+        monkeypatch.setattr(files, "SCHEMES", ("mock",))
         with pytest.raises(StorageError, match="so two drivers could train digits/run_001 at once. Start a new run"):
             run_folder(storage, "digits", "run_001").claim_attempt(2)
 
@@ -243,7 +245,7 @@ class TestOneDriver:
         assert sum(won) == 1
         assert json.loads(folder.read(".attempt-002")) == {"pid": won.index(True)}
         assert folder.attempts() == 2
-        monkeypatch.setattr(leases, "_put_new", lambda *_: True)  # like a store that ignores the condition
+        monkeypatch.setattr(ObjectStore, "_put_new", lambda *_: True)  # like a store that ignores the condition
         with pytest.raises(StorageError, match="ignores the condition If-None-Match"):
             folder.claim_attempt(3)
 

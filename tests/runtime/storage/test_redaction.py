@@ -84,7 +84,8 @@ def test_what_was_left_out_comes_back_where_nothing_has_changed() -> None:
     saved: dict[str, Any] = json.loads(json.dumps(shown)) | {"n": [2], "old": 1}
     assert filled(saved, shown, tree) == tree | {"n": [2], "old": 1}
     assert redaction.secret_keys(tree) is not None
-    assert list(redaction.secret_keys(tree)) == ["a.password"]
+    assert list(redaction.secret_keys(tree)) == ["a.password", "a.url"]
+    assert list(redaction.secret_keys({"url": "x://u:${oc.env:PASSWORD}@h"})) == []
 
 
 # -- interpolations --

@@ -260,7 +260,7 @@ class TestGroupsOnGPUs:
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: options.update(current=device))
         monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **kw: options.update(kw, name=name))
         monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-        for name in ("after_import", "train_to", "Remote", "keep_groups_private"):
+        for name in ("enter_ray_train", "train_to", "Remote", "keep_groups_private"):
             monkeypatch.setattr(worker, name, lambda *_: None)
         job: Any = SimpleNamespace(run=SimpleNamespace(experiment="x"), receiver=())
         shared = worker.WorkerJob(job, 4, backend_of(use_gpu=True), 60.0, tmp_path, tmp_path / "store")

@@ -1,1 +1,1 @@
-"""Runs and prepared datasets on object stores."""
+"""Object stores: S3, Google Cloud Storage, Azure and HDFS, through pyarrow."""
