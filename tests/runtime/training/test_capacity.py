@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_runtime.sections import Elastic
+from mlx_runtime.training.engines.in_process import InProcess
 from mlx_runtime.training.engines.placement import shortage, uses_gpus
 from mlx_runtime.training.options import DataConfig, TrainConfig
 
@@ -24,6 +25,15 @@ def test_an_absurd_number_of_workers_is_refused_on_one_machine() -> None:
         "cfg.start_workers=100000 is more than 32 processes for each of the 2 cores of this machine",
         "Lower it; cfg.start_workers=2 uses every core",
     )
+
+
+def test_without_workers_the_title_names_a_size_that_has_no_effect() -> None:
+    for elastic, title in (
+        (Elastic(), ""),
+        (Elastic(5), "; cfg.elastic.min_workers=5 needs workers and has no effect"),
+    ):
+        with InProcess.connect(TrainConfig(start_workers=0, elastic=elastic), "") as cluster:
+            assert cluster.title == f"0: training in this process{title}"
 
 
 def test_an_elastic_group_needs_room_for_the_smallest() -> None:
