@@ -43,7 +43,7 @@ from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.text import commented_map, read_text, yaml_text
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
-from mlx_runtime.storage.local import write_atomic
+from mlx_runtime.storage.local import read_regular, write_atomic
 
 SCHEMA = "conf.schema.json"
 
@@ -135,8 +135,8 @@ def bind(experiment: type, path: Path) -> Binding:
         notices = companions.part("hub.pins").pin_defaults(description.tree, present)
     schema = path.with_name(SCHEMA)
     former = {}
-    with contextlib.suppress(FileNotFoundError, ValueError):  # without a schema, former defaults are unknown
-        former = json.loads(schema.read_text(encoding="utf-8"))
+    with contextlib.suppress(FileNotFoundError, ValueError):  # without it, bind knows no former defaults
+        former = json.loads(read_regular(schema, BindError))
     tree = description.tree | {"cfg": _listed(experiment, description.tree["cfg"], present.get("cfg"))}
     binding = merge(path, tree, former_defaults(former), description.of_class)
     binding.notices = description.notices + notices

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from mlx_runtime.errors import ConfigError, UsageError, suggest
 from mlx_runtime.storage.documents import from_yaml
+from mlx_runtime.storage.local import read_regular
 
 OPTION = "--variant="
 
@@ -42,8 +43,9 @@ class Variants:
     def read(self, file: Path) -> Any:
         """Return the content of a variant, with unresolved `${...}`."""
         text = self.texts.get(file)
+        content = read_regular(file, ConfigError) if text is None else text.encode()
         try:
-            return OmegaConf.to_container(from_yaml(file.read_bytes() if text is None else text.encode()))
+            return OmegaConf.to_container(from_yaml(content))
         except ValueError as error:
             raise ConfigError(f"{file} is not valid YAML: {error}") from error
 

@@ -336,8 +336,8 @@ def named_run(text: str, root: str, experiment: str) -> RunFolder:
     """
     base, options = split_options(text.rstrip("/"))
     claimed = False
-    with contextlib.suppress(OSError):  # the text is too long for a path
-        claimed = any(Path(text, name).is_file() for name in ("run.json", RESERVE))
+    with contextlib.suppress(OSError):  # too long for a path
+        claimed = any(Path(text, name).exists() for name in ("run.json", RESERVE))
     if is_uri(text) or claimed:
         parts = base if is_uri(text) else str(Path(base).resolve())
         if parts.count("/") < 2 + 2 * is_uri(text):

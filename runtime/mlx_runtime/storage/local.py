@@ -56,6 +56,15 @@ def open_regular(path: str) -> BinaryIO:
     return open(path, "rb", opener=regular)
 
 
+def read_regular(file: Path, kind: type[Exception]) -> bytes:
+    """Return the content of a file of the user; if it is a pipe, a device or a folder, raise an error of this kind."""
+    try:
+        with open_regular(str(file)) as stream:
+            return stream.read()
+    except (IrregularError, IsADirectoryError) as error:
+        raise kind(f"{file} is not a regular file") from error
+
+
 def discard_unfinished(path: Path) -> None:
     """Remove what calls to `write_atomic` for a file have written but not yet renamed."""
     for temporary in path.parent.glob(f".{path.name}.*"):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from pathspec import GitIgnoreSpec
 
+from mlx_runtime.errors import UsageError
+from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.redaction import FILES
 
 LIMIT_BYTES = 100 << 20
@@ -119,7 +121,7 @@ class _IgnoreRules:
 
     def add(self, file: Path, base: Path) -> None:
         """Read an ignore file, whose lines refer to a folder."""
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_regular(file, UsageError).decode(errors="replace").splitlines()
         chain = self._of_ray if file.name == ".rayignore" else self._of_git
         chain.append((base, GitIgnoreSpec.from_lines(lines)))
 

@@ -14,8 +14,9 @@ from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.signatures import settings_of
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
-from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message
+from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import remote, snapshots
+from mlx_runtime.runs.checkpoint_index import list_checkpoints
 from mlx_runtime.runs.folder import (
     RunFolder,
     has_begun,
@@ -23,10 +24,12 @@ from mlx_runtime.runs.folder import (
     list_runs,
     named_run,
     names_run,
+    reading,
     refuse_empty,
 )
 from mlx_runtime.storage.detection import LEFT_OUT
-from mlx_runtime.storage.files import prepared_root, storage_at, storage_root
+from mlx_runtime.storage.files import joined, prepared_root, storage_root
+from mlx_runtime.storage.local import IrregularError
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -251,11 +254,17 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
     if folder is None:
         yield None
         return
-    title = f"{folder.location}/{folder.conf.name}"
     try:
-        content = storage_at(folder.location).document(folder.conf.name)
-    except OSError as error:
-        raise StorageError(f"cannot read {title}: {short_message(error)}") from error
+        with reading(folder, folder.conf.name):
+            content = folder.document(folder.conf.name)
+            if not content.strip():
+                raise ValueError("it is empty")
+    except StorageError as error:
+        if not isinstance(error.__cause__, ValueError | FileNotFoundError | IsADirectoryError | IrregularError):
+            raise
+        saved = list_checkpoints(folder.checkpoints)
+        weights = f" with cfg.restore_checkpoint_path={joined(folder.checkpoints, saved[-1].name)}" if saved else ""
+        raise StorageError(f"{error}. Put a good copy back, or start a new run{weights}") from error
     if folder.uri is None:
         yield folder.conf
         return

@@ -335,6 +335,16 @@ def test_an_error_of_the_users_is_told_with_item_and_line(job: SimpleNamespace, 
     assert list(job.data.iterdir()) == []
 
 
+def test_a_full_disk_is_told_with_a_cure(job: SimpleNamespace, mlx: Mlx) -> None:
+    edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise OSError(28, 'full')")
+    done = mlx(job.project, "data", "run", "text.fail_at=2")
+    assert done.returncode == 1
+    assert "error: OSError: [Errno 28] full (in item 2)" in done.stderr
+    assert done.stderr.endswith(
+        "Free space on that disk; if it is the storage's, cfg.storage_path=FOLDER chooses another\n"
+    )
+
+
 def test_a_job_that_exits_has_not_succeeded(job: SimpleNamespace, mlx: Mlx) -> None:
     edit(job.project / "src" / "job.py", 'raise ValueError(f"line {number} is blank")', "raise SystemExit(0)")
     done = mlx(job.project, "data", "run", "text.fail_at=2")

@@ -574,6 +574,20 @@ def test_bind_waits_for_no_pipe(make: Callable[[Path], None], tmp_path: Path) ->
         bind(Experiment, tmp_path / "conf.yaml")
 
 
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_other_files_that_are_pipes_or_folders(make: Callable[[Path], None], conf: Path) -> None:
+    variant, schema = conf.parent / "variants" / "v.yaml", conf.with_name("conf.schema.json")
+    variant.parent.mkdir()
+    make(variant)
+    with pytest.raises(ConfigError, match="v.yaml is not a regular file"):
+        load_config(Experiment, ["--variant=v"], conf)
+    variant.rmdir() if make is Path.mkdir else variant.unlink()
+    schema.unlink(missing_ok=True)
+    make(schema)
+    with pytest.raises(BindError, match="conf.schema.json is not a regular file"):
+        bind(Experiment, conf)
+
+
 def test_the_environment_is_named_as_an_origin(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_STORAGE", "/mnt/here")
     defaults = Description(Experiment).tree

@@ -16,6 +16,7 @@ from mlx_runtime.errors import ConfigError, StorageError, UsageError
 from mlx_runtime.runs import checkpoints, lookup
 from mlx_runtime.runs.checkpoint_index import CheckpointInfo
 from mlx_runtime.runs.folder import (
+    RESERVE,
     ask_to_stop,
     asked_to_stop,
     claim_run,
@@ -25,6 +26,7 @@ from mlx_runtime.runs.folder import (
     withdraw_stop,
 )
 from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.runs.records import recorded
 from mlx_runtime.storage.files import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
@@ -162,6 +164,15 @@ def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:
 def test_a_run_that_was_only_claimed_is_named_by_its_path(tmp_path: Path) -> None:
     run = claim_run(str(tmp_path / "runs"), "digits")
     assert named_run(run.location, "elsewhere", "other") == run
+
+
+def test_a_run_whose_record_is_a_pipe_is_found_by_its_path(tmp_path: Path) -> None:
+    run = claim_run(str(tmp_path / "runs"), "digits")
+    (run.path / RESERVE).unlink()
+    os.mkfifo(run.record)
+    assert named_run(run.location, "elsewhere", "other") == run
+    with pytest.raises(StorageError, match="run.json: it is not a regular file"):
+        recorded(run)
 
 
 @pytest.mark.parametrize("text", ["run_002", "2", "digits/run_002", "latest"])

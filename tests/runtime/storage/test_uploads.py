@@ -1,10 +1,12 @@
 """The files that are uploaded to a cluster."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from mlx_runtime.errors import UsageError
 from mlx_runtime.storage.uploads import Upload
 
 pytestmark = pytest.mark.pure
@@ -137,3 +139,9 @@ def test_a_project_may_be_reached_by_a_link(tmp_path: Path) -> None:
     put(tmp_path / "project", "main.py", "src/a.py")
     (tmp_path / "link").symlink_to("project")
     assert uploaded(tmp_path / "link") == {"main.py", "src/a.py"}
+
+
+def test_an_ignore_file_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".gitignore")
+    with pytest.raises(UsageError, match=".gitignore is not a regular file"):
+        Upload.of(tmp_path)

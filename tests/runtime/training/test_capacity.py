@@ -3,8 +3,9 @@
 import pytest
 
 from mlx_runtime.sections import Elastic
+from mlx_runtime.training.engines.in_process import InProcess
 from mlx_runtime.training.engines.placement import shortage, uses_gpus
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.options import DataConfig, TrainConfig
 
 pytestmark = pytest.mark.pure
 
@@ -15,6 +16,24 @@ def test_workers_of_one_machine_may_outnumber_its_cores() -> None:
     lacking = shortage(cfg, 2, 0, cluster=True)
     assert lacking is not None
     assert lacking.text == "cfg.start_workers=8 needs 8 CPUs; the cluster has 2 CPUs"
+
+
+def test_an_absurd_number_of_workers_is_refused_on_one_machine() -> None:
+    assert shortage(TrainConfig(start_workers=64), 2, 0, cluster=False) is None
+    assert shortage(DataConfig(start_workers=100_000), 2, 0, cluster=False) is None
+    assert shortage(TrainConfig(start_workers=100_000), 2, 0, cluster=False) == (
+        "cfg.start_workers=100000 is more than 32 processes for each of the 2 cores of this machine",
+        "Lower it; cfg.start_workers=2 uses every core",
+    )
+
+
+def test_without_workers_the_title_names_a_size_that_has_no_effect() -> None:
+    for elastic, title in (
+        (Elastic(), ""),
+        (Elastic(5), "; cfg.elastic.min_workers=5 needs workers and has no effect"),
+    ):
+        with InProcess.connect(TrainConfig(start_workers=0, elastic=elastic), "") as cluster:
+            assert cluster.title == f"0: training in this process{title}"
 
 
 def test_an_elastic_group_needs_room_for_the_smallest() -> None:

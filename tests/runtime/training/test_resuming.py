@@ -317,6 +317,16 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         "cfg.restore_checkpoint_path=",
     ),
     "no record any more": (remove_record, (), "run.json: No such file or directory. Put a good copy back, or train on"),
+    "an empty config": (
+        lambda folder: (run_of(folder) / "conf.yaml").write_text(""),
+        (),
+        "run_001/conf.yaml: it is empty. Put a good copy back, or start a new run with cfg.restore_checkpoint_path=",
+    ),
+    "no config any more": (
+        lambda folder: (run_of(folder) / "conf.yaml").unlink(),
+        (),
+        "run_001/conf.yaml: No such file or directory. Put a good copy back, or start a new run with cfg.restore_",
+    ),
     "no checkpoint any more": (remove_checkpoints, (), "faults/run_001 has saved checkpoints, the last one as "),
 }
 

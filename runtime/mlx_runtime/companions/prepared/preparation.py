@@ -34,23 +34,26 @@ def find(
     for candidate in candidates:
         manifests = [store.find(name) for name in names if name.startswith(f"{candidate.cls.__name__}-")]
         of_arguments = [item for item in manifests if item and candidate.describes(item)]
-        if candidate.refusal or not of_arguments:
+        is_current = any(item.name.startswith(candidate.prefix) for item in of_arguments)
+        is_damaged = not is_current and any(store.is_damaged(n) for n in names if n.startswith(candidate.prefix))
+        if candidate.refusal or not (of_arguments or is_damaged):
             continue
         title = f"datasets.{candidate.name}: its prepared dataset"
-        stale = f"{title} is stale because its {{}} changed; reading samples. Prepare again with --prepare-batches"
-        if not any(item.name.startswith(candidate.prefix) for item in of_arguments):
-            tell(stale.format("code"))
+        unused = f"{title} is {{}}; reading samples. Prepare again with --prepare-batches"
+        if not is_current:
+            tell(unused.format("damaged" if is_damaged else "stale because its code changed"))
             continue
         if candidate.streamed:
             ray_needed()
         try:
             dataset = candidate.make()
-            manifest = store.find(candidate.full_name(dataset))
+            name = candidate.full_name(dataset)
+            manifest = store.find(name)
         except Exception as error:  # workers may well be able to construct it
             tell(f"{title} is not used: {short_message(error)}")
             continue
         if manifest is None:
-            tell(stale.format("data"))
+            tell(unused.format("damaged" if store.is_damaged(name) else "stale because its data changed"))
             continue
         prepared[candidate.name] = PreparedSet(root, manifest, _attributes(dataset))
     return prepared

@@ -107,6 +107,13 @@ class Store:
         except StorageError:
             return None
 
+    def is_damaged(self, name: str) -> bool:
+        """Return True if a dataset was written completely and cannot be read any more."""
+        try:
+            return self._find(name) is None and self.storage.size_bytes(name, MANIFEST) is not None
+        except (OSError, StorageError):
+            return True
+
     def entries(self) -> list[Entry]:
         """Return all folders, least recently used first."""
         entries = []

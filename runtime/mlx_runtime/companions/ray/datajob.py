@@ -1,6 +1,7 @@
 """A data job: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
 
 import contextlib
+import errno
 import itertools
 import sys
 import time
@@ -235,4 +236,11 @@ def _item_title(item: Any) -> str:
 
 def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
     """Raise exceptions of user code as a `DataJobError` with the user's frames."""
-    return user_errors(Path.cwd(), lambda _, summary, trace: DataJobError(f"{summary} (in {during})\n{trace}".rstrip()))
+
+    def translate(error: BaseException, summary: str, trace: str) -> DataJobError:
+        translated = DataJobError(f"{summary} (in {during})\n{trace}".rstrip())
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            translated.hint = "Free space on that disk; if it is the storage's, cfg.storage_path=FOLDER chooses another"
+        return translated
+
+    return user_errors(Path.cwd(), translate)

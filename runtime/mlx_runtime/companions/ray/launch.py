@@ -1,5 +1,6 @@
 """Submit the `main.py` of a folder to a cluster as a job, after checking that it can run there."""
 
+import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -196,11 +197,14 @@ def prepare(
     snapshots.refuse_unmatched(folder, getattr(config.cfg, "code_files", ()))
     for line in (*config.notes, *(f"note      {note}" for note in upload.notes)):
         print(line)
-    if not passed(preflight.check_secrets(config)) or not fits:
+    safe = passed(preflight.check_secrets(config))
+    if not (safe and fits) and not show_all:
         raise failure()
     runtime_env = {**(config.cfg.runtime_env or {}), **({"pip": str(folder / "requirements.txt")} if pip else {})}
     root = storage_root(config.cfg.storage_path)
-    passed(*preflight.check_nodes(dashboard, config.cfg, root, upload, runtime_env))
+    sent = upload if safe and fits else dataclasses.replace(upload, files=())  # the probe needs only the runtime
+    sent_env = runtime_env if safe else preflight.without_secrets(runtime_env)
+    passed(*preflight.check_nodes(dashboard, config.cfg, root, sent, sent_env))
     if failed:
         raise failure()
     return Launch(dashboard, config, upload, runtime_env)

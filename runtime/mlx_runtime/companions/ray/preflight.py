@@ -15,7 +15,7 @@ from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
-from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, short_message
+from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
 from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.storage.redaction import redacted_override, secret_keys
 from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
@@ -47,7 +47,8 @@ class Check:
 
     def line(self) -> str:
         """One line for the terminal."""
-        return f"{'ok' if self.ok else 'FAIL':<6}{self.name:<10} {self.text}{f'. {self.hint}' if self.hint else ''}"
+        text = self.text if self.ok or self.text.endswith((".", "?")) else f"{self.text}."
+        return " ".join(filter(None, [f"{'ok' if self.ok else 'FAIL':<6}{self.name:<10} {text}", self.hint]))
 
 
 def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
@@ -72,6 +73,8 @@ def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Ch
         config = load()
     except ConfigError as error:
         return None, Check("config", str(error), f"Edit {CONF}, or pass overrides")
+    except UsageError:  # as of `run`
+        raise
     except MlxError as error:
         return None, Check("config", str(error), f"See: {commands()} launch --help")
     name = config.cfg.engine
@@ -111,6 +114,12 @@ def check_secrets(config: "Config") -> Check:
         return Check("secrets", f"{', '.join(written)} would show in the dashboard and in run.json", hint)
     names = config.cfg.secrets
     return Check("secrets", f"by name: {', '.join(names)}" if names else "none")
+
+
+def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a runtime environment without the entries that hold secrets."""
+    public = {name: without_secrets(item) if isinstance(item, Mapping) else item for name, item in tree.items()}
+    return {name: item for name, item in public.items() if not any(secret_keys({name: item}))}
 
 
 def check_nodes(

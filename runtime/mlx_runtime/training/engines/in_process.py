@@ -12,7 +12,7 @@ from mlx_runtime.distributed.topology import Topology, device_here
 from mlx_runtime.settings import environment
 from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked
-from mlx_runtime.training.engines.placement import this_machine
+from mlx_runtime.training.engines.placement import changing_size, this_machine
 from mlx_runtime.training.worker import enter_ray_train, train_to
 
 
@@ -29,7 +29,10 @@ class InProcess:
     @contextlib.contextmanager
     def connect(cfg: Any, why: str) -> Iterator[Cluster]:
         here = this_machine(cfg, "in_process", "in-process engine")
-        yield dataclasses.replace(here, title="0: training in this process", cpus=0, in_driver=True, reads_streams=True)
+        title = "0: training in this process"
+        if sizes := changing_size(cfg):
+            title += f"; {sizes.partition(' ')[0]} needs workers and has no effect"
+        yield dataclasses.replace(here, title=title, cpus=0, in_driver=True, reads_streams=True)
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         self._cfg, self._variables = cfg, {} if cluster.use_gpu else {"CUDA_VISIBLE_DEVICES": ""}

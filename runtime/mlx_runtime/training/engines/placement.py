@@ -17,6 +17,10 @@ JOB_FLAG = "MLX_IN_JOB"
 """Environment variable of submitted jobs, whose drivers join the cluster that they run on."""
 
 
+WORKERS_PER_CORE = 32
+"""How many workers may share a core of one machine; they are processes, which need memory even if they wait."""
+
+
 def engine_class(name: str) -> "EngineClass":
     """Return the class of an engine, given its name or import path; raise ConfigError if there is none."""
     found: EngineClass = named_class("engine", name, ENGINES, ("refusal", "connect", "start"))
@@ -66,7 +70,7 @@ class Shortage(NamedTuple):
 def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster: bool) -> Shortage | None:
     """Return the resources that the smallest group of workers lacks, or None if it fits.
 
-    Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores.
+    Workers reserve the CPUs of a cluster. On one machine, they may outnumber its cores, within `WORKERS_PER_CORE`.
     """
     holder = "the cluster" if cluster else "this machine"
     name = "elastic.min_workers" if cfg.elastic.min_workers else "start_workers"
@@ -76,6 +80,9 @@ def shortage(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, cluster
         return Shortage(text, f"Lower cfg.{name} or cfg.cpus_per_worker")
     if cfg.cpus_per_worker > cpus:
         return Shortage(f"cfg.cpus_per_worker={cfg.cpus_per_worker}, but {holder} has {cpus:g} cores", "Lower it")
+    if not (cluster or isinstance(cfg, DataConfig)) and workers > WORKERS_PER_CORE * cpus:
+        text = f"cfg.{name}={workers} is more than {WORKERS_PER_CORE} processes for each of the {cpus:g} cores"
+        return Shortage(f"{text} of {holder}", f"Lower it; cfg.{name}={max(1, int(cpus))} uses every core")
     if cfg.use_gpu and workers > gpus:
         users = f"each of {workers} workers" if cfg.start_workers else "this process"
         hint = "eave cfg.use_gpu at null to use what there is"

@@ -148,6 +148,21 @@ def test_other_data_is_noticed_and_told(project: SimpleNamespace, lines: Sequenc
     assert project.prepare() == project.find() == [3 * value for value in lines]
 
 
+def test_a_damaged_set_is_reported_and_prepared_again(project: SimpleNamespace) -> None:
+    project.prepare()
+    for name in ("*.npy", "manifest.json"):
+        (file,) = project.sets.glob(f"*/{name}")
+        file.write_bytes(file.read_bytes()[:-8])
+        assert project.find() is None
+        assert project.told[-1].startswith("datasets.train: its prepared dataset is damaged; reading samples. Prepare")
+        assert project.prepare() == project.find()
+    project.prepare()
+    file.unlink()  # as of one that is being written
+    told = len(project.told)
+    assert project.find() is None
+    assert len(project.told) == told
+
+
 def test_a_dataset_that_cannot_be_made_here_is_left_to_the_workers(project: SimpleNamespace) -> None:
     project.prepare()
     project.data.unlink()

@@ -323,6 +323,9 @@ def test_a_secret_is_not_written_down(user: User, ray_cluster: RayCluster) -> No
     assert done.returncode == 1
     assert "cfg.runtime_env.env_vars.WANDB_API_KEY would show in the dashboard" in done.stdout
     assert "hunter2" not in done.stdout + done.stderr
+    done = user.types("train", "launch", "--check", "--ray-address", ray_cluster.url, option.removeprefix("+"))
+    assert done.returncode == 1
+    assert re.search(r"FAIL +secrets .*(?s:.*)ok +storage .*\nok +gloo .*\nok +capacity", done.stdout), done.stdout
 
 
 def test_a_job_that_dies_as_it_starts_shows_why(user: User, ray_cluster: RayCluster, tmp_path: Path) -> None:
@@ -399,8 +402,8 @@ class TestDataJobs:
         assert lines[-1] == f"folder    {made}"
         assert len(list(made.glob("*_images.npy"))) == 6
         done = types("data", "launch", "--check")
-        assert done.returncode == 1
-        assert f"FAIL  config     {made} already exists, made 20" in done.stdout
+        assert done.returncode == 2
+        assert f"error: {made} already exists, made 20" in done.stderr
 
     def test_an_error_of_the_users_ends_it_with_its_code(self, shards: Path, types: Types) -> None:
         done = types("data", "launch", "-f", "images.size=-1")

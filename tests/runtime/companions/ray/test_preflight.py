@@ -1,12 +1,14 @@
 """Parts of the preflight checks that need no cluster."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from clusters import free_ports
 from torch import distributed
 
 from mlx_runtime.companions.ray import preflight, probe
+from mlx_runtime.errors import UsageError
 
 pytestmark = pytest.mark.pure
 
@@ -45,3 +47,22 @@ def test_nodes_that_lack_a_secret_are_named() -> None:
     nodes = [node | {"ip": f"10.0.0.{number}", "unset": ["A"] if number else ["A", "B"]} for number in range(2)]
     (check,) = [check for check in preflight._node_checks(nodes, "/runs", 2) if check.name == "secrets"]
     assert check.text == "A is missing on 2 of 2 nodes: 10.0.0.0, 10.0.0.1; B is missing on 1 of 2 nodes: 10.0.0.0"
+
+
+def test_a_check_of_nodes_gets_no_secrets() -> None:
+    token = "hf_" + "aB3dE5fG7hJ9kL1mN3pQ5rS7tU9vW1xY3z"
+    environment = {"pip": ["einops"], "env_vars": {"HF_TOKEN": token, "GLOO_SOCKET_IFNAME": "eth0"}}
+    assert preflight.without_secrets(environment) == {"pip": ["einops"], "env_vars": {"GLOO_SOCKET_IFNAME": "eth0"}}
+
+
+def test_a_wrong_name_of_a_run_is_an_error_of_usage() -> None:
+    def load() -> NoReturn:
+        raise UsageError("digits has no run 'nope'. Available: run_001.")
+
+    with pytest.raises(UsageError):
+        preflight.check_config(load)
+
+
+@pytest.mark.parametrize("text", ["none. Available: a.", "none. Did you mean 'a'?"])
+def test_a_failed_check_ends_its_sentences_once(text: str) -> None:
+    assert preflight.Check("config", text, "Edit it").line() == f"FAIL  config     {text} Edit it"
