@@ -27,9 +27,6 @@ DOCUMENT_BYTES = 64 << 20
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 """Schemes of URIs that the companion `stores` opens."""
 
-ENTRY_POINTS = "mlx_runtime.storages"
-"""The entry points by which other packages add storages, named by the scheme of their URIs."""
-
 
 def is_uri(root: str) -> bool:
     return "://" in root
@@ -280,7 +277,7 @@ def storage_at(root: str) -> Storage:
 def _of_others(root: str, scheme: str) -> Callable[[str], Storage]:
     from importlib.metadata import entry_points  # here, because it takes as long as importing click
 
-    for item in entry_points(group=ENTRY_POINTS, name=scheme):
+    for item in entry_points(group="mlx_runtime.storages", name=scheme):
         found: Callable[[str], Storage] = item.load()
         return found
     schemes = ", ".join(("file", *SCHEMES))

@@ -1,6 +1,5 @@
 """The lines that a run prints at its start, at its end, and about events in between."""
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -11,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import events
-from mlx_runtime.errors import MlxError
-from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs import records
 from mlx_runtime.runs.checkpoint_index import position
 from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.runs.tables import counted, format_duration
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.redaction import redacted_override, secret_keys
+from mlx_runtime.storage.redaction import secret_keys
 from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.strategies import STRATEGIES
@@ -79,29 +77,15 @@ class ConsoleLines:
         for line in config.notes:
             self._print(line, always=True)
         if config.run is not None:
-            self._overrides()
+            from mlx_runtime.training.resuming import change_lines  # here, because a new run changes nothing
+
+            self._rows_before = records.recorded(config.run).get("datasets") or {}
+            for line in change_lines(config.run, self._plan.project, config.changes, config.overrides, cfg.code_files):
+                self._print(line)
         self._workers()
         if (written := list(secret_keys(config.unresolved))) and not config.fast:
             self._print(f"note      conf.yaml of the run contains {', '.join(written)} in plain text")
             self._print("          to keep a secret out of it, read it from an environment variable: ${oc.env:NAME}")
-
-    def _overrides(self) -> None:
-        """Print the differences from the previous config of the run, and overrides without effect."""
-        config = self._plan.config
-        for change in config.changes:
-            when = "" if change.key.startswith("cfg.") else ", set once its state is restored"
-            self._print(f"changed   {change}{when}")
-        for item in config.overrides:
-            key = item.lstrip("+~").partition("=")[0]
-            used = key.startswith("-") or any(f"{change.key}.".startswith(f"{key}.") for change in config.changes)
-            if not used:
-                self._print(f"unchanged {redacted_override(item)}")
-        assert config.run is not None, "it is resumed"
-        self._rows_before = records.recorded(config.run).get("datasets") or {}
-        with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
-            files = snapshots.changed_files(self._plan.project, config.run, config.cfg.code_files)
-            if files := [name for name in files if not name.endswith(".yaml")]:
-                self._print(f"changed   {', '.join(files)}, since the run stored its code")
 
     def _workers(self) -> None:
         cluster, cfg, engine = self._plan.cluster, self._plan.config.cfg, self._plan.engine

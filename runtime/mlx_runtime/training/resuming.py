@@ -9,6 +9,7 @@ A checkpoint overrides most of a config, so most changed values would have no ef
 Everything else is refused before anything is written.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,16 +27,16 @@ from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.signatures import MISSING, parameters, plain
 from mlx_runtime.config.targets import object_at
 from mlx_runtime.distributed import randomness
-from mlx_runtime.errors import ConfigError, RunFinished, StorageError
-from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
+from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
+from mlx_runtime.runs import records, snapshots
+from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints
 from mlx_runtime.runs.checkpoints import State, state_of
 from mlx_runtime.runs.folder import RunFolder, reading
 from mlx_runtime.storage.detection import HIDDEN, LEFT_OUT, is_secret
 from mlx_runtime.storage.documents import COUNT, misfit
 from mlx_runtime.storage.files import joined
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.storage.redaction import redacted, redacted_override
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {
@@ -62,6 +63,31 @@ class Change:
     def __str__(self) -> str:
         before, after = (HIDDEN if is_secret(self.key) else _shown(value) for value in (self.before, self.after))
         return f"{self.key}: {before} → {after}"
+
+
+def change_lines(
+    run: RunFolder, project: Path, found: Sequence[Change], overrides: Sequence[str], code_files: Sequence[str]
+) -> Iterator[str]:
+    """Yield lines about the changes since a run was stored: of its config and code, and overrides without effect."""
+    for change in found:
+        yield f"changed   {change}{'' if change.key.startswith('cfg.') else ', set once its state is restored'}"
+    for item in overrides:
+        key = item.lstrip("+~").partition("=")[0]
+        if not key.startswith("-") and not any(f"{change.key}.".startswith(f"{key}.") for change in found):
+            yield f"unchanged {redacted_override(item)}"
+    with contextlib.suppress(MlxError):  # the run stored no code, or it is damaged
+        files = snapshots.changed_files(project, run, code_files)
+        if files := [name for name in files if not name.endswith(".yaml")]:
+            yield f"changed   {', '.join(files)}, since the run stored its code"
+
+
+def best_kept(run: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] | None:
+    """Return the entry in a run's record for its best checkpoint, by a metric that the run did not monitor before."""
+    for item in best_first(list_checkpoints(run.checkpoints), monitor, mode):
+        step = {} if item.finished else {"step": item.global_step}
+        value = item.metrics[monitor or ""]
+        return {"epoch": item.epoch, "path": joined(run.checkpoints, item.name), "value": value, **step}
+    return None
 
 
 def changes(before: Any, after: Any, key: str = "") -> list[Change]:

@@ -13,8 +13,8 @@ from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo, best_first, list_checkpoints, score
-from mlx_runtime.runs.folder import EVALUATIONS, RunFolder, claim_run, reserve_space
+from mlx_runtime.runs.checkpoint_index import score
+from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
 from mlx_runtime.runs.provenance import provenance
 from mlx_runtime.storage import documents, leases
 from mlx_runtime.storage.files import joined, storage_at, storage_root, to_json
@@ -104,7 +104,9 @@ class RunRecorder:
 
     def _checkpoint(self, event: events.CheckpointSaved) -> None:
         cfg = self._plan.config.cfg
-        entry = _entry(event, event.path, cfg.monitor)
+        entry: dict[str, Any] = {"epoch": event.epoch, "path": event.path, "value": event.metrics.get(cfg.monitor)}
+        if not event.finished:
+            entry["step"] = event.step
         best = score(self.best["value"] if self.best else None, cfg.mode)
         if -math.inf < score(entry["value"], cfg.mode) >= best:  # as in `best_first`
             self.best = entry
@@ -126,7 +128,9 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
         previous = records.recorded(folder)
         before = previous.get(records.REPLACED) or previous
         if (before.get("monitor"), before.get("mode")) != (config.cfg.monitor, config.cfg.mode):
-            facts["best"] = _best_kept(folder, config.cfg.monitor, config.cfg.mode)
+            from mlx_runtime.training.resuming import best_kept  # here, because few runs need it
+
+            facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
         if not plan.launched:
             previous = previous.get(records.REPLACED) or previous
             facts |= {"attempts": records.attempts(previous), "job": None}
@@ -147,20 +151,6 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
     previous = {name: value for name, value in previous.items() if name not in ("end", "error")}
     before_alive()
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)
-
-
-def _best_kept(folder: RunFolder, monitor: str | None, mode: str) -> dict[str, Any] | None:
-    """Return the entry of the best checkpoint of a run by a metric that it did not monitor before, or None."""
-    for item in best_first(list_checkpoints(folder.checkpoints), monitor, mode):
-        return _entry(item, joined(folder.checkpoints, item.name), monitor)
-    return None
-
-
-def _entry(saved: CheckpointInfo | events.CheckpointSaved, path: str, monitor: str | None) -> dict[str, Any]:
-    """Return what the record says about a checkpoint."""
-    value = saved.metrics.get(monitor or "")
-    step = {} if saved.finished else {"step": saved.global_step if isinstance(saved, CheckpointInfo) else saved.step}
-    return {"epoch": saved.epoch, "path": path, "value": value, **step}
 
 
 def _facts(plan: RunPlan) -> dict[str, Any]:
