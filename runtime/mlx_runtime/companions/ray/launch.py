@@ -165,7 +165,9 @@ def prepare(
     """Check that a folder can run on a cluster, and print each result as soon as it is known.
 
     With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, checks that passed are printed,
-    too. Raises `ClusterError` if a check failed, as soon as that makes the remaining checks impossible.
+    too, and a secret or too large a folder do not end the checks: the nodes are checked without them. Raises
+    `ClusterError` if a check failed, as soon as that makes the remaining checks impossible, and `UsageError` for a
+    wrong name or option.
     """
     failed = 0
 
