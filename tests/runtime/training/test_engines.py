@@ -715,7 +715,7 @@ class TestRefusals:
                 "cfg.loader=ray is not supported; use cfg.loader=workers=N",
             ),
             (["cfg.engine=ray", "cfg.start_workers=0"], "cfg.engine=ray needs workers, but cfg.start_workers=0"),
-            (["cfg.use_gpu=true", "cfg.start_workers=99"], "cfg.use_gpu=true needs a GPU for each of 99 workers"),
+            (["cfg.use_gpu=true", "cfg.start_workers=20"], "cfg.use_gpu=true needs a GPU for each of 20 workers"),
             pytest.param(
                 ["cfg.use_gpu=true", "cfg.start_workers=0"],
                 "cfg.use_gpu=true needs a GPU for this process; this machine has 0. Leave cfg.use_gpu",
