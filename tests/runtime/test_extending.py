@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Mlx, Start
+from conftest import TIMEOUT_S, Mlx, Start
 from faults import wait_for
+from forkserver import Commands
 
 from mlx_runtime.distributed.messages import encode
 from mlx_runtime.runs import checkpoints
@@ -144,6 +145,16 @@ class Experiment(mlx_runtime.BaseModule):
 SWEEP = ("optimizers.sgd.lr=0.1,0.01", "--metric=weight", "--mode=min", "cfg.start_workers=1")
 IN_TURN = "cfg.engine=more_mlx.trials.OneByOne"
 SPLIT = "cfg.strategy=more_mlx.split.Split"
+
+
+@pytest.fixture(scope="module")
+def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
+    """The command, also with the example on the path: the server of commands has not imported it."""
+
+    def run(folder: Path, *arguments: str, **settings: str) -> "subprocess.CompletedProcess[str]":
+        return commands.run(folder, [*arguments], environment | settings, TIMEOUT_S)
+
+    return run
 
 
 @pytest.fixture(scope="module")

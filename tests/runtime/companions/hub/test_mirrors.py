@@ -1116,9 +1116,11 @@ succeed = RunRecorder.succeed
 
 
 def interrupted(self):
-    RunRecorder.succeed = succeed
-    succeed(self)
-    os.kill(os.getpid(), signal.SIGINT)
+    ended = succeed(self)
+    if RunRecorder.succeed is interrupted:  # once
+        RunRecorder.succeed = succeed
+        os.kill(os.getpid(), signal.SIGINT)
+    return ended
 
 
 RunRecorder.succeed = interrupted
