@@ -423,11 +423,12 @@ class TestDataJobs:
         assert done.stdout.splitlines()[-1] in ("status    RUNNING", "status    PENDING")  # on a busy machine
         made = shards / "storage" / "data"
         until(lambda: being_filled(str(made / "shards")))
-        command = next(line for line in done.stdout.splitlines() if line.startswith("stop ")).split()
-        assert command[1] == f"RAY_ADDRESS={ray_cluster.url}"
+        _, *variables = next(line for line in done.stdout.splitlines() if line.startswith("stop ")).split()
+        command = variables[variables.index("ray") + 1 :]
+        assert variables[:2] == ["RAY_AUTH_MODE=token", f"RAY_ADDRESS={ray_cluster.url}"]
         settings = environment | {"RAY_ADDRESS": ray_cluster.url, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         ray = str(Path(sys.executable).with_name("ray"))
-        subprocess.run([ray, *command[3:]], env=settings, check=True, timeout=120, capture_output=True)
+        subprocess.run([ray, *command], env=settings, check=True, timeout=120, capture_output=True)
         until(lambda: storage_at(str(made)).names() == [], 180)
 
     def test_a_storage_that_only_the_cluster_has_is_shown_by_it(
