@@ -147,7 +147,7 @@ IN_TURN = "cfg.engine=more_mlx.trials.OneByOne"
 SPLIT = "cfg.strategy=more_mlx.split.Split"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mlx(commands: Commands, environment: dict[str, str]) -> Mlx:
     """The command, also with the example on the path: the server of commands has not imported it."""
 
