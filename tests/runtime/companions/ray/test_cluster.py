@@ -628,8 +628,8 @@ class TestALongRun:
 
     def test_nobody_trains_it_twice(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
         done = user.types("train", "launch", "--ray-address", ray_cluster.url, "--run", "run_002")
-        assert done.returncode == 1
-        assert "digits run_002 is being trained" in done.stdout
+        assert done.returncode == 2
+        assert "digits run_002 is being trained" in done.stderr
 
     def test_stop_then_go_on(self, long_run: Proxy, user: User, ray_cluster: RayCluster) -> None:
         done = user.types("xp", "stop", "digits", "2")
