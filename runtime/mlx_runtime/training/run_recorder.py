@@ -132,7 +132,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
 
             facts["best"] = best_kept(folder, config.cfg.monitor, config.cfg.mode)
         if not plan.launched:
-            previous = previous.get(records.REPLACED) or previous
+            previous = before
             facts |= {"attempts": records.attempts(previous), "job": None}
     else:
         folder = config.claimed or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
