@@ -146,8 +146,8 @@ Goals: to the first step with the local engine <= 1.1x torchrun, with embedded R
 script; CPU seconds with the local engine <= 1.3x torchrun; `bind` <= 1.2x the import, `--help` <= 1.5x importing click.
 Embedded Ray misses its goal on two cores because its daemons start first, and its workers are new interpreters that
 import torch, Ray and the experiment again, all at once (see *Imports*); local workers are forks of a driver that has.
-In process, mlx imports what the plain script does without: Hydra, TensorBoard and its own modules, 0.7 s together. It
-also checks the config, and stores the code and the record of the run, before it trains.
+In process, mlx also imports Hydra, TensorBoard and its own modules (0.7 s), checks the config, and stores the code and
+the record of the run before it trains.
 """
 
 

@@ -43,8 +43,10 @@ greatest ratio.
 {table(["", *heads], rows)}
 
 Goal: local engine >= 0.99x.
-With one worker, a step takes as long as under torchrun. Why it takes 3 % longer with two is not known: the driver and
-its fork server use 0.3 % of a core.
+With one worker, the plain script and the torchrun script run the same code, so their ratio shows how far the figures
+scatter. A sampling profile of a local worker (py-spy, 200 samples a second) finds 98.8 % of the samples of its main
+thread in the user's step, 0.4 % in the vote about stops and 0.4 % in messages to the driver; the driver and its fork
+server use 0.3 % of a core.
 """
 
 
