@@ -20,7 +20,7 @@ import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,15 +148,20 @@ def _imported(project: Path) -> set[Path]:
             with contextlib.suppress(ImportError, SyntaxError, ValueError, AttributeError):
                 finder.import_hook(name)
             name = name.rpartition(".")[0]
-    files = [getattr(module, "__file__", None) for module in [*finder.modules.values(), *sys.modules.values()]]
-    below = f"{root}{os.sep}"
+    return _below(root, [*finder.modules.values(), *sys.modules.values()])
+
+
+def _below(root: Path, modules: Iterable[Any]) -> set[Path]:
+    """Return the files of modules that are below a folder."""
+    files, below = [getattr(module, "__file__", None) for module in modules], f"{root}{os.sep}"
     return {Path(file).relative_to(root) for file in files if isinstance(file, str) and file.startswith(below)}
 
 
 def changed_files(project: Path, folder: RunFolder, listed: Sequence[str] = ()) -> list[str]:
-    """Return the files in `src` of a project that differ from the stored code of a run, or of a sweep."""
-    stored = unpacked(folder)
+    """Return the files in `src` of a project, and its imported scripts, that differ from the stored code of a run."""
+    stored, scripts = unpacked(folder), _below(project.resolve(), list(sys.modules.values()))
     before = {path.relative_to(stored): path.read_bytes() for path in (stored / "src").rglob("*") if path.is_file()}
+    before |= {path: (stored / path).read_bytes() for path in scripts if (stored / path).is_file()}
     files = {path for path, size in _files(project, listed) if path.parts[0] == "src" and size <= FILE_BYTES}
     files |= {path for path in before if (project / path).is_file()}
     present = {path: (project / path).read_bytes() for path in files}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_runtime import companions
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
 from mlx_runtime.errors import MlxError, RunStopped
@@ -63,6 +64,8 @@ def work(job: RunJob, connection: Any) -> int:
     try:
         with at_breakpoint(no_pdb(Direct(link.emit, lambda: False), NO_TERMINAL)):
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
+            if job.function:  # report its errors before the run begins, and store its module with the run
+                companions.part("notebook.scripts").load(job.function)
             config = loaded_config(experiment, job.overrides, job.title)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)

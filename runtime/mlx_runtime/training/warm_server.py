@@ -108,7 +108,7 @@ def warm_server(module: str) -> WarmServer:
 
 def libraries(module: str) -> list[str]:
     """Return the installed modules that the files in the package of a module import at their top level."""
-    package = sys.modules[module.partition(".")[0]]
+    package = sys.modules.get(module.partition(".")[0]) or sys.modules[module.rpartition(".")[0]]
     folders = map(Path, getattr(package, "__path__", ()))
     names: set[str] = set()
     for file in [path for folder in folders for path in folder.rglob("*.py")] or [Path(package.__file__ or "")]:

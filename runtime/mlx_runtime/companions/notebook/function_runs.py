@@ -15,6 +15,7 @@ import torch
 from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, importable
+from mlx_runtime.companions.notebook.scripts import end_import
 from mlx_runtime.config.nodes import RESERVED
 from mlx_runtime.config.overrides import override
 from mlx_runtime.config.signatures import convert, parameters, type_name
@@ -149,9 +150,9 @@ class Trainer:
         """Call a function on every worker, and return its return values, by rank.
 
         Args:
-            function: takes `config`, or no argument. Workers import it by name, so it must be defined at the top level
-                of a module, such as the `%%mlx` cells of a notebook. Without a config, it is called without an argument
-                if possible.
+            function: takes `config`, or no argument. Workers import it by name, so define it at the top level of a module
+                or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without an
+                argument if possible.
             config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
             options: those of `run_iterator`.
 
@@ -271,6 +272,7 @@ class Trainer:
         """
         if cls is None:
             return
+        end_import()
         if not isinstance(cls, type):
             raise UsageError(f"start({cls!r:.60}) takes a class, and then the arguments of its constructor")
         if self._cfg.engine == "local":

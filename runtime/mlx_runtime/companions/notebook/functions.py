@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.companions.notebook import scripts
 from mlx_runtime.data.loaders import DatasetShards
 from mlx_runtime.distributed.collectives import agree
 from mlx_runtime.distributed.topology import current
 from mlx_runtime.distributed.wrapping import unwrap
-from mlx_runtime.errors import ConfigError, MlxError, short_message
+from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
 from mlx_runtime.runs.checkpoints import plain_entries
 from mlx_runtime.training.experiment import BaseModule
@@ -55,10 +55,7 @@ class FunctionExperiment(BaseModule):
     def worker_loop(self, dataset_shards: DatasetShards) -> None:
         global _running
         path = self.cfg.function
-        try:
-            function = object_at(path)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
+        function = scripts.load(path)
         _running = self
         try:
             value = function(self.cfg.config) if takes_config(function, self.cfg.config) else function()

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any, Generic, TypeVar
 
+from mlx_runtime.companions.notebook import scripts
 from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_notebook
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
@@ -125,20 +126,24 @@ def importable(thing: Any) -> tuple[str, str]:
     Raises:
         UsageError: workers cannot import it.
     """
+    scripts.end_import()
     if not isinstance(thing, type) and not inspect.isfunction(thing):
         raise UsageError(f"{thing!r:.60} is neither a class nor a function")
     module, name = thing.__module__, thing.__qualname__
     if getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False):
         cure = 'in a notebook, call it in a cell without %%mlx; elsewhere, below if __name__ == "__main__"'
         raise UsageError(f"{module} starts a run while it is imported, as workers would do again; {cure}")
-    if module == "__main__":
+    script = scripts.name_script(name) if module == "__main__" and inspect.isfunction(thing) else None
+    if module == "__main__" and script is None:
         where, cure = "a script", "move it to a file in src/"
         if in_notebook():
             where, cure = "cells without %%mlx", "add %%mlx to its cell, after %load_ext mlx_runtime"
+        elif inspect.isfunction(thing):
+            where = "an interactive session"
         raise UsageError(f"workers cannot import {name} from {where}; {cure}")
     if not name.isidentifier():
-        raise UsageError(f"workers cannot import {module}.{name}; define it at the top level of a module")
-    return module, name
+        raise UsageError(f"workers cannot import {script or module}.{name}; define it at the top level of a module")
+    return script or module, name
 
 
 class RunIterator(Generic[Item]):

@@ -1,0 +1,90 @@
+"""Functions in the script that a user starts: workers import it as a module, up to the call that starts the run."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_runtime.config.targets import object_at
+from mlx_runtime.errors import ConfigError, UsageError, short_message
+
+_importing = False
+
+
+class ImportEnded(BaseException):
+    """Ends the import of a script where it would start a run again; what the run needs is defined above."""
+
+
+def end_import() -> None:
+    """Raise `ImportEnded` if a worker is importing a script, which has reached a call that starts a run."""
+    if _importing:
+        raise ImportEnded
+
+
+def name_script(name: str) -> str | None:
+    """Return the module name by which workers import the script of this process; None if there is no script.
+
+    From now on, the script is that module in this process, too, so that objects of its classes can be unpickled.
+
+    Args:
+        name: what workers import from it, for the error.
+
+    Raises:
+        UsageError: workers cannot import it, because of its name or folder.
+    """
+    main = sys.modules["__main__"]
+    if getattr(main, "__file__", None) is None:
+        return None
+    file = Path(str(main.__file__)).resolve()
+    if not file.is_relative_to(Path.cwd()):
+        raise UsageError(f"workers cannot import {name} from {file}; start the script in its folder: cd {file.parent}")
+    module = ".".join(file.relative_to(Path.cwd()).with_suffix("").parts)
+    if sys.modules.get(module) is main:
+        return module
+    if not all(map(str.isidentifier, module.split("."))):
+        raise UsageError(f"workers cannot import {name} from {file.name}, which is not the name of a module; rename it")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(module)
+    finally:
+        sys.path.pop(0)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
+        raise UsageError(
+            f"workers cannot import {name} from {file.name}, because another module has its name; rename it"
+        )
+    sys.modules[module] = main
+    return module
+
+
+def load(path: str) -> Any:
+    """Import a training function. The import of its module ends where it starts a run.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    try:
+        return _load(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cfg.function is {path!r}, which cannot be imported: {short_message(error)}") from None
+
+
+def _load(path: str) -> Any:
+    global _importing
+    module = path.rpartition(".")[0]
+    spec = importlib.util.find_spec(module) if module not in sys.modules else None
+    if spec is None or spec.loader is None:
+        return object_at(path)
+    sys.modules[module] = made = importlib.util.module_from_spec(spec)
+    _importing = True
+    try:
+        spec.loader.exec_module(made)
+    except ImportEnded:
+        if path.rpartition(".")[2] not in vars(made):
+            cure = 'define it above, or start runs below if __name__ == "__main__"'
+            raise ImportError(f"{module} defines it below the first call that starts a run; {cure}") from None
+    except BaseException:
+        del sys.modules[module]
+        raise
+    finally:
+        _importing = False
+    return object_at(path)
