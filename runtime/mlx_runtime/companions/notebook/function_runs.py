@@ -151,8 +151,8 @@ class Trainer:
 
         Args:
             function: takes `config`, or no argument. Workers import it by name, so define it at the top level of a
-                module or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without an
-                argument if possible.
+                module or a `%%mlx` cell, or of the script above its first run. Without a config, it is called without
+                an argument if possible.
             config: numbers, text, None, and lists and dicts of these; stored in the run's conf.yaml.
             options: those of `run_iterator`.
 
