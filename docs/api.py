@@ -56,6 +56,13 @@ SECTIONS = {
         *("mlx_runtime.strategies.data_parallel_group", "mlx_runtime.strategies.gather"),
         *("mlx_runtime.training.extensions.RunExtension", "mlx_runtime.training.extensions.AccompaniedRun"),
     ),
+    "Events": tuple(
+        f"mlx_runtime.events.{name}"
+        for name in (
+            *("RunStarted", "RunInfo", "WorkersStarted", "StepProgress", "EpochEnded", "Report", "CheckpointSaved"),
+            *("Notice", "WarningNotice", "WorkersLost", "StopRequested", "LoopEnded", "RunEnded"),
+        )
+    ),
     "Errors": ("mlx_runtime.MlxError",),
 }
 """The names of each section, by the path that user code imports them from, or else where they are defined."""

@@ -148,6 +148,16 @@ def short_message(error: BaseException) -> str:
     return full_message(error).partition("\n")[0] or type(error).__name__
 
 
+def located(error: BaseException) -> str:
+    """Return `ValueError: the message (file.py:12)`, or only the message of an error of this package."""
+    if isinstance(error, MlxError):
+        return short_message(error)
+    import traceback
+
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__}: {short_message(error)} ({Path(last.filename).name}:{last.lineno})"
+
+
 def printable(text: str, *, one_line: bool = False) -> str:
     """Make text safe for a terminal: drop escape sequences and replace all other characters that do not print.
 

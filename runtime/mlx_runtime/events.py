@@ -77,7 +77,7 @@ class StepProgress(WorkerEvent):
 
 @dataclass(frozen=True)
 class EpochEnded(WorkerEvent):
-    """The end of an epoch, or what user code recorded after its checkpoint."""
+    """The end of an epoch. Sent again for values that are recorded after its checkpoint, with only these."""
 
     epoch: int  # from 0
     epochs: int  # expected in total: `cfg.num_epochs`, or as many as `cfg.max_steps` allows

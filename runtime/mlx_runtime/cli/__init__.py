@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mlx_runtime import __version__, companions
-from mlx_runtime.errors import UsageError
+from mlx_runtime.errors import UsageError, located
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
@@ -41,8 +41,7 @@ class LazyGroup(click.Group):
         if name in GROUPS:
             return _group(name)
         if name not in self.commands and (other := _others().get(name)) is not None:
-            added: click.Command = other.load()
-            return added
+            return _load(other)
         return self.commands.get(name)
 
     def resolve_command(
@@ -95,6 +94,18 @@ def _others() -> dict[str, Any]:
     from importlib.metadata import entry_points  # here, because it takes as long as importing click
 
     return {item.name: item for item in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(entry_point: Any) -> click.Command:
+    """Import the command of another package; UsageError if that fails."""
+    title = f"the command {entry_point.name} of the package {entry_point.dist.name}"
+    try:
+        command = entry_point.load()
+    except Exception as error:
+        raise UsageError(f"{title} cannot be imported from {entry_point.value}: {located(error)}") from error
+    if not isinstance(command, click.Command):
+        raise UsageError(f"{title} is {entry_point.value}, which is not a command of click")
+    return command
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

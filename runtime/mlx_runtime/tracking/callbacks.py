@@ -36,7 +36,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+from mlx_runtime.errors import USER_ERRORS, located
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, Report, RunEnded, RunInfo, RunStarted
 
 __all__ = ["Listeners", "Report", "RunInfo"]
@@ -94,8 +94,7 @@ class Listeners:
                     if name not in self._failed:
                         self._failed.add(name)
                         then = "the run continues" if name in self._objects else "the run continues without it"
-                        kind = "" if isinstance(error, MlxError) else f"{type(error).__name__}: "
-                        self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {kind}{short_message(error)}")
+                        self._notify(f"cfg.{self._kind}.{name} failed in {hook}, {then}: {located(error)}")
 
 
 def hooks_in_workers(

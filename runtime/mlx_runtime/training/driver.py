@@ -13,6 +13,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.tracking.callbacks import Listeners
 from mlx_runtime.training.channel import LOCATE, STOP, Inbox, NoWorkers
 from mlx_runtime.training.engines.base import Cluster, Job
+from mlx_runtime.training.engines.placement import errors_of
 from mlx_runtime.training.extensions import AccompaniedRun, Extensions
 from mlx_runtime.training.planning import RunPlan, may_be_prepared
 from mlx_runtime.training.run_recorder import RunRecorder, claim
@@ -190,8 +191,9 @@ class Driver:
         look_at, announced, stop_sent, missing = time.monotonic() + SLOW_START_S, False, False, None
         self.control.allow_checkpoint()
         with contextlib.ExitStack() as stack:
-            group = self._plan.engine.start(job, self._emit, self._stop_requested)
-            stack.callback(group.close)
+            with errors_of(self._plan.cluster.engine, "start"):
+                group = self._plan.engine.start(job, self._emit, self._stop_requested)
+                stack.callback(group.close)
             try:
                 while group.poll():
                     for event in receiver.events(timeout_s=0.1):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_runtime.errors import USER_ERRORS, MlxError, short_message
+from mlx_runtime.errors import USER_ERRORS, MlxError, located
 from mlx_runtime.events import Event, WarningNotice
 from mlx_runtime.runs.records import Record
 
@@ -101,8 +101,7 @@ class Extensions:
                 entered.listener = None
             elif isinstance(error, MlxError):
                 raise  # on entering
-            kind = "" if isinstance(error, MlxError) else f"{type(error).__name__}: "
-            text = f"{type(extension).__name__} failed, the run continues without it: {kind}{short_message(error)}"
+            text = f"{type(extension).__name__} failed, the run continues without it: {located(error)}"
             self._run.notify(WarningNotice(text))
 
 

@@ -23,7 +23,7 @@ from mlx_runtime.runs.folder import RunFolder
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import is_uri, storage_at
 from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.placement import engine_class, engine_for
+from mlx_runtime.training.engines.placement import engine_class, engine_for, errors_of
 from mlx_runtime.training.experiment import BaseModule
 from mlx_runtime.training.extensions import RunExtension
 from mlx_runtime.training.options import DataConfig, TrainConfig
@@ -61,8 +61,12 @@ def connect(cfg: TrainConfig | DataConfig) -> Iterator[Cluster]:
         ConfigError: the workers do not fit, or `cfg.engine` cannot train them.
     """
     engine, why = engine_for(cfg)
-    with engine_class(engine).connect(cfg, why) as cluster:
-        yield cluster
+    with contextlib.ExitStack() as stack:
+        with errors_of(engine, "connect"):
+            cluster = stack.enter_context(engine_class(engine).connect(cfg, why))
+        if not isinstance(cluster, Cluster):
+            raise ConfigError(f"cfg.engine={engine} failed in connect: it yielded {cluster!r:.60} instead of a Cluster")
+        yield dataclasses.replace(cluster, engine=engine)
 
 
 @contextlib.contextmanager
@@ -167,7 +171,8 @@ def _engine(config: RunConfig, cluster: Cluster) -> "Engine":
     """Create the engine. It may start a fork server, which must happen before any threads are started."""
     cfg = config.cfg
     timeout_s = max(1800.0, 2 * cfg.hang_timeout_s)  # of collectives, longer than deadlock detection
-    engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
+    with errors_of(cluster.engine, "its constructor"):
+        engine = engine_class(cluster.engine)(cfg, cluster, timeout_s=timeout_s)
     if (local := sys.modules.get("mlx_runtime.training.engines.local")) is not None:
         local.cool_down()  # the command may have started it needlessly
     return engine

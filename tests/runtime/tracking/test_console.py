@@ -192,7 +192,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 ) -> None:
     cfg = TrainConfig(start_workers=4, use_gpu=asked)
     screen, copy = io.StringIO(), io.StringIO()
-    cluster = Cluster("on 8 cores", "local", 8, gpus, use_gpu=use_gpu)
+    cluster = Cluster("on 8 cores", 8, gpus, engine="local", use_gpu=use_gpu)
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
     lines = ConsoleLines(Display(screen, copy, quiet=True), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))
@@ -207,7 +207,7 @@ def test_training_on_cpus_beside_gpus_cannot_be_overlooked(
 def test_an_elastic_run_counts_the_workers_that_have_started(tmp_path: Path) -> None:
     cfg = TrainConfig(start_workers=4, elastic=Elastic(min_workers=1))
     screen = io.StringIO()
-    cluster = Cluster("in Ray cluster with 4 CPUs", "ray", 4, 0, shares_cores=False)
+    cluster = Cluster("in Ray cluster with 4 CPUs", 4, 0, engine="ray", shares_cores=False)
     plan = RunPlan(BaseModule, RunConfig({}, {}, cfg), cluster, cast(Any, Unremarkable), tmp_path)
     lines = ConsoleLines(Display(screen), plan)
     lines.handle(RunStarted(RunInfo("x", "run_001", tmp_path, str(tmp_path), {}, 1)))

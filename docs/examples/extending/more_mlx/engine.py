@@ -24,7 +24,7 @@ class Subprocesses:
     @staticmethod
     @contextlib.contextmanager
     def connect(cfg, why):
-        here = this_machine(cfg, "more_mlx.engine.Subprocesses", why)
+        here = this_machine(cfg, why)
         yield dataclasses.replace(here, use_gpu=False, captures_output=False)
 
     def __init__(self, cfg, cluster, *, timeout_s):

@@ -37,11 +37,11 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
         host = "127.0.0.1" if embedded else ray.util.get_node_ip_address()
         yield Cluster(
             title,
-            "ray",
             cpus,
             gpus,
-            host,
-            why,
+            engine="ray",
+            host=host,
+            why=why,
             use_gpu=uses_gpus(cfg, gpus),
             shares_cores=embedded,
             captures_output=False,

@@ -25,9 +25,9 @@ class Cluster:
     """The machine or cluster that a run trains on, with all traits of the engine that the runtime depends on."""
 
     title: str  # for the start lines, like `in embedded Ray on 2 cores`
-    engine: str  # name or import path, for the record
     cpus: float  # in total; 0 when training runs inside this process
     gpus: float  # in total
+    engine: str = ""  # name or import path; set by the runtime
     host: str = "127.0.0.1"  # address of the driver as seen by workers
     why: str = ""  # reason for the choice of the engine, for the start lines
     use_gpu: bool = False  # True if each worker trains on a GPU

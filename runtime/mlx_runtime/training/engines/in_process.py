@@ -28,7 +28,7 @@ class InProcess:
     @staticmethod
     @contextlib.contextmanager
     def connect(cfg: Any, why: str) -> Iterator[Cluster]:
-        here = this_machine(cfg, "in_process", "in-process engine")
+        here = this_machine(cfg, "in-process engine")
         title = "0: training in this process"
         if sizes := changing_size(cfg):
             title += f"; {sizes.partition(' ')[0]} needs workers and has no effect"

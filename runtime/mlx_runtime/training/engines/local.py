@@ -76,7 +76,7 @@ class Local:
     @staticmethod
     @contextlib.contextmanager
     def connect(cfg: Any, why: str) -> Iterator[Cluster]:
-        yield this_machine(cfg, "local", "local engine")
+        yield this_machine(cfg, "local engine")
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
         from mlx_runtime.training.strategies.selection import strategy_class

@@ -1,11 +1,13 @@
 """The choice of an engine: in this process, on this machine, or on Ray, embedded or on an existing cluster."""
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_runtime.config.targets import named_class
-from mlx_runtime.errors import ConfigError
+from mlx_runtime.errors import ConfigError, MlxError, located
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.options import DataConfig, TrainConfig
@@ -27,6 +29,17 @@ def engine_class(name: str) -> "EngineClass":
     return found
 
 
+@contextlib.contextmanager
+def errors_of(engine: str, method: str) -> Iterator[None]:
+    """Report an exception in a method of an engine of another package in one line."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MlxError) or "." not in engine:
+            raise
+        raise MlxError(f"cfg.engine={engine} failed in {method}: {located(error)}") from error
+
+
 def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
     """Return the name of the engine to use, and the reason if it is not the default.
 
@@ -42,7 +55,9 @@ def engine_for(cfg: TrainConfig | DataConfig) -> tuple[str, str]:
             )
         return "in_process", ""
     if cfg.engine != "auto":
-        if reason := engine_class(cfg.engine).refusal(cfg, in_job=in_job):
+        with errors_of(cfg.engine, "refusal"):
+            reason = engine_class(cfg.engine).refusal(cfg, in_job=in_job)
+        if reason:
             raise ConfigError(f"cfg.engine={cfg.engine} cannot train this: {reason}; use cfg.engine=auto")
         return cfg.engine, "" if data_job else f"cfg.engine={cfg.engine}"
     if in_job:
@@ -105,14 +120,14 @@ def check_room(cfg: TrainConfig | DataConfig, cpus: float, gpus: float, *, clust
         raise ConfigError(f"{lacking.text}. {lacking.hint}")
 
 
-def this_machine(cfg: TrainConfig | DataConfig, engine: str, why: str = "") -> Cluster:
+def this_machine(cfg: TrainConfig | DataConfig, why: str = "") -> Cluster:
     """Return a cluster that consists of this machine; raise ConfigError if the workers do not fit."""
     cores = os.cpu_count() or 1
     if isinstance(cfg, DataConfig):  # user code chooses its device
         check_room(cfg, cores, math.inf, cluster=False)
-        return Cluster("on this machine", engine, cores, 0, why=why)
+        return Cluster("on this machine", cores, 0, why=why)
     import torch
 
     gpus = torch.cuda.device_count()
     check_room(cfg, cores, gpus, cluster=False)
-    return Cluster(f"on {cores} cores", engine, cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus))
+    return Cluster(f"on {cores} cores", cores, gpus, why=why, use_gpu=uses_gpus(cfg, gpus))
