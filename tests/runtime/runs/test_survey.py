@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
         finally:
             os.seteuid(before)
     assert done.exit_code == 1
-    assert "error: the sizes do not include what could not be read: data/secret\n" in done.output
+    assert "error: the sizes exclude unreadable files and folders: data/secret\n" in done.output
 
 
 @pytest.mark.process

@@ -113,7 +113,7 @@ def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
         (["optimizers.adam.lr=0.1,fast", *COMMON], "optimizers.adam.lr"),
         ([LR, *COMMON, "--parallel=999"], "cannot run 999 trials at a time"),
         ([LR, *COMMON, "--force"], "--force goes with --resume"),
-        ([LR, *COMMON, "--max-time=soon"], "'soon' is no duration"),
+        ([LR, *COMMON, "--max-time=soon"], "'soon' is not a duration"),
         ([LR, *COMMON, "--fast-dev-run"], "there is no option --fast-dev-run"),
     ],
 )
