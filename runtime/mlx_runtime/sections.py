@@ -35,7 +35,7 @@ class CrossValidation(Section):
 
 @dataclass(frozen=True)
 class Debug(Section):
-    """Quick trials of a run, and tools for finding bugs.
+    """Quick looks at a run, and tools for finding bugs.
 
     Attributes:
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.

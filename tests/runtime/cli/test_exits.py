@@ -1,4 +1,4 @@
-"""The end of a process: one line, the right exit code, and no changes to a process that continues."""
+"""The end of a command: one line, the right exit code, and no side effects if the process continues."""
 
 import contextlib
 import os

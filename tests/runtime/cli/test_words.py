@@ -1,4 +1,4 @@
-"""Words of command lines, and what commands print of stored text."""
+"""Words of command lines, and the printing of stored text."""
 
 from pathlib import Path
 

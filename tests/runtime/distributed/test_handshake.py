@@ -1,4 +1,4 @@
-"""Process groups that strangers on the same machine can neither enter nor end."""
+"""Process groups that other processes on the same machine can neither join nor end."""
 
 import json
 import subprocess

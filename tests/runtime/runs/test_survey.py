@@ -1,4 +1,4 @@
-"""`mlx data show` and `rm`: the content of the storage, and what may be removed.
+"""`mlx data show` and `rm`: the content of the storage, and safe removal.
 
 Uses real folders with links and permissions, and a real S3 server.
 

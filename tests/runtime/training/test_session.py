@@ -1,4 +1,4 @@
-"""A session in this process: the order of events, what a restart restores, and what is reported."""
+"""A session in this process: the order of events, restored state, and reports."""
 
 import json
 from pathlib import Path

@@ -240,7 +240,7 @@ def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
     def translate(error: BaseException, summary: str, trace: str) -> DataJobError:
         translated = DataJobError(f"{summary} (in {during})\n{trace}".rstrip())
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            translated.hint = "Free space on that disk; if the storage is on it, choose another: cfg.storage_path=FOLDER"
+            translated.hint = "Free space on that disk; if it holds the storage, set another: cfg.storage_path=FOLDER"
         return translated
 
     return user_errors(Path.cwd(), translate)

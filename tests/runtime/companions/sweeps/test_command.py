@@ -1,4 +1,4 @@
-"""`mlx train sweep` as a user types it: real runs, stopped, killed and resumed."""
+"""`mlx train sweep` as typed by a user: real runs, stopped, killed and resumed."""
 
 import json
 import os
