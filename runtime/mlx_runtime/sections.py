@@ -21,8 +21,8 @@ class CrossValidation(Section):
     """Training without one of several folds of the rows, which is held out for validation.
 
     Attributes:
-        folds: number of folds of `datasets.train`, one of which is held out, in place of `datasets.val`.
-            `mlx train sweep --folds` trains with each fold held out; None means no cross-validation.
+        folds: number of folds into which `datasets.train` is split; one of them is held out, and replaces
+            `datasets.val`. `mlx train sweep --folds` trains with each one held out; None means no cross-validation.
         fold: number of the fold whose rows are held out, from 0.
         splitter: splitter of `sklearn.model_selection`, or a class with the same methods; labels and groups come from
             the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`, shuffled by `seed`.
@@ -61,7 +61,7 @@ class Debug(Section):
 
 @dataclass(frozen=True)
 class Elastic(Section):
-    """Loss, replacement and addition of workers while a run trains.
+    """Workers that are lost, replaced or added while a run trains.
 
     Attributes:
         min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.

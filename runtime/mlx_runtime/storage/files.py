@@ -115,7 +115,7 @@ class Storage(abc.ABC):
         """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
 
     def of(self, *parts: str) -> str:
-        """Return the path in the file system of a path below the root."""
+        """Return the path in the storage's file system, given parts below the root."""
         return "/".join([self.path, *parts])
 
     def below(self, *parts: str) -> list[Stored]:

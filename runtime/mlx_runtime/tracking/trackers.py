@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard:
-    """Event files with the metrics of every report, and everything that user code adds to `self.tensorboard`.
+    """TensorBoard event files with the metrics of every report, and all that user code adds to `self.tensorboard`.
 
     Args:
-        hparams: at the end, write the values of conf.yaml and the last metrics for the tab HParams.
+        hparams: at the end, write the values of conf.yaml and the last metrics for TensorBoard's HParams tab.
         flush_secs: interval between writes to disk, in seconds.
     """
 
