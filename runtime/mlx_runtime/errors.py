@@ -120,7 +120,7 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
 
 
 def suggest(word: str, words: Iterable[str], command: str = "mlx train show") -> str:
-    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, else list them.
+    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, otherwise list them.
 
     If there are too many, name the command that lists them.
     """

@@ -40,7 +40,7 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(value: Any) -> Any:
-    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for what it may contain."""
+    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types."""
     if not torch.distributed.is_initialized():
         return value
     message = encode(value) if torch.distributed.get_rank() == 0 else b""

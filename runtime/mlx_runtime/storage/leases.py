@@ -37,7 +37,7 @@ def claim_folder(storage: Storage, *parts: str) -> bool:
         return True
     mine = f".claim-{uuid.uuid4().hex}"
     storage.write(b"", *parts, mine)
-    # A listing shows what was written before it, so at least one of two callers sees the other and backs off.
+    # A listing includes all earlier writes, so at least one of two callers sees the other and backs off.
     if storage.names(*parts) == [mine]:
         return True
     storage.remove_file(*parts, mine)

@@ -78,7 +78,7 @@ class Publication:
                 self._storage.move(self._name, old)
             self._storage.move(self.folder, self._name)
             if replaces:
-                with contextlib.suppress(OSError):  # `recover` removes what is left
+                with contextlib.suppress(OSError):  # `recover` removes leftovers
                     self._storage.remove_folder(old)
         self._committed = True
 

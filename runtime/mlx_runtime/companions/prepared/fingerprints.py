@@ -60,7 +60,7 @@ class Candidate:
         if getattr(self.cls, "prepare", True) is False:
             return f"{self.cls.__name__}.prepare is False"
         if hasattr(self.cls, "to_reader"):
-            return f"{self.cls.__name__} has a reader of its own"
+            return f"{self.cls.__name__} has its own reader"
         if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):
             return f"{self.cls.__name__} is a stream"
         return None
