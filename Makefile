@@ -34,7 +34,7 @@ test-all: $(VENV)/.dev ## run all tests, including Ray, S3, a browser, kills and
 test-rest: $(VENV)/.dev ## run the tests that `make test` skips; more processes than cores, because Ray mostly waits
 	$(PYTEST) -n 3 -m "not ($(INNER) or gpu)" $(ARGS)
 
-test-gpu: ## on a machine with GPUs: check and measure them, with .venv if there is one, else with the packages of PYTHON
+test-gpu: ## on a machine with GPUs: run their tests and measurements, in .venv if it exists, otherwise with PYTHON
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu.py $(ARGS)
 
 check: $(VENV)/.dev ## check style, formatting and types

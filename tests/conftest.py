@@ -1,4 +1,4 @@
-"""Shared fixtures: the command `mlx` as a user types it, and experiments to run it in."""
+"""Shared fixtures: the command `mlx` as typed by a user, and experiments to run it in."""
 
 import json
 import os

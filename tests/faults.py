@@ -1,4 +1,4 @@
-"""Kills a run of `tests/experiments/faults` repeatedly, on one machine or on a cluster of several raylets.
+"""Kill a run of `tests/experiments/faults` repeatedly, on one machine or on a cluster of several raylets.
 
 `make chaos` calls `main`; `tests/runtime/training/test_faults.py` uses the other functions.
 """

@@ -1,8 +1,8 @@
-"""Runs commands without the seven CPU seconds for importing their libraries.
+"""Run commands without the seven CPU seconds of importing their libraries.
 
-A server imports torch, TorchMetrics, Ray and their dependencies once, and forks itself for each command. The fork gets
-the arguments, working directory, environment and streams of the command, imports mlx_runtime and the experiment, and
-exits like any interpreter. Libraries that read the environment during their import see that of the server.
+A server imports torch, TorchMetrics, Ray and their dependencies once, and forks itself for each command. The fork
+receives the arguments, working directory, environment and streams of the command, imports mlx_runtime and the
+experiment, and exits like any interpreter. Libraries that read the environment on import see that of the server.
 """
 
 import contextlib

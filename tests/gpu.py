@@ -1,7 +1,6 @@
-"""`make test-gpu`: run the tests of the ring `gpu` on a machine with GPUs, and print their figures for the page.
+"""`make test-gpu`: run the tests of the ring `gpu` on a machine with GPUs, and print figures for docs/benchmarks.md.
 
-It needs no network if the packages of this Python are complete; otherwise it names those that are missing. Exits with 2
-if there is no GPU, or a package is missing.
+It needs no network, and exits with 2 if there is no GPU, or if packages are missing, which it then names.
 """
 
 import importlib.metadata

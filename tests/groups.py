@@ -1,4 +1,4 @@
-"""Process groups of a test: functions that run on several workers, without a run."""
+"""Process groups for tests: run functions on several workers, without a run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What somebody may write into a document: names that lead elsewhere or that no file can have, and broken JSON."""
+"""Hostile content for documents: names that lead elsewhere, names that no file can have, and broken JSON."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,7 @@
-"""A small Hugging Face Hub on 127.0.0.1, which speaks its HTTP API as `huggingface_hub` uses it.
+"""A small Hugging Face Hub on 127.0.0.1, with the HTTP API that `huggingface_hub` uses.
 
 Repositories of models and datasets with commits, LFS uploads, downloads by revision, tokens, and injected faults.
-There is no Xet: clients need `HF_HUB_DISABLE_XET=1`, which `Hub.variables` has.
+It lacks Xet: clients need `HF_HUB_DISABLE_XET=1`, which is one of `Hub.variables`.
 
     with Hub() as hub:
         hub.faults = Faults(0.1)

@@ -1,7 +1,7 @@
-"""No process outlives the tests that started it: pytest's plugin, and the process that it starts.
+"""A plugin for pytest and its watcher process, which make sure that no process outlives the tests that started it.
 
-All that a session of tests starts inherits a variable that names the session. Whatever has it after the last test is
-killed and fails the session. If pytest itself is killed, another process does the killing, which waits for its end.
+All processes started by a test session inherit a variable that names the session. Those that remain after the last
+test are killed, and fail the session. If pytest itself is killed, the watcher process kills them.
 """
 
 import contextlib

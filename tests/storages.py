@@ -1,4 +1,4 @@
-"""A storage with some data in it.
+"""A storage with some data.
 
 <storage>/
     data/digits/          a.bin 3,000 bytes, b.bin 1,000, deep/er/c.bin 500, deep/er/d.bin 500

@@ -1,4 +1,4 @@
-"""Sweeps on disk, as their drivers leave them, without training anything."""
+"""Sweeps on disk, as left by their drivers, without training."""
 
 import json
 import math

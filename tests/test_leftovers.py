@@ -1,4 +1,4 @@
-"""Tests of what ends the processes that tests leave behind."""
+"""Termination of processes that tests leave behind."""
 
 import signal
 import subprocess

@@ -1,6 +1,6 @@
-"""A stand-in for a machine with four GPUs, on which any use of CUDA raises an error, as it does in a forked process.
+"""A fake machine with four GPUs, on which any use of CUDA raises an error, as in a forked process.
 
-Counting GPUs is allowed: NVML does that without CUDA.
+Counting GPUs is allowed, because NVML does not need CUDA for it.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""The zoo: one class per kind of default that a constructor can have, written as users write it, in plain module code.
+"""The zoo: one class per kind of default that a constructor can have, written like user code, in a plain module.
 
-Each class is a group with one argument, `it`. The default of a `Keep…` must be re-created exactly, that of a
-`Refuse…` must be refused.
+Each class is a group with one argument, `it`. The default of a `Keep…` class must be re-created exactly, that of a
+`Refuse…` class must be rejected.
 """
 
 import dataclasses

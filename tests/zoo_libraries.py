@@ -1,4 +1,4 @@
-"""The zoo of libraries: all classes of libraries that a default may be an instance of, including those of new versions.
+"""The zoo of libraries: all library classes that a default may be an instance of, including those of new versions.
 
 One class with one argument `it`, as in `zoo`, for every module, optimizer and scheduler of torch, every metric of
 TorchMetrics, every estimator of scikit-learn, and, if they are installed, models of transformers and torchvision.

@@ -108,7 +108,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("connect", "fit", "kfold", "sweep"):
-        prepare_fork()  # before whatever imports NumPy or torch first
+        prepare_fork()  # before NumPy or torch is imported
     with many_imports():
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""Types for annotations: the shards of datasets that `worker_loop` receives, and their loaders; and a dataset."""
+"""Public types of datasets: `Batched`, and for annotations, the shards passed to `worker_loop` and their loaders."""
 
 from typing import TYPE_CHECKING
 

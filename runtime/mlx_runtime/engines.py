@@ -1,4 +1,4 @@
-"""What engines of your own are made of: see the guide "Extending mlx"."""
+"""Building blocks for custom engines; see the guide "Extending mlx"."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
 """The errors that users see.
 
     MlxError                 exit 1    base class: something a user can fix
-    ├── UsageError           exit 2    wrong folder, name or option; conf.yaml and overrides are a ConfigError
+    ├── UsageError           exit 2    wrong folder, name or option, except in conf.yaml and overrides
     ├── ClusterError                   the cluster does not answer, refuses a job, or cannot run it
     ├── BindError                      conf.yaml cannot describe a constructor
     ├── ConfigError                    conf.yaml or an override is wrong
@@ -13,7 +13,7 @@
     ├── WorkerLostError                a worker, its node or its network connection is gone
     ├── HangError                      the workers are deadlocked
     ├── RunFinished          exit 0    the run to resume has already succeeded
-    └── RunStopped           exit 130  by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP, 141 with its output
+    └── RunStopped           exit 130  by Ctrl-C; 143 by SIGTERM, 129 by SIGHUP, 141 by a closed output
 
 A message states what happened (with the value), what was expected, and the next command to type.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from mlx_runtime.settings import Settings
 
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-"""What user code may raise; everything except Ctrl-C. A `sys.exit(0)` in it does not count as success."""
+"""Exceptions from user code: all except Ctrl-C. Calling `sys.exit(0)` there does not count as success."""
 
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)?")
 """ANSI sequences: colors, cursor movement, window titles, links."""
@@ -43,10 +43,10 @@ class MlxError(Exception):
 
     exit_code = 1
     hint = ""
-    """What to type next, printed below the message. Set by callers that know more than the code that raised it."""
+    """Next command to type, printed below the message. Set by callers with more context than the raising code."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that IPython shows instead of a traceback; with MLX_DEBUG=1 it is one."""
+        """Return the lines that IPython shows in place of a traceback; with MLX_DEBUG=1, the traceback."""
         if Settings.read().debug:
             import traceback
 
@@ -72,7 +72,7 @@ class ConfigError(MlxError):
     """conf.yaml and the overrides do not describe a runnable experiment. Lists all problems at once."""
 
     problems: tuple[str, ...] = ()
-    """One line each, without the file that has them; empty if there is only a message."""
+    """The problems, one line each, without the name of their file; empty if there is only a message."""
 
 
 class DatasetError(MlxError):
@@ -110,7 +110,7 @@ class RunFinished(MlxError):  # noqa: N818 - not a failure
 
 
 class RunStopped(MlxError):  # noqa: N818 - not a failure
-    """The run was stopped by the user (exit code 130), by the system (143), or as its output was closed (129, 141)."""
+    """The run was stopped by the user (exit code 130), by the system (143), or because its output closed (129, 141)."""
 
     exit_code = 130
 
@@ -120,7 +120,7 @@ class RunStopped(MlxError):  # noqa: N818 - not a failure
 
 
 def suggest(word: str, words: Iterable[str], command: str = "mlx train show") -> str:
-    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, else list them.
+    """Return ` Did you mean 'x'?` if one of `words` resembles `word`, otherwise list them.
 
     If there are too many, name the command that lists them.
     """
@@ -161,8 +161,8 @@ def located(error: BaseException) -> str:
 def printable(text: str, *, one_line: bool = False) -> str:
     """Make text safe for a terminal: drop escape sequences and replace all other characters that do not print.
 
-    Names and numbers in records were written by others; they must not move the cursor or hide what is displayed. With
-    `one_line`, tabs and line breaks are replaced, too.
+    Records may contain text from other people, which must not move the cursor or hide other output. With `one_line`,
+    tabs and line breaks are replaced, too.
     """
     safe = _UNPRINTABLE.sub("\ufffd", _ESCAPES.sub("", text))
     return re.sub(r"[\t\n]", "\ufffd", safe) if one_line else safe

@@ -1,7 +1,7 @@
-"""Events of a run: what workers send to the driver, and what the driver passes to its listeners.
+"""Events of a run: messages from workers to the driver, and from the driver to its listeners.
 
 Each event is a frozen dataclass. Those that workers send cross a socket as JSON objects, whose `kind` names the class;
-`decode` refuses anything that is not exactly one of them, because anyone can connect to the socket.
+`decode` rejects anything else, because anyone can connect to the socket.
 """
 
 import json
@@ -43,7 +43,7 @@ class WorkersStarted(WorkerEvent):
     device: str  # like `cpu` or `NVIDIA H200`
     parameters: int  # of all models
     world_size: int
-    sharded: tuple[str, ...] = ()  # how, a line for each model that is
+    sharded: tuple[str, ...] = ()  # one line for each sharded model
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class EpochEnded(WorkerEvent):
     values: Mapping[str, float]  # last value of each metric
     seconds: float
     samples_per_s: float | None = None  # of the training pass; None if there was none
-    row_counts: Mapping[str, float] = field(default_factory=dict)  # what a sample of it counts, like {"tokens": 64}
+    row_counts: Mapping[str, float] = field(default_factory=dict)  # other units per sample of it, like {"tokens": 64}
     data_wait_pct: float | None = None  # share of that pass in which the slowest worker waited for data
 
 
@@ -128,7 +128,7 @@ class Notice(WorkerEvent):
 
 @dataclass(frozen=True)
 class WarningNotice(Notice):
-    """A line that a quiet display shows as well."""
+    """A line that even a quiet display shows."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class LoopEnded(WorkerEvent):
 
 @dataclass(frozen=True)
 class FunctionReport(WorkerEvent):
-    """What all workers have reported in a function of `Trainer.run`."""
+    """The reports of all workers in a function of `Trainer.run`."""
 
     values: tuple[Mapping[str, float], ...]  # by rank
 
@@ -251,8 +251,8 @@ class RunEnded(Event):
 
     status: str  # `SUCCEEDED`, `FAILED`, `STOPPED` or `PRUNED`
     metrics: Mapping[str, float]  # latest value of every recorded number, like `{"test/accuracy": 0.98}`
-    best: Mapping[str, Any] | None = None  # epoch, path, value, and within an epoch step, of the best checkpoint
-    error: BaseException | None = None  # what ended the run early
+    best: Mapping[str, Any] | None = None  # epoch, path and value of the best checkpoint; its step if within an epoch
+    error: BaseException | None = None  # error that ended the run
     evaluation: str | None = None  # path of the stored metrics if a checkpoint was evaluated
 
 

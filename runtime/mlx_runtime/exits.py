@@ -1,4 +1,4 @@
-"""How a command ends: one clear message on stderr and the right exit code."""
+"""The end of a command: one clear message on stderr, and the right exit code."""
 
 import atexit
 import contextlib
@@ -40,7 +40,7 @@ def clean_exit(*, debug: bool = False) -> Iterator[None]:
 
 
 def _report(error: MlxError | OSError | KeyboardInterrupt) -> int:
-    """Print an error. Returns the exit code."""
+    """Print an error, and return its exit code."""
     if isinstance(error, MlxError):
         print(printable(f"error: {error}" if error.exit_code else str(error)), file=sys.stderr)
         if error.hint:
@@ -80,6 +80,6 @@ def _single_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        # Otherwise the process is exiting, and neither a repeat nor a Ctrl-C after the work has ended may disturb that.
+        # Otherwise the process is exiting, which neither a repeated nor a late Ctrl-C may disturb.
         if interrupted_at == -math.inf and signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)

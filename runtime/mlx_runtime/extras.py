@@ -33,6 +33,6 @@ def require(library: str, user: str) -> None:
 
 
 def cure(error: BaseException) -> str | None:
-    """Return the command that installs the library without which an import failed, if it belongs to an extra."""
+    """Return the command that installs the library missing in a failed import, if it belongs to an extra."""
     library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return f'type: pip install "mlx-runtime[{EXTRAS[library]}]"' if library in EXTRAS else None

@@ -1,4 +1,4 @@
-"""Imports: of large libraries without repeated garbage collection, on first use, and code that runs after them."""
+"""Imports without repeated garbage collection, imports on first use, and hooks that run after an import."""
 
 import atexit
 import contextlib
@@ -51,7 +51,7 @@ def after_import(name: str, call: Callable[[], object]) -> None:
 
 
 class _Hook:
-    """Finds a module as usual, once, and calls a function after it was executed."""
+    """Finder of one module, which calls a function once the module has been executed."""
 
     def __init__(self, name: str, call: Callable[[], object]) -> None:
         self._name, self._call = name, call

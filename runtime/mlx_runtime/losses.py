@@ -1,4 +1,4 @@
-"""Losses for the group `Losses`: plain functions, whose epoch values are means over all rows of all workers."""
+"""Losses for the group `Losses`: plain functions. Their epoch values are means over all rows of all workers."""
 
 from mlx_runtime.training.losses import Mean
 

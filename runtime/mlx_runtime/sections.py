@@ -1,6 +1,6 @@
-"""Sections of `cfg`: settings that only some runs change, each part's below its own key.
+"""Sections of `cfg`: rarely changed settings, grouped below keys.
 
-A class of yours changes the defaults of a section as a whole: `sharding: Sharding = Sharding(shard_size=2)`.
+A config class changes the defaults of a whole section: `sharding: Sharding = Sharding(shard_size=2)`.
 """
 
 from dataclasses import dataclass, field
@@ -21,12 +21,11 @@ class CrossValidation(Section):
     """Training without one of several folds of the rows, which is held out for validation.
 
     Attributes:
-        folds: train on `datasets.train` without one of this many folds, whose rows take the place of `datasets.val`.
-            `mlx train sweep --folds` trains all; None means no cross-validation.
+        folds: number of folds into which `datasets.train` is split; one of them is held out, and replaces
+            `datasets.val`. `mlx train sweep --folds` trains with each one held out; None means no cross-validation.
         fold: number of the fold whose rows are held out, from 0.
-        splitter: splits the rows into folds: a class of `sklearn.model_selection`, or one with the same methods; labels
-            and groups come from the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`,
-            shuffled by `seed`.
+        splitter: splitter of `sklearn.model_selection`, or a class with the same methods; labels and groups come from
+            the methods `fold_labels` and `fold_groups` of the dataset. None means `KFold`, shuffled by `seed`.
     """
 
     folds: int | None = at_least(2, None)
@@ -36,19 +35,19 @@ class CrossValidation(Section):
 
 @dataclass(frozen=True)
 class Debug(Section):
-    """Quick looks at a run, and the search for what is wrong with it.
+    """Quick looks at a run, and tools for finding bugs.
 
     Attributes:
         limit_batches: maximum number of batches per pass over any dataset, per worker; None means no limit.
         limit_train_batches: the same for training datasets only.
         limit_eval_batches: the same for all other datasets.
-        overfit_batches: read only this many batches of each dataset, training sets in the same order in every epoch;
+        overfit_batches: read only this many batches of each dataset, training datasets in the same order every epoch;
             a model that does not fit them has a bug.
         profile: trace a few training steps on rank 0, for Perfetto and TensorBoard. If a GPU runs out of memory, the
-            snapshot of its memory then has the lines of code that have allocated it.
-        watch_gradients: updates between two records of each layer's gradient and weight norms; 0 means none. If
-            matplotlib is installed, TensorBoard shows a picture of them for each epoch.
-        stop_on_nan: check all gradients before each update, and end the run at the first that is not finite.
+            snapshot of its memory then includes the lines of code that allocated it.
+        watch_gradients: number of updates between records of each layer's gradient and weight norms; 0 means never.
+            If matplotlib is installed, TensorBoard shows a chart of them for each epoch.
+        stop_on_nan: check all gradients before each update, and end the run at the first NaN or infinity.
     """
 
     limit_batches: int | None = at_least(1, None)
@@ -67,9 +66,9 @@ class Elastic(Section):
     Attributes:
         min_workers: minimum number of workers to continue with when nodes are lost; None means `start_workers`.
         max_workers: maximum number of workers when the cluster has room; None means `start_workers`.
-        max_failures: how many times lost workers are replaced before the run fails; -1 means no limit.
+        max_failures: number of times that lost workers are replaced before the run fails; -1 means no limit.
         keep_global_batch: with fewer workers than `start_workers`, accumulate gradients over several steps, so that
-            each update sees as many rows; for loops that call `self.backward` and `self.optimizer_step`.
+            each update covers as many rows; for loops that call `self.backward` and `self.optimizer_step`.
     """
 
     min_workers: int | None = at_least(1, None)
@@ -83,8 +82,8 @@ class Hub(Section):
     """The mirror of a run on the Hugging Face Hub.
 
     Attributes:
-        mirror: repository, like `hf://user/name`, that the run is mirrored to while it trains.
-        timeout_s: seconds that the end of a run waits for its last upload.
+        mirror: repository to which the run is mirrored while it trains, like `hf://user/name`.
+        timeout_s: maximum wait for the last upload at the end of a run, in seconds.
     """
 
     mirror: str | None = None
@@ -111,10 +110,10 @@ class Preparation(Section):
 
 @dataclass(frozen=True)
 class Sharding(Section):
-    """How `cfg.strategy` shards models.
+    """Sharding of models by `cfg.strategy`.
 
     Attributes:
-        shard_size: workers that hold one replica under `hsdp`; it divides the number of workers.
+        shard_size: number of workers that share one replica under `hsdp`; a divisor of the number of workers.
         offload: `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.
     """
 

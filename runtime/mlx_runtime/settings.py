@@ -1,4 +1,4 @@
-"""Environment variables: those that users and clusters set, and those that Ray and forked workers need."""
+"""Environment variables: those set by users and clusters, and those needed by Ray and forked workers."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 STEADY_RAY = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers stay in the experiment folder, so that relative data paths work
-    "RAY_worker_niceness": "0",  # with Ray's 15, any other process of the machine slows training down
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, other processes on the machine slow training down
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # reports wait for the controller's next poll, by default 2 s
 }
 """Ray's settings that make training predictable."""
@@ -26,7 +26,7 @@ QUIET_RAY = {
 """Ray's settings that keep its own output off the terminal."""
 
 QUIET_HUGGING_FACE = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Its progress bars are unreadable between the lines of several workers."""
+"""Turns off progress bars, which are unreadable between the lines of several workers."""
 
 QUIET_WORKERS = {"PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning"}
 """For the processes that an embedded Ray starts: users who train do not need warnings from libraries."""
@@ -68,14 +68,14 @@ class Settings:
 
 
 def prepare_ray() -> None:
-    """Set what Ray and Hugging Face read when they are imported. Variables that the user has set keep their values."""
+    """Set the variables that Ray and Hugging Face read on import, except those that the user has set."""
     quiet = {} if Settings.read().verbose else QUIET_RAY | QUIET_HUGGING_FACE
     for name, value in (STEADY_RAY | quiet).items():
         os.environ.setdefault(name, value)
 
 
 def prepare_fork() -> None:
-    """Set what keeps this process able to fork workers. Variables that the user has set keep their values."""
+    """Set the variables that keep this process able to fork workers, except those that the user has set."""
     for name, value in FORKABLE.items():
         if name not in os.environ:
             os.environ[name] = value
@@ -91,7 +91,7 @@ def release_threads() -> None:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str], *, replace: bool = False) -> Iterator[None]:
-    """Set environment variables within the block, with `replace` also those that are set already."""
+    """Set environment variables within the block; those already set change only with `replace`."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: value for name, value in variables.items() if replace or before[name] is None})
     try:

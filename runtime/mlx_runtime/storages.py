@@ -1,4 +1,4 @@
-"""What storages of your own are made of: see the guide "Extending mlx"."""
+"""Building blocks for custom storages; see the guide "Extending mlx"."""
 
 from mlx_runtime.storage.files import Storage, Stored, storage_at
 

@@ -1,4 +1,4 @@
-"""What strategies of your own are made of: see the guide "Extending mlx"."""
+"""Building blocks for custom strategies; see the guide "Extending mlx"."""
 
 from mlx_runtime.distributed.collectives import data_parallel_group, gather
 from mlx_runtime.distributed.topology import Topology

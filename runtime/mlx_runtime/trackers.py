@@ -1,4 +1,4 @@
-"""Where numbers go: the trackers that conf.yaml names under `cfg.trackers`."""
+"""Trackers for `cfg.trackers`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""docs/architecture.md: what it names exists, and each function uses those listed below it."""
+"""docs/architecture.md: everything named there exists, and each function uses those listed below it."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The examples of the docs train, and reach the results that their docstrings promise."""
+"""The examples in the docs train, and reach the results promised by their docstrings."""
 
 import json
 import shutil

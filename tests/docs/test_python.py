@@ -1,4 +1,4 @@
-"""The guides to Python and to functions: their blocks run, as the cells of a notebook."""
+"""The code blocks of the guides to Python and functions run as cells of a notebook."""
 
 import re
 import shutil

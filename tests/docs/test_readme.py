@@ -1,4 +1,4 @@
-"""README.md: its links work, and its output is that of the commands. Its commands run in test_install.py."""
+"""README.md: links work, and the output shown is that of the commands. test_install.py runs the commands."""
 
 import re
 import subprocess

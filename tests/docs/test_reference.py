@@ -1,4 +1,4 @@
-"""The API reference is what the docstrings say."""
+"""The API reference matches the docstrings."""
 
 import importlib.util
 from pathlib import Path

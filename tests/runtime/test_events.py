@@ -1,4 +1,4 @@
-"""Events survive the wire unchanged, and nothing else is accepted from it."""
+"""Events survive encoding unchanged, and other messages are rejected."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The seams that other packages fill: the example in the docs is installed, and trains."""
+"""Extensions by other packages: the example in the docs is installed, and trains."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""Optional dependencies: what needs one that is not installed ends with one line, and what does not need it works.
+"""Optional dependencies: if one is missing, its features end with one line, and all others work.
 
-The libraries are hidden from real commands by a finder that Python installs first, as if they were not there:
+A finder that Python installs at startup hides the libraries from real commands:
 
 hidden/
     sitecustomize.py

@@ -1,4 +1,4 @@
-"""The core is built in rooms, whose imports go down a list; companions stand on it. Outside libraries have a home."""
+"""Rooms import only from rooms further down the list, companions build on them, and each library has one home."""
 
 import ast
 import functools

@@ -1,4 +1,4 @@
-"""What a plain run of the template loads: the core, and none of the companions that only some runs want."""
+"""Modules loaded by a plain run of the template: the core, and no companions."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""An experiment that an earlier version generated, bound, prepared and trained keeps working.
+"""An experiment that was generated, bound, prepared and trained by an earlier version still works.
 
-Settings that have moved since are named, with their new keys, when one of its runs is resumed.
+When one of its runs is resumed, renamed settings are reported with their new keys.
 
 `tests/former/0.1.0.zip` is such a folder: `mlx train new former`, a smaller net in conf.yaml, `mlx train prepare`, then
 `mlx train run` for two epochs (run_001) and `mlx train run cfg.num_epochs=1` (run_002).

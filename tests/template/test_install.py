@@ -1,6 +1,6 @@
 """Installations: the commands of README.md in a fresh clone, `make setup`, a wheel.
 
-The fresh clone comes first, because it takes longest.
+The fresh clone is first, because it takes longest.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The notebook of the template, executed cell by cell as Jupyter does, and what may go wrong in one."""
+"""The notebook of the template, executed cell by cell as by Jupyter, and errors in notebooks."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What a generated Makefile installs the runtime from: what pip has recorded about this package (PEP 610)."""
+"""The source from which a generated Makefile installs the runtime, as recorded by pip (PEP 610)."""
 
 import json
 from pathlib import Path

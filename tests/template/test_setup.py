@@ -1,6 +1,6 @@
 """`make setup` if the runtime is not installed: with uv, with pip if uv fails, and a one-line error if both fail.
 
-It installs two empty wheels, from folders that only pip's settings name:
+It installs two empty wheels, from folders that are named only in pip's settings:
 
 links/
     mlx_runtime-0.1.0-py3-none-any.whl

@@ -1,4 +1,4 @@
-"""The generated experiment, as its owner uses it: linted, type-checked, bound, trained by make, and tested."""
+"""The generated experiment, as used by its owner: linted, type-checked, bound, trained by make, and tested."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The template's tools in isolation: what counts as better, what is kept, and what a checkpoint contains."""
+"""The template's tools in isolation: comparisons of values, state, and content of checkpoints."""
 
 import importlib.util
 import io

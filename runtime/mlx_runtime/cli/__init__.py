@@ -18,21 +18,21 @@ from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
 GROUPS = {
-    "data": "Fill the storage, look at it, and clean it up.",
+    "data": "Fill, inspect and clean up the storage.",
     "train": "Create, bind and run an experiment.",
     "xp": "List, inspect and stop runs.",
 }
 
 PRINTING = {"best", "completion", "diff", "doctor", "logs", "ls", "show"}
-"""Commands that do nothing but print."""
+"""Commands that only print."""
 
 
 ENTRY_POINTS = "mlx_runtime.commands"
-"""The entry points by which other packages add commands."""
+"""The entry point group with the commands of other packages."""
 
 
 class LazyGroup(click.Group):
-    """Imports the module of a command when it is used, so that `mlx --help` is instant."""
+    """A group that imports the module of a command on use, so that `mlx --help` is instant."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*GROUPS, *self.commands, *_others()])
@@ -76,18 +76,18 @@ def _group(name: str) -> click.Group:
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Raise usage errors of click as ours, which are printed in one line."""
+    """Convert usage errors of click to ours, which are printed in one line."""
     try:
         yield
     except click.UsageError as error:
         text = error.format_message().removesuffix(".")
-        if error.ctx is None or "\n" in text:  # the help of a group, which lacks its command
+        if error.ctx is None or "\n" in text:  # the help of a group that lacks its command
             raise
         raise UsageError(f"{text}{'' if text.endswith('?') else ';'} see: {error.ctx.command_path} --help") from error
 
 
 def _others() -> dict[str, Any]:
-    """Return the entry points of other packages' commands by name, which most installations have none of."""
+    """Return the entry points of other packages' commands by name; empty in most installations."""
     files = (file for folder in sys.path for file in Path(folder).glob("*-info/entry_points.txt"))
     if not any(ENTRY_POINTS in file.read_text() for file in files):
         return {}
@@ -151,16 +151,16 @@ def completion(shell: str) -> None:
 
 
 def main() -> None:
-    """Run the command line, even where the shell has closed standard streams or removed the working directory."""
+    """Run the command line, even if standard streams are closed or the working directory was removed."""
     without_stdout = sys.stdout is None
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Pipes receive each line immediately, and characters that the terminal lacks are escaped instead of failing.
+        # Pipes receive each line immediately, and characters that the encoding lacks are escaped.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     exit_quickly()
     with clean_exit():
         if without_stdout and not PRINTING.isdisjoint(sys.argv[1:3]):
-            raise UsageError("standard output is closed, and this command does nothing but print")
+            raise UsageError("standard output is closed, and this command only prints")
         try:
             Path.cwd()
         except OSError as error:
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Connect closed standard streams to /dev/null, so that no other file gets their descriptors."""
+    """Connect closed standard streams to /dev/null, so that no other file takes their descriptors."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)

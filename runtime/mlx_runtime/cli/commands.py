@@ -1,4 +1,4 @@
-"""Commands that experiments and data jobs have in common: new, bind, launch."""
+"""Commands and options shared by experiments and data jobs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlx_runtime.training.request import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
-"""Context settings of commands that take overrides, some of which begin with a dash."""
+"""Context settings of commands with overrides, some of which begin with a dash."""
 
 prepare_option = click.option("--prepare-batches", "make", is_flag=True, help="Prepare the datasets first, if needed.")
 variant_option = click.option(
@@ -25,7 +25,7 @@ from_option = click.option("--from", "origin", metavar="RUN", help="Start a new 
 
 
 class Group(click.Group):
-    """A group of commands, to which companions add theirs."""
+    """A group of commands, including those of companions."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted([*self.commands, *companions.commands(self.name or "")])
@@ -39,7 +39,7 @@ class Group(click.Group):
 
 
 def variant_words(variants: tuple[str, ...]) -> list[str]:
-    """Return the overrides that the values of `--variant` stand for."""
+    """Return the overrides for the values of `--variant`."""
     return [f"--variant={name}" for name in variants]
 
 
@@ -59,7 +59,7 @@ def new_command(kind: Kind) -> click.Command:
 def bind_command(kind: Kind) -> click.Command:
     """Build `bind`."""
 
-    @click.command("bind", help="Write or update src/conf.yaml from the constructors' defaults. Your edits stay.")
+    @click.command("bind", help="Write or update src/conf.yaml from the constructors' defaults. Your edits are kept.")
     @click.option("--check", is_flag=True, help="Write nothing; exit 1 if the file is not up to date.")
     @click.option("--diff", is_flag=True, help="Write nothing; show what would change.")
     @options.debug
@@ -71,9 +71,9 @@ def bind_command(kind: Kind) -> click.Command:
 
 
 def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False) -> "RunConfig":
-    """Load and check the config, binding it first if necessary. With `look`, run no code that conf.yaml names.
+    """Load and check the config, binding it first if necessary. With `look`, do not run code that conf.yaml names.
 
-    Refuses a run that is in use, and a data job whose output is in use or exists.
+    Rejects a run that is in use, and a data job whose output is in use or exists.
     """
     projects.bind_first(kind, folder)
     main = main_class(kind, folder)

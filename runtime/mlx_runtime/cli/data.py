@@ -16,7 +16,7 @@ from mlx_runtime.training.engines.placement import JOB_FLAG
 
 @click.group("data", cls=commands.Group)
 def group() -> None:
-    """Fill the storage, look at it, and clean it up."""
+    """Fill, inspect and clean up the storage."""
 
 
 group.add_command(commands.new_command(DATA_JOB))
@@ -45,7 +45,7 @@ def run(overrides: tuple[str, ...]) -> None:
 def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: str | None) -> None:
     """Show the contents of the storage, or of PATH in it, with sizes; through a cluster if only that can see it."""
     found = data.show(path, depth, limit, ray_address)
-    if as_json and JOB_FLAG in os.environ:  # the machine that submitted this job reads the answer from its log
+    if as_json and JOB_FLAG in os.environ:  # the submitting machine reads the answer from this job's log
         click.echo(data.ANSWER + json.dumps(found.as_json()))
     elif as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
@@ -54,7 +54,7 @@ def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: s
             say(line)
     if found.unreadable:
         listed = ", ".join(found.unreadable[:5]) + ", …" * (len(found.unreadable) > 5)
-        raise StorageError(f"the sizes do not include what could not be read: {listed}")
+        raise StorageError(f"the sizes exclude unreadable files and folders: {listed}")
 
 
 @group.command()
@@ -64,7 +64,7 @@ def show(depth: int, limit: int, as_json: bool, ray_address: str | None, path: s
     "--larger-than",
     metavar="GB",
     type=click.FloatRange(min=0),
-    help="Only the least recently used, until the rest is smaller.",
+    help="Only the least recently used, until the others are smaller in total.",
 )
 @options.yes
 @click.argument("path", type=word, required=False)
@@ -111,5 +111,5 @@ def _remove_prepared(older_than: float | None, larger_than: float | None, yes: b
     size = sum(item.size_bytes for item in unwanted) / 1e6
     if not yes:
         confirm(f"remove {len(unwanted)} of {store.root}, {size:,.1f} MB?")
-    removed = [item for item in unwanted if store.remove(item.name)]  # others may have become in use
+    removed = [item for item in unwanted if store.remove(item.name)]  # some may be in use by now
     say(f"removed {len(removed)}, {sum(item.size_bytes for item in removed) / 1e6:,.1f} MB")

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, and how commands print."""
+"""Options and arguments shared by several commands, and their output."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ Function = TypeVar("Function", bound=Callable[..., None])
 
 
 def _apply(context: click.Context, option: click.Parameter, given: bool) -> None:
-    """Apply `--quiet`, `--verbose` and `--debug` to this process and to those that it starts."""
+    """Apply `--quiet`, `--verbose` or `--debug` to this process and its children."""
     if given and option.name == "debug":
         os.environ["MLX_DEBUG"] = "1"
     elif given:
@@ -37,7 +37,7 @@ ADDRESS_HELP = "Dashboard of the cluster, like http://head:8265. Default: RAY_AD
 
 
 class _Path(click.Path):
-    """A path, which an unset variable of a shell does not name."""
+    """A path; rejects an empty one, such as from an unset shell variable."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
         return super().convert(word(value) if isinstance(value, str) else value, param, context)
@@ -50,7 +50,7 @@ address = click.option("--ray-address", "--address", "ray_address", metavar="URL
 debug = _applied("--debug", help="Show tracebacks.")
 json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 output = click.option("-o", "--output", type=FOLDER, default=".", help="Folder to create it in.")
-yes = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+yes = click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 def verbosity(function: Function) -> Function:
@@ -61,29 +61,29 @@ def verbosity(function: Function) -> Function:
 
 
 def say(text: object, *, err: bool = False) -> None:
-    """Print a line with names or numbers from the storage, which others may have written."""
+    """Print a line that may contain text from the storage, written by others, without control characters."""
     click.echo(printable(str(text), one_line=True), err=err)
 
 
 def confirm(question: str) -> None:
-    """Ask whether to remove something, whose name may be such text, and raise MlxError unless the answer is yes."""
+    """Ask for confirmation of a removal, with a name from the storage. Raises MlxError unless the answer is yes."""
     try:
         agreed = click.confirm(printable(question, one_line=True))
     except click.Abort:  # Ctrl-C, or there is no terminal
         click.echo()
         agreed = False
     if not agreed:
-        raise MlxError("nothing was removed; add -y to remove without a question")
+        raise MlxError("nothing was removed; add -y to skip this question")
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
-    """Ask clusters for the status of jobs, by address and id. Only this imports their client."""
+    """Return the status of jobs by address and id, asking their clusters, whose client is imported only here."""
     statuses: Mapping[tuple[str, str], str] = companions.part("ray.dashboard").job_statuses(jobs) if jobs else {}
     return statuses
 
 
 def word(text: str) -> str:
-    """Refuse text that is empty or has control characters, as the type of an option or argument."""
+    """Return a word of an option or argument. Rejects empty text and control characters."""
     if not text.strip():
         raise click.BadParameter("it is empty; perhaps a shell variable is not set")
     if any(unicodedata.category(letter) == "Cc" for letter in text):
@@ -96,19 +96,19 @@ def gpus(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (number := float(text)) < math.inf:
             return number
-    raise click.BadParameter(f"{text!r} is no number of GPUs; write 0, 1, or 0.5 to share one")
+    raise click.BadParameter(f"{text!r} is not a number of GPUs; write 0, 1, or 0.5 to share one")
 
 
 def duration_s(text: str) -> float:
     """Convert `90s`, `90m`, `1.5h` or `2d` to seconds, as the type of an option."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no duration; write 90m, 2h or 1d")
+        raise click.BadParameter(f"{text!r} is not a duration; write 90m, 2h or 1d")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]]
 
 
 def _complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the experiments, or the runs of the experiment already typed, that begin like an incomplete word."""
+    """Return completions of a word: experiments, or runs of the experiment already typed."""
     with contextlib.suppress(Exception):  # a shell cannot show errors
         if parameter.name == "name":
             names = sorted({run.experiment for run in list_runs(lookup.storage_root())})

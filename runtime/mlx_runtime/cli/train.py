@@ -35,7 +35,7 @@ class _WithVariants(click.Command):
 code_option = click.option(
     "--code",
     type=click.Choice(["stored"]),
-    help="Use the code that the run stored. Anyone who can write to its storage could have put any code there.",
+    help="Use the code stored with the run. Anyone who can write to its storage could have changed that code.",
 )
 
 
@@ -43,10 +43,10 @@ code_option = click.option(
 @options.json
 @options.debug
 @commands.variant_option
-@click.option("--settings", is_flag=True, help="Explain the settings in cfg instead, or the one that KEY names.")
+@click.option("--settings", is_flag=True, help="Explain the settings in cfg instead, or only KEY.")
 @click.argument("arguments", nargs=-1, metavar="[KEY] [OVERRIDES]...")
 def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tuple[str, ...]) -> None:
-    """Print the config that a run would have, and where each changed value came from."""
+    """Print the config that a run would have, and the source of each changed value."""
     if settings:
         click.echo("\n".join(projects.settings(arguments)))
         return
@@ -57,7 +57,7 @@ def show(as_json: bool, settings: bool, variants: tuple[str, ...], arguments: tu
 @options.verbosity
 @click.option("--fast-dev-run", "fast", is_flag=True, help="Check in seconds that the code runs; keep nothing.")
 @click.option("--overfit", metavar="N", type=click.IntRange(min=1), help="Train on the same first N batches only.")
-@click.option("--profile", is_flag=True, help="Profile a few training steps, and print what took longest.")
+@click.option("--profile", is_flag=True, help="Profile a few training steps, and print the slowest operations.")
 @commands.prepare_option
 @click.option("--no-prepared", "never", is_flag=True, help="Read samples, even of prepared datasets.")
 @click.option("--resume", metavar="[RUN]", is_flag=False, flag_value="latest", help="Resume RUN, or the latest run.")
@@ -81,7 +81,7 @@ def run(
     if make and (never or fast):
         other = "--no-prepared" if never else "--fast-dev-run"
         raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
-    # ++ also adds a setting that conf.yaml lacks because it was bound before the setting existed
+    # ++ adds a setting even if conf.yaml was bound before the setting existed, and lacks it
     implied = {
         "cfg.preparation.mode=make": make,
         "cfg.preparation.mode=never": never,
@@ -102,7 +102,7 @@ def run(
 @group.command("eval", context_settings=commands.OVERRIDES)
 @options.verbosity
 @click.option(
-    "--checkpoint", "which", metavar="WHICH", type=options.word, help="Of RUN: latest (default), best, or epoch_0004."
+    "--checkpoint", "which", metavar="WHICH", type=options.word, help="Of RUN: latest (default), best or epoch_0004."
 )
 @code_option
 @commands.variant_option

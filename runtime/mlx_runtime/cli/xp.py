@@ -33,9 +33,9 @@ def group() -> None:
     "--sort",
     metavar="METRIC",
     type=word,
-    help="Best first: by the mode of the runs that monitor METRIC, else smallest first.",
+    help="Best run first, by the mode of runs that monitor METRIC; by default, smallest value first.",
 )
-@click.option("--mode", type=MODES, help="Whether the max or the min of METRIC comes first.")
+@click.option("--mode", type=MODES, help="Sort the maximum or the minimum of METRIC first.")
 @click.option("--sweep", metavar="SWEEP", type=word, help="Only runs of this sweep, with their values.")
 @options.json
 @click.option("--html", type=PAGE, help="Write a web page to this file instead.")
@@ -48,9 +48,9 @@ def ls(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """List all runs, or those of NAME, on this machine and on clusters; those of a sweep below it.
+    """List all runs, or those of NAME, on this machine and on clusters. Runs of a sweep follow it.
 
-    NAME may also be a repository that a run is mirrored to, like hf://user/name.
+    NAME may also be the repository of a mirrored run, like hf://user/name.
     """
 
     def warn(text: str) -> None:
@@ -72,11 +72,11 @@ def ls(
 @group.command()
 @options.name()
 @options.run()
-@click.option("--metric", metavar="M", type=word, help="Like val/accuracy. Default: what the latest run monitors.")
-@click.option("--mode", type=MODES, help="Which is best. Default: cfg.mode of the runs that monitor the metric.")
+@click.option("--metric", metavar="M", type=word, help="Metric, like val/accuracy. Default: that of the latest run.")
+@click.option("--mode", type=MODES, help="Which value is best. Default: cfg.mode of runs that monitor the metric.")
 @options.json
 def best(name: str, run: str | None, metric: str | None, mode: str | None, as_json: bool) -> None:
-    """Print the run and the checkpoint of NAME in which a metric is best.
+    """Print the run and the checkpoint of NAME with the best value of a metric.
 
     With a RUN (run_003, 3 or latest), print its best checkpoint; with a sweep (sweep_001), its best trial.
     """
@@ -84,7 +84,7 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     folder = lookup.resolve_run(name, run) if one else None
     if folder is not None and folder.name.startswith(SWEEP):
         if metric or mode:
-            raise UsageError("a sweep has a metric of its own; leave out --metric and --mode")
+            raise UsageError("a sweep has its own metric; leave out --metric and --mode")
         found = companions.part("sweeps.results").SweepResult(folder).summary()
     else:
         found = ranking.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
@@ -99,14 +99,14 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @options.name()
 @options.run()
 @options.yes
-@click.option("--force", is_flag=True, help="With -y, also a run whose record cannot be read: it may be training.")
+@click.option("--force", is_flag=True, help="With -y, remove even a run with an unreadable record. It may be training.")
 def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
     from mlx_runtime.runs import removal
 
     plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
     if plan.warning and yes and not force:
-        raise UsageError(f"{plan.warning}. To remove it without a question, add --force")
+        raise UsageError(f"{plan.warning}. To remove it anyway, add --force")
     if plan.warning:
         say(f"warning: {plan.warning}", err=True)
     if not yes:
@@ -122,7 +122,7 @@ def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     "-f/ ",
     "--follow/--no-follow",
     default=None,
-    help="Wait for the run to end and exit with its code, or only print what exists. Default: follow a live run.",
+    help="Wait for the run to end and exit with its code, or only print existing output. Default: follow a live run.",
 )
 @click.option("--rank", type=click.IntRange(min=0), help="Only the output of this worker.")
 @click.option("--tail", metavar="N", type=click.IntRange(min=0), help="Start with the last N lines.")
@@ -156,21 +156,21 @@ def stop(name: str, run: str | None) -> None:
     type=click.IntRange(0, 65535),
     default=6006,
     show_default=True,
-    help="Port of the page, on this machine only; 0 is any free one.",
+    help="Port of the page, on this machine only; 0 means any free port.",
 )
 def board(name: str | None, run: str | None, port: int) -> None:
-    """Open TensorBoard on everything, an experiment or a folder NAME, or its RUN (run_003, 3 or latest)."""
+    """Open TensorBoard for the whole storage, an experiment or folder NAME, or its RUN (run_003, 3 or latest)."""
     xp.board(name, run, port)
 
 
 def _echo(text: str) -> None:
-    """Print a part of a log, of whose escape sequences only those for colors reach a terminal."""
+    """Print a part of a log, without escape sequences other than those for colors."""
     parts = re.split(r"(\x1b\[[\d;]*m|\r)", text)
     click.echo("".join(part if number % 2 else printable(part) for number, part in enumerate(parts)), nl=False)
 
 
 def _require_run(name: str, run: str | None, verb: str) -> str:
-    """Return the run that a destructive command needs; there is no default for it."""
+    """Return the run, which has no default in destructive commands."""
     if run is None and "/" not in name:
         raise UsageError(f"which run? For the latest: mlx xp {verb} {name} latest")
     return run or "latest"

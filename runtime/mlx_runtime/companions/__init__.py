@@ -1,7 +1,7 @@
-"""The companions: parts of the package that stand on its core, each in a folder of its own.
+"""Companions: parts of the package that build on its core, one folder each.
 
-The core imports none of them. It asks for their modules by name, when a run or a command needs them, so that a
-companion is removed with its folder and its line in this module.
+The core imports none of them. It asks for their modules by name when a run or a command needs them. To remove a
+companion, delete its folder and its line in this module.
 """
 
 import importlib
@@ -12,10 +12,10 @@ from mlx_runtime.errors import MlxError
 
 
 class Companion(NamedTuple):
-    """The names by which the core asks for a companion."""
+    """The names by which the core finds a companion."""
 
     commands: tuple[str, ...] = ()  # the words after `mlx`; `xp push` is `xp_push` in its module `commands`
-    setting: str | None = None  # in its section of `cfg`; asks for its extension of a run, in its module `extension`
+    setting: str | None = None  # in its section of `cfg`; enables its extension of runs, in its module `extension`
     scheme: str | None = None  # of the URIs of runs and checkpoints that its module `remote` reads
 
 
@@ -29,7 +29,7 @@ COMPANIONS = {
     "sweeps": Companion(("train sweep",)),
     "views": Companion(("xp diff", "xp report")),
 }
-"""By the name of the folder."""
+"""Companions by the name of their folder."""
 
 
 def part(name: str) -> Any:
@@ -45,15 +45,15 @@ def part(name: str) -> Any:
 
 
 def commands(group: str) -> dict[str, str]:
-    """Return the commands that companions add to a group like `xp`: the companion by the name."""
+    """Return the names of the commands that companions add to a group like `xp`, with their companions."""
     words = ((name, *command.rpartition(" ")[::2]) for name, item in COMPANIONS.items() for command in item.commands)
     return {command: name for name, where, command in words if where == group}
 
 
 def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
-    """Return the modules `extension` of the companions that the node `cfg` asks for. Each has three functions:
+    """Return the modules `extension` of the companions enabled in the node `cfg`. Each has three functions:
 
-    extension(config)                the `RunExtension` of a run that is about to begin, which it may refuse
+    extension(config)                the `RunExtension` of a run that is about to begin; it may reject the run
     latest(cfg, root, experiment)    with `cfg.resume=auto`, the run to continue or None, and lines for the user
     refuse_sweep(cfg)                raises a ConfigError if the runs of a sweep cannot have the setting
     """
@@ -62,11 +62,11 @@ def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
 
 
 def scheme_of(uri: str) -> str | None:
-    """Return the scheme of a URI if a companion reads it, or else None."""
+    """Return the scheme of a URI if a companion reads it, otherwise None."""
     scheme, mark, _ = uri.partition("://")
     return scheme if mark and any(scheme == companion.scheme for companion in COMPANIONS.values()) else None
 
 
 def remote_of(scheme: str) -> Any:
-    """Return the module `remote` of the companion that reads URIs with a scheme."""
+    """Return the module `remote` of the companion that reads URIs with this scheme."""
     return next(part(f"{name}.remote") for name, item in COMPANIONS.items() if item.scheme == scheme)

@@ -85,7 +85,7 @@ def is_hf_dataset(cls: Any) -> bool:
 
 
 def returns_hf_dataset(function: Any) -> bool:
-    """Return True if a function is annotated to return a dataset of Hugging Face, like `datasets.load_dataset`."""
+    """Return True if a function is annotated to return a Hugging Face dataset, like `datasets.load_dataset`."""
     if "datasets" not in sys.modules or "return" not in getattr(function, "__annotations__", {}):
         return False
     try:

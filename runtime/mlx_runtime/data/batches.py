@@ -1,4 +1,4 @@
-"""Samples of a dataset → batches: its `ray_map_batches` or `collate`, and what they may return."""
+"""Batches from samples of a dataset: calls of its `ray_map_batches` or `collate`, and checks of their results."""
 
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from mlx_runtime.data.collation import culprit, stacked
 from mlx_runtime.errors import DatasetError
 
 Batch = dict[str, Any]
-"""Tensors (rows, ...) by name, and whatever else `ray_map_batches` returns, like a list of strings."""
+"""Tensors (rows, ...) by name, and any other values that `ray_map_batches` returns, like a list of strings."""
 
 _STAND_INS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types that stand in for types that NumPy lacks, by bytes per element."""
+"""Integer types in place of types that NumPy lacks, by bytes per element."""
 
 
 class BatchReader:
-    """Reads samples of a map-style dataset and stacks them; streams use only `stack`.
+    """Reads samples of a map-style dataset and stacks them. Streams use only `stack`.
 
     A dataset stacks its own samples if it has `ray_map_batches({"item": samples})` or `collate(samples)`. Otherwise
     they are dicts, whose values are stacked by key.
@@ -33,13 +33,13 @@ class BatchReader:
         self.dataset, self.name = dataset, name
 
     def read(self, rows: Sequence[int]) -> Batch:
-        """Return the batch of some rows."""
+        """Return a batch of these rows."""
         remaining = iter(rows)
         try:
             if hasattr(self.dataset, "__getitems__"):
                 samples = self.dataset.__getitems__(rows)
             else:
-                samples = list(map(self.dataset.__getitem__, remaining))  # the fastest loop that Python has
+                samples = list(map(self.dataset.__getitem__, remaining))  # the fastest loop in Python
         except Exception as error:
             count = len(rows) - length_hint(remaining)
             which = f"sample {rows[count - 1]}" if count else self._unreadable(rows)
@@ -48,7 +48,7 @@ class BatchReader:
         return self.stack(samples, rows)
 
     def _unreadable(self, rows: Sequence[int]) -> str:
-        """Return which of some rows, that cannot be read together, cannot be read alone either."""
+        """Describe the first row that cannot be read alone, given rows that cannot be read together."""
         for row in rows:
             try:
                 self.dataset[row]
@@ -57,7 +57,7 @@ class BatchReader:
         return f"samples {rows[0]} …"
 
     def stack(self, samples: list[Any], rows: Sequence[int] | None = None) -> Batch:
-        """Return the batch of some samples; `rows` are their numbers. DatasetError if it is not a valid one."""
+        """Return a batch of samples; `rows` are their numbers. Raises DatasetError if it is not valid."""
         rows = range(len(samples)) if rows is None else rows
         method = "ray_map_batches" if hasattr(self.dataset, "ray_map_batches") else "collate"
         function = getattr(self.dataset, method, None)
@@ -75,9 +75,9 @@ class BatchReader:
 
 
 def _tensors(batch: Any, rows: int, subject: str) -> Batch:
-    """Return a batch with all numbers as tensors of shape (rows, ...); strings, nested lists and the like pass through.
+    """Return a batch with numbers as tensors of shape (rows, ...). Other values, like strings and nested lists, remain.
 
-    Raises DatasetError, with a message that begins with the subject, if it is not a mapping or the row counts differ.
+    Raises DatasetError, with a message that begins with `subject`, if it is not a mapping or the row counts differ.
     """
     if not isinstance(batch, Mapping) or not batch:
         kind = "nothing" if batch in (None, {}) else type(batch).__name__
@@ -101,7 +101,7 @@ def _tensors(batch: Any, rows: int, subject: str) -> Batch:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a tensor, an array of numbers or a flat list of numbers as a tensor; None for anything else."""
+    """Return a tensor, an array of numbers or a flat list of numbers as a tensor; None for other values."""
     if isinstance(value, torch.Tensor):
         return value
     numbers = (bool, int, float, complex, np.generic)
@@ -116,28 +116,28 @@ def _as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def move_tensors(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch with `move` applied to its tensors; everything else stays as it is."""
+    """Return a batch with `move` applied to its tensors. Other values are unchanged."""
     return {key: move(value) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 class DeviceCopies:
-    """Copies batches to a GPU, on a stream of its own: a copy does not wait for the steps before, which may still run.
+    """Copies batches to a GPU on a separate stream, so that a copy need not wait for earlier steps.
 
-    What the current stream is given after a call waits for the copy.
+    Work submitted to the current stream after a call waits for the copy.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._waited: Any = None  # the stream that has waited for all copies so far
+        self._waited: Any = None  # stream that has waited for all copies so far
 
     def __call__(self, batch: Batch) -> Batch:
         """Return a batch with all tensors on the device."""
         current = torch.cuda.current_stream(self._device)
         tensors = [item for item in batch.values() if isinstance(item, torch.Tensor)]
-        copied = [item for item in tensors if item.device.type == self._device.type]  # earlier, as a part of a chunk
+        copied = [item for item in tensors if item.device.type == self._device.type]  # before, as part of a chunk
         with torch.cuda.stream(self._stream):
             moved = {
-                name: item.pin_memory().to(self._device, non_blocking=True)  # from other memory, copying would block
+                name: item.pin_memory().to(self._device, non_blocking=True)  # copying from pageable memory would block
                 for name, item in batch.items()
                 if isinstance(item, torch.Tensor) and item.device.type == "cpu"
             }
@@ -145,18 +145,18 @@ class DeviceCopies:
             current.wait_stream(self._stream)
             self._waited = current
         for tensor in (*copied, *moved.values()):
-            tensor.record_stream(current)  # its memory is not reused before the steps that read it
+            tensor.record_stream(current)  # not to reuse its memory before the steps that read it
         return move_tensors(batch | moved, lambda item: item.to(self._device))
 
 
 @cache
 def device_copies(device: torch.device) -> DeviceCopies:
-    """Return what copies batches to a GPU; there is one for all datasets."""
+    """Return the one object that copies batches to a GPU, shared by all datasets."""
     return DeviceCopies(device)
 
 
 def note(error: BaseException, text: str) -> None:
-    """Do what `error.add_note(text)` does, which Python 3.10 lacks."""
+    """Add a note, like `error.add_note(text)`, which Python 3.10 lacks."""
     vars(error).setdefault("__notes__", []).append(text)
 
 
@@ -178,12 +178,12 @@ def row_lengths(dataset: Any, lengths: Any, name: str) -> torch.Tensor:
 
     Args:
         dataset: a map-style dataset.
-        lengths: its attribute `group_by_length`: a number per row, a function that returns them, or a column of a
-            dataset of Hugging Face.
+        lengths: its attribute `group_by_length`: a number per row, a function that returns them, or the name of a
+            column of a Hugging Face dataset.
         name: its name in `Datasets`.
 
     Raises:
-        DatasetError: these are not numbers, or not one per row.
+        DatasetError: the lengths are not one number per row.
     """
     title = f"datasets.{name}: its attribute group_by_length"
     if isinstance(dataset, IterableDataset) or hasattr(dataset, "to_ray"):
@@ -209,7 +209,7 @@ def dtype_name(column: torch.Tensor) -> str:
 
 
 def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
-    """Return a tensor as it is stored: C order, and types that NumPy lacks as integers of the same size."""
+    """Return a tensor as stored: in C order, with types that NumPy lacks as integers of the same size."""
     column = column.detach().cpu().contiguous()
     try:
         return column.numpy()
@@ -218,7 +218,7 @@ def as_numpy(column: torch.Tensor) -> "np.ndarray[Any, Any]":
 
 
 def check(cls: type, key: str) -> None:
-    """Raise DatasetError if a dataset class, at a key in conf.yaml, cannot be batched, before anything starts."""
+    """Check before a run that a dataset class, at a key in conf.yaml, can be batched, or raise DatasetError."""
     if any(callable(getattr(cls, name, None)) for name in ("to_ray", "to_hf", "to_reader")):
         return
     if not callable(getattr(cls, "ray_map_batches", None)) and not _may_return_dicts(cls):

@@ -1,6 +1,6 @@
-"""Rows that are dicts → batches: numbers of one shape are stacked, everything else becomes a list with an item per row.
+"""Batches from rows that are dicts: numbers of the same shape are stacked, other values become lists, an item per row.
 
-A row that does not fit the others is named in the error by its number in the dataset.
+Errors name the number of a row that does not match the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def stacked(rows: Sequence[Any], numbers: Sequence[int], name: str) -> dict[str,
 
 
 def culprit(collate: Callable[[list[Any]], Any], rows: Sequence[Any], numbers: Sequence[int]) -> str | None:
-    """Return which row a function fails to collate, alone or with the first; None if it fails only with all of them."""
+    """Describe the row that a function cannot collate, alone or with the first; None if only all rows together fail."""
 
     def fails(*some: Any) -> bool:
         try:
@@ -74,7 +74,7 @@ def culprit(collate: Callable[[list[Any]], Any], rows: Sequence[Any], numbers: S
 
 
 def _column(values: list[Any]) -> torch.Tensor | list[Any] | None:
-    """Return the values of one key as a tensor, or as they are if they are not numbers; None if the shapes differ."""
+    """Return the values of one key as a tensor, unchanged if they are not numbers, or None if the shapes differ."""
     first = values[0]
     if not isinstance(first, (torch.Tensor, np.ndarray, list, tuple, *_NUMBERS)):
         return values
@@ -84,14 +84,14 @@ def _column(values: list[Any]) -> torch.Tensor | list[Any] | None:
         column = torch.as_tensor(np.stack(values) if isinstance(first, np.ndarray) else values)
         if column.numel() or len({_shape(value) for value in values}) == 1:
             return column
-        return None  # of lists, the first is empty: torch would leave out the others
+        return None  # the first list is empty: torch would ignore the others
     except (TypeError, ValueError, RuntimeError, OverflowError):
         shapes = {_shape(value) for value in values}
         return values if None in shapes or len(shapes) == 1 else None
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array of numbers; None for anything else, like strings or lists of different lengths."""
+    """Return the shape of an array of numbers; None for other values, like strings or lists of different lengths."""
     try:
         return tuple(torch.as_tensor(value).shape)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""The datasets that conf.yaml defines: their nodes, and how each process constructs them."""
+"""Datasets in conf.yaml: their nodes, and their construction in each process."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ from mlx_runtime.distributed.randomness import seeded
 
 
 def dataset_nodes(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the nodes of the datasets that conf.yaml describes, by name."""
+    """Return the nodes of datasets in conf.yaml, by name."""
     nodes = tree.get("datasets", {}).items()
     return {name: node for name, node in nodes if isinstance(node, dict) and "_target_" in node}
 
@@ -25,9 +25,9 @@ def stream_names(tree: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
-    """Construct the dataset of a node in conf.yaml within the block: random data is the same in all processes.
+    """Seed the construction of a dataset within the block, so that random data is the same in all processes.
 
-    One process of a machine at a time loads a dataset of Hugging Face.
+    Only one process on a machine at a time loads a Hugging Face dataset.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeded(seed))
@@ -37,17 +37,17 @@ def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
 
 
 def constructing_each(nodes: Mapping[str, Any], seed: int) -> Context:
-    """Return `constructing` for the datasets of a group by name, as `build_group` takes it."""
+    """Return `constructing` for the datasets of a group by name, for `build_group`."""
     return lambda name: constructing(nodes[name], seed)
 
 
 def loads_hf(target: Any) -> bool:
-    """Return True if calling a class or function makes a dataset of Hugging Face, or an object with `to_hf()`."""
+    """Return True if a class or function returns a Hugging Face dataset, or an object with `to_hf()`."""
     return hasattr(target, "to_hf") or is_hf_dataset(getattr(target, "__self__", None)) or returns_hf_dataset(target)
 
 
 def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> Any:
-    """Return what loaders read: the rows if a dataset is one of Hugging Face or has `to_hf()`, else the dataset itself.
+    """Return the rows of a Hugging Face dataset, or of one with `to_hf()`, as loaders read them; others are unchanged.
 
     Args:
         dataset: the object in `Datasets`.

@@ -1,4 +1,4 @@
-"""Errors of datasets that other processes read."""
+"""Errors of datasets read by other processes."""
 
 from mlx_runtime.distributed.peers import lost_peer
 from mlx_runtime.errors import DatasetError, MlxError, WorkerLostError, short_message

@@ -1,12 +1,12 @@
-"""One loader type for every kind of dataset. Batches are on the device, in an order that depends only on the seed, the
-epoch and the world size, and every worker takes the same number of steps.
+"""One loader type for every kind of dataset. Batches are on the device, their order depends only on seed, epoch and
+world size, and every worker takes the same number of steps.
 
     a torch Dataset          read sample by sample, in the worker or in separate processes (`cfg.loader`), then stacked
-    the same, prepared       memory-mapped columns, read a megabyte at a time
-    an IterableDataset       every worker iterates over it and stacks its own samples
+    a prepared Dataset       memory-mapped columns, read a megabyte at a time
+    an IterableDataset       every worker iterates over all of it and stacks its own samples
     a class with to_ray()    a ray.data.Dataset, whose blocks are assigned to the workers
 
-`sampling` determines which worker reads which rows.
+`sampling` assigns rows to workers.
 """
 
 import re
@@ -38,14 +38,14 @@ _EVALUATION = re.compile(r"(val|valid|validation|test|testing|eval|evaluation|de
 def trains(name: str) -> bool:
     """Return True if a dataset or pass of this name is for training.
 
-    It is for evaluation if the name begins with the word `val`, `valid`, `validation`, `test`, `testing`, `eval`,
-    `evaluation`, `dev`, `predict` or `prediction`, or a plural of one: `val_large` and `test2`, but not `values`.
+    It is for evaluation if the first word of the name is `val`, `valid`, `validation`, `test`, `testing`, `eval`,
+    `evaluation`, `dev`, `predict` or `prediction`, or its plural: `val_large` and `test2`, but not `values`.
     """
     return _EVALUATION.match(name) is None
 
 
 def reading_processes(loader: str) -> int:
-    """Return the number of reading processes that `cfg.loader` asks for: `auto`, which means 0, or `workers=N`."""
+    """Return the number of reading processes per worker in `cfg.loader`: 0 for `auto`, or N for `workers=N`."""
     name, _, count = loader.partition("=")
     if loader == "auto":
         return 0
@@ -65,7 +65,7 @@ class LoaderOptions:
 
     seed: int = 0  # determines the order, together with the epoch
     prefetch: int | None = None  # batches read ahead; None is the default of each kind of dataset
-    processes: int = 0  # per worker, that read samples; 0 reads in the worker itself
+    processes: int = 0  # reading processes per worker; 0 reads in the worker itself
     accumulate: int = 1  # steps per update of a training dataset
     wanted_workers: int | None = None  # keep the global batch of this many workers; None keeps each worker's batch
     limit: int | None = None  # batches in a pass of `wanted_workers`; None means all
@@ -76,18 +76,18 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """One dataset as one worker sees it.
+    """The shard of a dataset for one worker.
 
     Attributes:
         name: Name of the argument in `Datasets`, like `train`.
-        group: The object that holds the dataset under this name, and constructs it when it is first read.
+        group: The object that has the dataset as an attribute of this name, and constructs it on first use.
         topology: Topology of this worker.
         options: Settings of the run.
         prepared: Prepared dataset to read instead; None reads the dataset.
         stream: Reader of a stream of Ray Data; None for other datasets.
         subset: Part of the dataset to read; None reads all of it.
         node: Node of the dataset in conf.yaml; None if there is none.
-        follow: Called with each new loader; returns the one to use. A session has one per dataset, to count its passes.
+        follow: Called with each new loader; returns the one to use. A session uses one per dataset, to count passes.
     """
 
     name: str
@@ -102,20 +102,20 @@ class DatasetShard:
 
     @cached_property
     def dataset(self) -> Any:
-        """The dataset object, or the rows of Hugging Face that it stands for."""
+        """The dataset object, or the Hugging Face dataset that it returns."""
         dataset = getattr(self.group, self.name)
         with constructing(self.node, self.options.seed):
             return adopted(dataset, self.name, self.node)
 
     @property
     def training(self) -> bool:
-        """True if its steps are training steps: given by its name, unless it has a boolean attribute `training`."""
+        """True if its steps are training steps, according to its boolean attribute `training`, by default its name."""
         value = self.attribute("training")
         return value if isinstance(value, bool) else trains(self.name)
 
     @property
     def shuffle(self) -> bool:
-        """True if the order differs in each epoch: by default for training datasets; `shuffle` overrides it."""
+        """True if each epoch has a different order: the attribute `shuffle`, by default True for training datasets."""
         return not self.options.repeats and bool(self.attribute("shuffle", self.training))
 
     @property
@@ -134,7 +134,7 @@ class DatasetShard:
 
     @cached_property
     def lengths(self) -> torch.Tensor | None:
-        """Length of each row that is read, (rows,) int64, by the attribute `group_by_length`; None without one."""
+        """Length of each row, (rows,) int64, according to the attribute `group_by_length`; None without it."""
         lengths = self.attribute("group_by_length")
         if lengths is None:
             return None
@@ -143,19 +143,19 @@ class DatasetShard:
 
     @property
     def row_counts(self) -> dict[str, float]:
-        """What a row counts, by unit, by the attribute `row_counts`."""
+        """Units per row, like `{"tokens": 64}`, from the attribute `row_counts`."""
         counts = self.attribute("row_counts") or {}
         if not isinstance(counts, Mapping) or not all(
             isinstance(unit, str) and isinstance(count, Real) for unit, count in counts.items()
         ):
             raise DatasetError(
-                f"datasets.{self.name}: its attribute row_counts is {counts!r:.80}; write what a row counts, "
+                f"datasets.{self.name}: its attribute row_counts is {counts!r:.80}; write units per row, "
                 'like {"tokens": 64}'
             )
         return {unit: float(count) for unit, count in counts.items()}
 
     def micro_batches(self, batch_size: int | None) -> tuple[int, int]:
-        """Return the rows per worker and step, by default the dataset's own, and the steps per update."""
+        """Return the rows per worker and step, by default those of the dataset, and the steps per update."""
         size = batch_size if batch_size is not None else self.attribute("batch_size")
         if type(size) is not int or size < 1:
             cure = companions.part("hub.datasets").batch_size_cure(None if self.prepared else self.dataset)
@@ -193,15 +193,15 @@ class DatasetShard:
         Iterate over it once per epoch. Calling this again with the same arguments returns the same loader, as does
         `BaseModule.generate_loaders`; other arguments apply from the next pass.
 
-        Values that are not tensors, like strings, stay on the host. The dataset is constructed when the loader is
-        first iterated or `len()` of it is called.
+        Values that are not tensors, like strings, stay on the host. The dataset is constructed at the first iteration
+        or call of `len()`.
 
         Args:
-            batch_size: Rows per worker and step; the dataset's own `batch_size` by default.
-            drop_last: Leave out a last batch that is smaller than the others; by default the dataset's attribute
+            batch_size: Rows per worker and step; by default the dataset's attribute `batch_size`.
+            drop_last: Drop a last batch that is smaller than the others; by default the dataset's attribute
                 `drop_last`, or False.
             prefetch_batches: Batches read ahead; by default `cfg.prefetch_batches`.
-            unsupported: Further arguments of Ray Data's method of this name.
+            unsupported: Other arguments of Ray Data's method of this name.
 
         Raises:
             DatasetError: An argument that this loader does not support.
@@ -224,11 +224,11 @@ _INSTEAD = {
     "local_shuffle_seed": "cfg.seed determines the order",
     "pin_memory": "batches for a GPU are always pinned",
 }
-"""What to do instead of passing an argument of Ray Data's method."""
+"""Alternatives to the unsupported arguments of Ray Data's method."""
 
 
 class DatasetShards:
-    """The shards by the names in `Datasets`: `dataset_shards.train`, `dataset_shards.val`, …"""
+    """The shards, by name in `Datasets`: `dataset_shards.train`, `dataset_shards.val`, …"""
 
     def __init__(self, shards: Mapping[str, DatasetShard]) -> None:
         self.__dict__.update(shards)
@@ -241,37 +241,37 @@ class DatasetShards:
 
 
 class LoaderObserver(Protocol):
-    """Follows how a loop reads a loader. What it returns for a pass is handed back to it."""
+    """Observer of the passes over a loader. The value that it returns for a pass is passed to its other methods."""
 
     def iterated(self, loader: "Loader") -> None:
         """`iter(loader)` was called."""
 
     def advances(self, loader: "Loader") -> bool:
-        """Return True if the pass that is about to begin advances its loader, False if it only reads the rows."""
+        """Return True if the coming pass advances its loader, False if it only reads the rows."""
         ...
 
     def pass_begins(self, loader: "Loader", part: WorkerPass) -> Any:
         """The first batch of a pass is about to be read."""
 
     def batch_given(self, item: Any, batch: Batch) -> None:
-        """The loop is about to get a batch."""
+        """The loop is about to receive a batch."""
 
     def step_finished(self, item: Any, batch: Batch) -> None:
-        """The loop has finished with a batch and asks for the next."""
+        """The loop has finished with a batch and requests the next."""
 
     def pass_left(self, item: Any) -> None:
         """The loop has left the pass before its end. Called while the iterator is closed: do nothing that can fail."""
 
 
 class Loader:
-    """Batches of one shard; iterate over it once per epoch. Every worker must take part in each pass.
+    """Iterable of the batches of one shard, for one pass per epoch. Every worker must take part in each pass.
 
     Attributes:
         shard: Shard to read.
-        asked: Batch size, `drop_last` and batches to read ahead; None for the dataset's own, and that of the run.
-        epoch: Number of the next pass, which determines the order; a restart sets it.
-        observer: Object that follows each pass.
-        current: The pass that last advanced this loader, whose position a checkpoint holds; None before the first.
+        asked: Arguments for batch size, `drop_last` and batches to read ahead; None for defaults.
+        epoch: Number of the next pass, which determines the order; restored on restart.
+        observer: Observer of each pass.
+        current: The pass that last advanced this loader, whose position is checkpointed; None before the first.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Loader:
 
     @cached_property
     def accumulate(self) -> int:
-        """Steps per update: as configured, multiplied in smaller groups so that the global batch stays the same."""
+        """Steps per update: as configured, and more with fewer workers, to keep the global batch."""
         return self.shard.micro_batches(self.asked[0])[1]
 
     @property
@@ -322,13 +322,13 @@ class Loader:
         """The plan of a pass from its first row.
 
         Raises:
-            DatasetError: There are too few rows for every worker, or for one full batch of each.
+            DatasetError: There are too few rows for all workers, or for one full batch per worker.
         """
         shard, size, drop_last = self.shard, self.batch_size, self.asked[1]
         if drop_last is None:
             drop_last = bool(shard.attribute("drop_last", False))
         workers, limit = shard.topology.data_parallel_size, shard.limit
-        if limit is not None:  # in a group that has lost workers, each reads for several
+        if limit is not None:  # each remaining worker reads the batches of lost ones, too
             limit *= max(1, self.accumulate // shard.options.accumulate) * size * workers
         chunk = max(1, self.reader.window_rows // size)
         total = self.reader.rows() if shard.subset is None else len(shard.subset.rows)
@@ -387,13 +387,13 @@ class Loader:
                 if observer is not None:
                     observer.step_finished(item, batch)
                 asked = time.perf_counter()
-        except GeneratorExit:  # the loop was left with `break`
+        except GeneratorExit:  # left by `break`
             part.left = True
             if observer is not None:
                 observer.pass_left(item)
 
     def _begin(self) -> WorkerPass:
-        """Advance to the next pass, or to what is left of an interrupted one."""
+        """Advance to the next pass, or to the rest of an interrupted one."""
         shard, plan, skip = self.shard, self._whole_pass, 0
         was_adopted = self.continues_adopted
         state, self._resumed = self._resumed, None
@@ -422,7 +422,7 @@ class Loader:
         return self.current
 
     def _part(self, plan: ShardPlan, skip: int = 0) -> WorkerPass:
-        """Return what this worker reads of a pass, in the order of the next epoch."""
+        """Return this worker's part of a pass, in the order of the next epoch."""
         shard = self.shard
         epoch = 0 if shard.options.repeats else self.epoch
         subset = None if shard.subset is None else shard.subset.rows
@@ -432,13 +432,13 @@ class Loader:
         return part
 
     def adopt(self, part: WorkerPass) -> None:
-        """Advance to a pass that is already being read: the observer has only now seen what it is."""
+        """Advance to a pass that has already begun, once the observer has recognized it."""
         self.current, part.adopted = part, True
         self.epoch += 1
 
     @property
     def continues_adopted(self) -> bool:
-        """True if the next pass continues an interrupted one that was adopted, and begins like that one."""
+        """True if the next pass continues an interrupted, adopted pass, and begins in the same way."""
         return self._resumed is not None and self._resumed.get("adopted") == torch.is_grad_enabled()
 
     def state_dict(self) -> dict[str, Any]:
@@ -451,7 +451,7 @@ class Loader:
         return state | {"adopted": self.current.gradients} if self.current.adopted else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position: from its step if it is in the middle of a pass, else with its epoch.
+        """Continue from a position: in the middle of a pass from its step, otherwise from the next epoch.
 
         With the same number of workers and batch size, each worker continues with the same batches; otherwise the
         remaining rows are reassigned.

@@ -1,8 +1,8 @@
-"""Batches that a thread reads ahead of the loop.
+"""Reading batches ahead of the loop, in a thread.
 
-The loop sees what it would see without the thread: the same batches in the same order, and each exception at the batch
-it belongs to. Nothing counts as read before the loop has it. The one thing that a thread cannot have to itself is the
-global random generators, so what draws from them is read by the loop.
+The loop sees no difference: it receives the same batches in the same order, and each exception at its batch. Batches
+count as read only when the loop receives them. Global random generators cannot be separate for a thread, so datasets
+that draw from them are read by the loop itself.
 """
 
 import os
@@ -17,18 +17,18 @@ from mlx_runtime.data.batches import Batch, move_tensors
 from mlx_runtime.distributed.randomness import random_state, same_random_state
 
 DEFAULT_PREFETCH = 2
-"""Batches that are read ahead by default, where neither user code nor random numbers of the worker take part."""
+"""Default number of batches to read ahead, where neither user code nor global random numbers are involved."""
 
 
 def read_ahead(
     batches: Iterator[Batch], count: int, *, draws: Callable[[], bool] = lambda: False, pin_memory: bool = False
 ) -> Iterator[Batch]:
-    """Yield batches, of which a thread reads up to `count` ahead. Closing the iterator ends the thread.
+    """Yield batches, up to `count` of which a thread reads ahead. Closing the iterator ends the thread.
 
     Args:
-        batches: The first is read by the loop itself. If that draws from the global generators, so are all others.
-        count: Batches to hold, 1 or more.
-        draws: Called after the first batch; returns True if it drew random numbers that are not those of the loop.
+        batches: The loop reads the first one itself, and all others if it draws from the global generators.
+        count: Maximum number of batches ahead, at least 1.
+        draws: Called after the first batch; returns True if it drew from separate random generators.
         pin_memory: Move tensors to pinned memory, for the GPU of this worker.
     """
     before = random_state()
@@ -78,14 +78,14 @@ os.register_at_fork(before=_pause, after_in_parent=_resume, after_in_child=_forg
 
 
 class ReadingThread(threading.Thread):
-    """Reads batches until there are `count` that nobody has taken yet.
+    """Reads batches as long as fewer than `count` are waiting to be taken.
 
-    It is between two batches whenever this process forks, so that a child inherits no lock of user code.
+    It pauses between two batches when this process forks, so that a child inherits no lock of user code.
 
     Args:
-        batches: What to read; nobody else reads it while the thread runs.
-        count: Batches to hold.
-        gpu: Index of the GPU for which tensors are pinned; None pins none.
+        batches: Iterator that nothing else reads while the thread runs.
+        count: Maximum number of batches ahead.
+        gpu: Index of the GPU for which tensors are pinned; None means no pinning.
     """
 
     def __init__(self, batches: Iterator[Batch], count: int, gpu: int | None = None) -> None:
@@ -99,16 +99,16 @@ class ReadingThread(threading.Thread):
         _THREADS.add(self)
 
     def take(self) -> tuple[Batch | None, BaseException | None]:
-        """Return the next batch, or the exception raised instead of it; neither at the end."""
+        """Return the next batch, or the exception raised in its place; neither at the end."""
         taken = self._read.get()
         self._free.release()
         return taken
 
     def end(self) -> None:
-        """End the thread after the batch that it is reading."""
+        """End the thread after its current batch."""
         self._ended = True
         self._free.release()
-        if threading.current_thread() is not self:  # as when it collects an abandoned iterator as garbage
+        if threading.current_thread() is not self:  # it is if the thread garbage-collects an abandoned iterator
             self.join()
 
     def run(self) -> None:

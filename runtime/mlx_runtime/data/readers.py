@@ -1,4 +1,4 @@
-"""The protocol that loaders read from, and readers of torch datasets, in the worker itself or in separate processes."""
+"""The protocol of readers, and readers of torch datasets, in the worker itself or in separate processes."""
 
 import threading
 import traceback
@@ -24,13 +24,13 @@ from mlx_runtime.errors import DatasetError, short_message
 
 
 class Reader(Protocol):
-    """Reads the rows of one dataset for one worker. A method `to_reader` of a dataset returns one of another kind."""
+    """Reads the rows of one dataset for one worker. A dataset with a method `to_reader` supplies its own."""
 
-    window_rows: int  # consecutive rows that a worker reads, within which a stream is shuffled; 1 for random access
+    window_rows: int  # consecutive rows per worker, within which a stream is shuffled; 1 for random access
 
     @property
     def advice(self) -> str | None:
-        """How to read faster; None if there is no better way."""
+        """Advice for faster reading; None if there is none."""
 
     def rows(self) -> int:
         """Return the number of rows in one pass. Raises DatasetError if the dataset has no length."""
@@ -44,16 +44,16 @@ class ReadingProcesses:
     """Separate processes that read the samples of a worker."""
 
     count: int = 0  # 0 reads in the worker itself
-    pin_memory: bool = False  # from which copying to a GPU does not block
+    pin_memory: bool = False  # copying from it to a GPU does not block
 
     def loader(self, dataset: Dataset[Any], prefetch: int | None, **options: Any) -> DataLoader[Any]:
-        """Return a DataLoader for a dataset whose items are batches, of which each process reads some ahead."""
+        """Return a DataLoader for a dataset whose items are batches; each process reads some ahead."""
         return DataLoader(
             dataset,
             batch_size=None,
             collate_fn=_unchanged,
             pin_memory=self.pin_memory,
-            prefetch_factor=DEFAULT_PREFETCH if prefetch is None else max(1, prefetch),  # with 0, it would read nothing
+            prefetch_factor=DEFAULT_PREFETCH if prefetch is None else max(1, prefetch),  # 0 would read nothing
             generator=torch.Generator(),  # otherwise each pass would advance the random state of training
             **options,
         )
@@ -65,7 +65,7 @@ def _unchanged(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a reading process returns instead of a batch if reading raised an exception.
+    """Result of a reading process in place of a batch if reading raised an exception.
 
     The exception itself may not survive pickling, and a DataLoader would put its traceback into the message.
     """
@@ -98,7 +98,7 @@ class MapReader:
     def __init__(self, dataset: Any, name: str, processes: ReadingProcesses) -> None:
         self._dataset, self._name, self._processes = dataset, name, processes
         self._batches = BatchReader(dataset, name)
-        self._idle: tuple[_Sampler, DataLoader[Any]] | None = None  # whose processes wait for the next pass
+        self._idle: tuple[_Sampler, DataLoader[Any]] | None = None  # processes waiting for the next pass
 
     @property
     def advice(self) -> str | None:
@@ -113,11 +113,11 @@ class MapReader:
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
         if self._processes.count:
             return self._read_by_processes(part, prefetch)
-        batches = map(self._batches.read, part.batch_rows())  # a DataLoader costs a fifth for small batches
+        batches = map(self._batches.read, part.batch_rows())  # a DataLoader is a fifth slower for small batches
         return read_ahead(batches, prefetch, pin_memory=self._processes.pin_memory) if prefetch else batches
 
     def _read_by_processes(self, part: WorkerPass, prefetch: int | None) -> Iterator[Batch]:
-        own, self._idle = self._idle, None  # a pass within a step of this one needs its own
+        own, self._idle = self._idle, None  # a nested pass needs its own
         if own is None:
             sampler, count = _Sampler(), self._processes.count
             options = {"sampler": sampler, "num_workers": count, "persistent_workers": True}
@@ -148,7 +148,7 @@ class _MapBatches(Dataset[Any]):
 
     def __getitem__(self, item: tuple[int, list[int]]) -> "Batch | _Failure":
         seed, rows = item
-        seed_everything(mix_seeds(seed, rows[0]))  # random samples are the same whichever process reads them
+        seed_everything(mix_seeds(seed, rows[0]))  # so that random samples do not depend on the process
         try:
             return self._batches.read(rows)
         except Exception as error:
@@ -184,7 +184,7 @@ class IterableReader:
 
 
 class _IterableBatches(IterableDataset[Any]):
-    """The batches that one worker reads of an `IterableDataset`, as a dataset for a reading process."""
+    """One worker's batches of an `IterableDataset`, as a dataset for a reading process."""
 
     def __init__(self, dataset: Any, name: str, part: WorkerPass) -> None:
         self.dataset, self.name, self.part = dataset, name, part
@@ -210,7 +210,7 @@ class _IterableBatches(IterableDataset[Any]):
                 yield reader.stack(list(batch), positions)
 
     def _own_samples(self) -> Iterator[tuple[int, Any]]:
-        """Yield the samples of this worker, each with its position in the stream."""
+        """Yield this worker's samples, each with its position in the stream."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.part.epoch)
         self._randomness = randomness = _Randomness(self.part.epoch_seed)  # all workers see the same stream
@@ -247,7 +247,7 @@ class _IterableBatches(IterableDataset[Any]):
 
 
 class _Randomness:
-    """A separate random state: code in a `with` block neither sees nor changes the random numbers of training."""
+    """A separate random state: code in its `with` block does not affect the random numbers of training."""
 
     def __init__(self, seed: int) -> None:
         with seeded(seed):
@@ -259,7 +259,7 @@ class _Randomness:
         return not same_random_state(self._first, self._own)
 
     def __enter__(self) -> None:
-        # a reading process has no other random numbers, and the loop's must not change under it
+        # a reading process has no other random numbers, and those of the loop must not change
         self._swaps = get_worker_info() is None and not isinstance(threading.current_thread(), ReadingThread)
         if self._swaps:
             self._outside = random_state()

@@ -1,6 +1,6 @@
-"""The rows that each worker reads, step by step: arithmetic on (seed, epoch, world size), independent of timing.
+"""The rows of each worker at each step: a function of seed, epoch and world size, independent of timing.
 
-A pass over a dataset is an order of its rows, a permutation if shuffled, that is assigned to the workers:
+A pass over a dataset has an order of its rows, a permutation if shuffled, which is divided among the workers:
 
     order   0 1 2 3 4 5 6 7 8 9        world size 2, batch size 2
     rank 0  0 1     4 5     8          step 1, step 2, step 3
@@ -8,13 +8,13 @@ A pass over a dataset is an order of its rows, a permutation if shuffled, that i
 
 All workers take the same number of steps, and each row is read exactly once, by one worker. The last two batches of a
 worker share the remaining rows, so that no worker runs out early: they may be short, but never empty. With
-`batch_size=1`, the last batches take the surplus instead, and some have two rows. With `drop_last`, all batches are
-full, and up to `world_size * batch_size - 1` rows at the end of the order are left out of the pass.
+`batch_size=1`, some of the last batches have two rows instead. With `drop_last`, all batches are full, and up to
+`world_size * batch_size - 1` rows at the end of the order are dropped.
 
 A *position* is an index into the order, and a *share* is a run of positions that one worker reads.
 
-Rows of different lengths may be ordered in *groups* of similar lengths, as many rows as one step of all workers reads.
-The groups are part of the order, so everything else stays the same.
+Rows of different lengths may be ordered in *groups* of similar lengths. A group has as many rows as all workers read in
+one step. The groups only change the order; everything else stays the same.
 """
 
 import math
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 Range = tuple[int, int]
-"""First position, and the position after the last."""
+"""First position, and the one after the last."""
 
 LOADER_ARGUMENTS = ("batch_size", "shuffle", "drop_last")
-"""Arguments that affect how rows are read, not what they are: changing them does not make a prepared dataset stale."""
+"""Arguments that do not affect the content of rows, so that changing them does not make a prepared dataset stale."""
 
 
 def mix_seeds(*numbers: int) -> int:
-    """Combine numbers into one seed, 0 … 2**63 - 1. Different combinations are unlikely to give the same seed."""
+    """Combine numbers into one seed, 0 … 2**63 - 1. Different combinations very likely give different seeds."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -47,20 +47,20 @@ def epoch_order(rows: int, seed: int, epoch: int, *, shuffle: bool) -> torch.Ten
 
 
 GROUPS = 50
-"""Groups that are formed of the same rows: more give more similar lengths, and batches that are less random."""
+"""Number of groups formed from one window of rows: more mean more similar lengths, but less random batches."""
 
 
 def grouped_by_length(order: torch.Tensor, lengths: torch.Tensor, group: int, seed: int | None) -> torch.Tensor:
     """Return an order in which each group of consecutive rows has similar lengths; int64.
 
-    Rows are sorted within windows of `GROUPS` groups, and all groups are then shuffled. What does not fill a group
-    stays at the end of the order.
+    Rows are sorted within windows of `GROUPS` groups, and all groups are then shuffled. Rows that do not fill a group
+    stay at the end of the order.
 
     Args:
         order: row numbers, (rows,) int64.
-        lengths: length of each row, (rows,) int64, by its number.
-        group: rows in a group.
-        seed: seed of the order of the groups; None keeps them in the order of their windows.
+        lengths: length of each row, (rows,) int64, by row number.
+        group: rows per group.
+        seed: seed for the order of the groups; None keeps the order of their windows.
     """
     count = len(order) // group
     full, step = order[: count * group], group * GROUPS
@@ -73,14 +73,14 @@ def grouped_by_length(order: torch.Tensor, lengths: torch.Tensor, group: int, se
 
 
 def shuffled_share(count: int, seed: int, rank: int, number: int) -> torch.Tensor:
-    """Return the order in which a worker reads the rows of its share `number`, (count,) int64."""
+    """Return the order of the rows in share `number` of a worker, (count,) int64."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mix_seeds(seed, rank, number)))
 
 
 def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]:
-    """Return the rows per worker and step, and the steps per update, that keep the global batch of `wanted` workers.
+    """Return the rows per worker and step, and the steps per update, for the global batch of `wanted` workers.
 
-    The rows are at most `batch_size`; if the global batch cannot be divided equally, the product is the nearest to it.
+    The rows are at most `batch_size`; if the global batch cannot be divided equally, the closest one is used.
     """
     total = batch_size * wanted
     fewest = math.ceil(wanted / workers)
@@ -93,20 +93,20 @@ def micro_batches(batch_size: int, wanted: int, workers: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Assigns what is left of a pass to the workers."""
+    """Assignment of the remaining rows of a pass to the workers."""
 
     rows: int  # in the order of the whole pass
     world_size: int
     batch_size: int  # rows per worker and step
-    drop_last: bool = False  # leave out the rows at the end that do not fill a batch of every worker
-    chunk: int = 1  # consecutive batches in one share; more than one keeps neighbors in a stream together
-    read: tuple[Range, ...] = ()  # positions read before by any number of workers, disjoint and ascending
-    limit: int | None = None  # rows in the whole pass, including those read before; None means all
-    group: int = 0  # rows of similar lengths that follow each other in the order; 0 means that lengths do not matter
+    drop_last: bool = False  # drop the rows at the end that do not fill a batch of every worker
+    chunk: int = 1  # consecutive batches per share; more than 1 keeps neighbors in a stream together
+    read: tuple[Range, ...] = ()  # positions already read, by any number of workers; disjoint and ascending
+    limit: int | None = None  # rows in the whole pass, including those already read; None means all
+    group: int = 0  # consecutive rows of similar lengths; 0 ignores lengths
 
     @cached_property
     def unread(self) -> tuple[Range, ...]:
-        """Positions that are left."""
+        """Remaining positions."""
         edges = [0, *(edge for part in self.read for edge in part), self.rows]
         return tuple((start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop)
 
@@ -116,7 +116,7 @@ class ShardPlan:
 
     @property
     def assigned(self) -> int:
-        """Number of rows that this plan assigns. Fewer rows than workers cannot be shared, so none are."""
+        """Number of rows that this plan assigns; 0 if there are fewer rows than workers."""
         before = self.rows - self.left
         rows = self.left if self.limit is None else max(0, min(self.left, self.limit - before))
         if self.drop_last:
@@ -152,9 +152,9 @@ class ShardPlan:
         return start, start + share + (rank < surplus)
 
     def assignments(self) -> Iterator[tuple[int | None, int]]:
-        """Yield which worker reads each part of the order, up to the last position read, as (rank, number of rows).
+        """Yield the worker for each part of the order, up to the last position to read, as (rank, number of rows).
 
-        The rank is None for positions that were read before.
+        The rank is None for positions already read.
         """
         gaps = iter(self.unread)
         position = stop = 0
@@ -179,7 +179,7 @@ class ShardPlan:
                 yield rank, stop - start
 
     def positions(self, rank: int) -> torch.Tensor:
-        """Return the positions that one worker reads, in its order; int64."""
+        """Return the positions of one worker, in reading order; int64."""
         rounds, share = self._rounds, self._share
         full = rounds * self.world_size * share
         own = torch.arange(full).view(rounds, self.world_size, share)[:, rank].reshape(-1)
@@ -207,7 +207,7 @@ class ShardPlan:
         return [surplus * more + (self.world_size - surplus) * fewer for more, fewer in pairs]
 
     def _shuffled_positions(self, seed: int) -> list[torch.Tensor]:
-        """Return the positions of every worker, for workers that shuffle each of their shares."""
+        """Return the positions of every worker, if workers shuffle each of their shares."""
         shares: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         position = 0
         for rank, count in self.assignments():
@@ -217,9 +217,9 @@ class ShardPlan:
         return [torch.cat(items) if items else torch.arange(0) for items in shares]
 
     def read_after(self, steps: int, seed: int | None = None) -> tuple[Range, ...]:
-        """Return the positions that have been read once every worker has taken `steps` steps of this plan.
+        """Return the positions already read after `steps` steps of every worker.
 
-        `seed` is what each worker shuffled its shares with, or None if it did not.
+        `seed` is the seed with which workers shuffle their shares, or None if they do not.
         """
         if steps == 0:
             return self.read
@@ -239,7 +239,7 @@ class ShardPlan:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "ShardPlan":
-        """Return the plan of a state, which may have other values, too."""
+        """Return the plan of a state, ignoring other values."""
         values = {item.name: state[item.name] for item in fields(cls)}
         return cls(**values | {"read": tuple((start, stop) for start, stop in state["read"])})
 
@@ -249,26 +249,26 @@ class Subset:
     """The part of a dataset that a run reads."""
 
     rows: torch.Tensor  # row numbers, int64
-    attributes: Mapping[str, Any] = field(default_factory=dict)  # instead of the dataset's own
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # override those of the dataset
 
 
 @dataclass
 class WorkerPass:
-    """The part of a pass that one worker reads, and how far it is."""
+    """One worker's part of a pass, and its progress."""
 
     plan: ShardPlan
-    rank: int  # among the workers that read different rows
-    skip: int  # steps of the plan that were taken before an interruption
+    rank: int  # data-parallel rank
+    skip: int  # steps of the plan taken before an interruption
     epoch: int
     seed: int  # of the run; determines the order together with the epoch
     shuffle: bool
-    given: int = 0  # batches that the loop has been given, without those before the interruption
+    given: int = 0  # batches given to the loop since the interruption
     left: bool = False  # the loop has left the pass before its end
     gradients: bool = True  # enabled when it began
     adopted: bool = False  # see `Loader.adopt`
-    subset: torch.Tensor | None = None  # row numbers that the pass is over, int64; None means all rows
-    lengths: torch.Tensor | None = None  # of the rows that the pass is over, int64; needed if the plan has groups
-    row_counts: Mapping[str, float] = field(default_factory=dict)  # what a row counts, like {"tokens": 64}
+    subset: torch.Tensor | None = None  # row numbers in the pass, int64; None means all rows
+    lengths: torch.Tensor | None = None  # of the rows in the pass, int64; needed if the plan has groups
+    row_counts: Mapping[str, float] = field(default_factory=dict)  # units per row, like {"tokens": 64}
     waited_s: float = 0.0  # for data
     began: float = field(default_factory=time.perf_counter)
 
@@ -294,7 +294,7 @@ class WorkerPass:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Rows that all workers read per second, and what these count."""
+        """Rows that all workers read per second, and their other units."""
         counts = {"samples": 1.0, **self.row_counts}
         return {f"{unit}_per_s": count * self.rows_read / self.seconds for unit, count in counts.items()}
 
@@ -305,7 +305,7 @@ class WorkerPass:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Rows in each batch that is left."""
+        """Rows in each remaining batch."""
         return self.plan.sizes(self.rank)[self.skip :]
 
     @cached_property
@@ -313,16 +313,16 @@ class WorkerPass:
         return self.plan.step_sizes()[self.skip :]
 
     def loss_divisor(self, accumulate: int) -> float:
-        """Return what to divide the mean loss of the current batch by, so that all rows of an update weigh the same.
+        """Return the divisor for the mean loss of the current batch that gives all rows of an update the same weight.
 
-        The update is made of `accumulate` steps, or what is left at the end of the pass. Its gradient is the sum over
-        these steps of the mean over the workers. Exactly the number of steps if all batches have the same size.
+        An update has `accumulate` steps, or fewer at the end of the pass. Its gradient is the sum over these steps of
+        the mean over the workers. If all batches have the same size, the divisor is the number of steps.
         """
         first = (self.given - 1) // accumulate * accumulate
         return sum(self._step_sizes[first : first + accumulate]) / (self.sizes[self.given - 1] * self.plan.world_size)
 
     def rows(self) -> torch.Tensor:
-        """Return the row numbers that are left, in order; int64."""
+        """Return the remaining row numbers, in order; int64."""
         order = epoch_order(self.plan.rows, self.seed, self.epoch, shuffle=self.shuffle)
         if self.plan.group and self.lengths is not None:
             seed = mix_seeds(self.epoch_seed, self.plan.group) if self.shuffle else None
@@ -332,7 +332,7 @@ class WorkerPass:
         return rows if self.subset is None else self.subset[rows]
 
     def batch_rows(self) -> Iterator[list[int]]:
-        """Yield the row numbers of each batch, in order."""
+        """Yield the row numbers of each remaining batch, in order."""
         numbers, start = self.rows(), 0
         for size in self.sizes:
             yield numbers[start : start + size].tolist()

@@ -1,4 +1,4 @@
-"""Collectives on plain values and tensors. Every worker must call each of them; without a group they are local."""
+"""Collectives on plain values and tensors. Every worker must call them; without a process group they are local."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from mlx_runtime.distributed.topology import Topology
 def data_parallel_group(topology: Topology) -> Any:
     """Create a gloo group of the workers at the same position of each replica, or None if there is no process group.
 
-    It runs on the CPU, so that its collectives overlap with the work of the model.
+    Its collectives run on the CPU, so that they overlap with computation on GPUs.
     """
     if not torch.distributed.is_initialized():
         return None
@@ -31,7 +31,7 @@ def agree(flags: list[bool], device: torch.device) -> list[bool | None]:
 
 
 def mean_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of a tensor over all workers. The collective runs on its device, which it does not wait for."""
+    """Return the mean of a tensor over all workers. The collective runs on its device, without waiting for it."""
     if not torch.distributed.is_initialized():
         return value
     total = value.clone()
@@ -40,7 +40,7 @@ def mean_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(value: Any) -> Any:
-    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for what it may contain."""
+    """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types."""
     if not torch.distributed.is_initialized():
         return value
     message = encode(value) if torch.distributed.get_rank() == 0 else b""

@@ -1,4 +1,4 @@
-"""Process groups of one machine that other users of it can neither enter nor read.
+"""Process groups on one machine that its other users can neither join nor read.
 
 Gloo has no authentication: whoever connects first to a worker and sends a small number counts as its peer. So workers
 meet in a store that only they can open, listen on the loopback interface only, prove to each other that they can open
@@ -20,10 +20,10 @@ import torch
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 
 PROOF_S = 30.0
-"""How long a peer may take to prove that it belongs to the run, after it has connected."""
+"""Maximum time from a peer's connection to its proof that it belongs to the run."""
 
 _TAG = 0x6D6C78
-"""Tag of the messages, which no other message of a group has yet: it is the first."""
+"""Tag of the proofs. They are the first messages of a group, so no other one has this tag."""
 
 _SO_ATTACH_FILTER = 26  # Linux; not in Python's `socket`
 
@@ -32,12 +32,12 @@ def prove(group: Any, store: Any, rank: int, size: int) -> None:
     """Prove to each peer in a new group that this worker can open its store, and check that each of them can.
 
     Every worker of the group must call this, with its rank in the group and the group's own part of the store. The
-    first one draws the key. Each direction of each connection has its own proof, which is sent over no other one, so
-    that a stranger can neither replay nor forward it.
+    first caller generates the key. Each direction of each connection has its own proof, so that a stranger can
+    neither replay nor forward one.
 
     Raises:
         MlxError: A connection is not from a worker of the run.
-        WorkerLostError: A peer has not answered within `PROOF_S`, or is lost.
+        WorkerLostError: A peer did not answer within `PROOF_S`, or is lost.
     """
     key = store.compare_set("key", "", secrets.token_hex(32))
     peers = [peer for peer in range(size) if peer != rank]
@@ -48,8 +48,8 @@ def prove(group: Any, store: Any, rank: int, size: int) -> None:
         _wait(work, rank, peer)
         if not hmac.compare_digest(received[peer].numpy().tobytes(), _proof(key, peer, rank)):
             raise MlxError(
-                f"another process of this machine has connected to rank {rank} as if it were rank {peer}; nothing was "
-                "read from it. Find it among those of other users, and start the run again"
+                f"another process on this machine connected to rank {rank} as if it were rank {peer}; nothing was "
+                "read from it. Look for it among the processes of other users, and start the run again"
             )
     for peer, work in sending.items():
         _wait(work, rank, peer)
@@ -60,12 +60,12 @@ def _wait(work: Any, rank: int, peer: int) -> None:
         work.wait(datetime.timedelta(seconds=PROOF_S))
     except RuntimeError as error:  # it begins with a location in the source of gloo, and ends with advice
         why = short_message(error).partition("] ")[2].partition(". ")[0] or short_message(error)
-        text = f"rank {peer} has not proved to rank {rank} that it belongs to the run: {why}"
+        text = f"rank {peer} did not prove to rank {rank} that it belongs to the run: {why}"
         raise WorkerLostError(text) from error
 
 
 def listening() -> set[int]:
-    """Return the file descriptors of this process's sockets that accept connections, if the system lists them."""
+    """Return the file descriptors of this process's listening sockets, if the system lists them."""
     found = set()
     for name in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as candidate:
@@ -75,9 +75,9 @@ def listening() -> set[int]:
 
 
 def refuse_connections(descriptor: int) -> None:
-    """Make a listening socket ignore new connections, where the system can; those that are established stay.
+    """Make a listening socket drop new connections, where the system supports it. Established connections stay.
 
-    It cannot be closed, because gloo would end the process.
+    The socket cannot be closed, because gloo would end the process.
     """
     drop_all = ctypes.create_string_buffer(b"\x06" + bytes(7))  # a program of one instruction: return 0
     program = _Program(1, ctypes.addressof(drop_all))
@@ -86,7 +86,7 @@ def refuse_connections(descriptor: int) -> None:
 
 
 class _Program(ctypes.Structure):
-    """`struct sock_fprog` of Linux: a filter of packets."""
+    """`struct sock_fprog` of Linux: a packet filter."""
 
     _fields_ = (("instructions", ctypes.c_ushort), ("program", ctypes.c_void_p))
 

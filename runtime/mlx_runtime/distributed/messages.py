@@ -1,6 +1,6 @@
-"""Messages between workers: plain values as JSON, followed by the content of their tensors.
+"""Messages between workers: plain values as JSON, followed by the contents of their tensors.
 
-Reading one never runs code, unlike unpickling, because not every network between workers keeps others out.
+Unlike unpickling, decoding never runs code, because others may have access to the network between workers.
 """
 
 import base64
@@ -19,10 +19,10 @@ _OF_NUMPY = (torch.float16, torch.float32, torch.float64)  # types that NumPy ha
 
 
 def encode(value: Any) -> bytes:
-    """Return a message: numbers, text, bytes and tensors, in lists, tuples and dicts with any of these as keys.
+    """Encode a value: numbers, text, bytes and tensors, in lists, tuples, and dicts with any of these as keys.
 
     Raises:
-        TypeError: It contains something else.
+        TypeError: It contains another type.
     """
     tensors: list[torch.Tensor] = []
     text = json.dumps(_described(value, tensors), separators=(",", ":")).encode()
@@ -30,7 +30,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(message: bytes) -> Any:
-    """Return the value of a message, its tensors on the CPU.
+    """Decode a message, with its tensors on the CPU.
 
     Raises:
         ValueError: It is not a message.
@@ -47,7 +47,7 @@ def decode(message: bytes) -> Any:
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value for JSON: whatever JSON has no type for becomes `{type: content}`."""
+    """Return a value for JSON, with types that JSON lacks as `{type: content}`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -73,7 +73,7 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 
 def _value(described: Any, data: memoryview, position: int) -> tuple[Any, int]:
-    """Return a value, and the position in the message after the content of its tensors."""
+    """Return a value, and the position after the contents of its tensors in the message."""
     if isinstance(described, list):
         items = []
         for item in described:

@@ -6,7 +6,7 @@ import sys
 import torch
 
 _RAY_LOST = (
-    "RayActorError",  # a reader or assigner of rows, or what owned it
+    "RayActorError",  # a reader or assigner of rows, or its owner
     "ObjectLostError",
     "WorkerCrashedError",
     "NodeDiedError",
@@ -19,10 +19,10 @@ _GLOO = re.compile(r"\[[^\]]*\bgloo/transport/[^\]]+:\d+\] ")
 def lost_peer(error: BaseException) -> bool:
     """Return True if an error means only that another worker is lost.
 
-    Gloo raises plain RuntimeErrors with a location in its source in front, which they keep when user code raises them
-    again. Any other RuntimeError, for example about a server that refuses connections, comes from user code.
+    Gloo raises plain RuntimeErrors whose messages begin with a location in its source, also if user code reraises
+    them. Any other RuntimeError, for example about a server that refuses connections, comes from user code.
     """
-    ray_errors = sys.modules.get("ray.exceptions")  # without Ray, none of its errors was raised
+    ray_errors = sys.modules.get("ray.exceptions")  # if Ray is not imported, it raised no error
     lost = [getattr(ray_errors, name) for name in _RAY_LOST] if ray_errors is not None else []
     if isinstance(error, (torch.distributed.DistError, *lost)):
         return True

@@ -44,8 +44,8 @@ def same_random_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 def seeded(seed: int) -> Iterator[None]:
     """Seed everything inside the block, and restore all states after it.
 
-    Generators of GPUs take part only if this process already uses CUDA. It must not be initialized here: a driver
-    could not fork workers any more, and in a process that a worker has forked to read samples it cannot be.
+    Generators of GPUs are included only if this process already uses CUDA, which must not be initialized here: a
+    driver could no longer fork workers, and it would fail in a process that was forked to read samples.
     """
     before = random_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]

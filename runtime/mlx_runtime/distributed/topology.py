@@ -13,17 +13,17 @@ _current: "Topology | None" = None
 
 @dataclass(frozen=True)
 class Topology:
-    """The position of this worker in the group. The only object to ask for a rank, a world size or a device.
+    """The position of this worker in the group: the only source of ranks, world size and device.
 
-    Rows, metrics and the global batch go by the data-parallel rank and size: workers that hold one replica of the
-    model together read the same rows.
+    Rows, metrics and the global batch depend on the data-parallel rank and size: workers that share one replica of
+    the model read the same rows.
     """
 
     rank: int  # global rank, from 0
     world_size: int
     device: torch.device  # of the models and batches of this worker
     local_rank: int = 0  # among the workers on this machine
-    model_parallel_size: int = 1  # workers with consecutive ranks that hold one replica of the model; see `Strategy`
+    model_parallel_size: int = 1  # number of consecutive ranks that share one replica of the model; see `Strategy`
 
     @contextlib.contextmanager
     def entered(self) -> Iterator["Topology"]:
@@ -47,7 +47,7 @@ class Topology:
 
     @property
     def writes(self) -> bool:
-        """True on the one worker that writes the record, the logs of metrics, and checkpoints."""
+        """True on the one worker that writes the record, metrics and checkpoints."""
         return self.rank == 0
 
 
@@ -55,7 +55,7 @@ def current(name: str) -> Topology:
     """Return the position of this process.
 
     Raises:
-        MlxError: it is not a worker; `name` is the public function that was called.
+        MlxError: the process is not a worker; `name` is the public function that was called.
     """
     if _current is None:
         raise MlxError(f"{name}() works on workers: in worker_loop, eval_loop, or a function that a Trainer calls")

@@ -1,4 +1,4 @@
-"""Everything that relies on the private API of torch 2.13. `test_torch_private.py` fails when torch changes it."""
+"""All uses of the private API of torch 2.13. `test_torch_private.py` fails when torch changes it."""
 
 import datetime
 import os
@@ -17,16 +17,16 @@ from mlx_runtime.distributed.handshake import listening, prove, refuse_connectio
 from mlx_runtime.distributed.wrapping import by_mesh
 
 LOOPBACK = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "lo")
-"""Name of the network interface that only processes of this machine reach."""
+"""Name of the loopback interface."""
 
 BROADCAST_BYTES = 250 * 2**20
-"""Bytes to broadcast at once, as in DDP."""
+"""Size of each broadcast, as in DDP."""
 
 
 def cuda_survives_fork() -> bool:
     """Return True if processes that are forked from this one can use CUDA.
 
-    They cannot if CUDA itself has counted the GPUs here, as torch lets it do where NVML does not work.
+    They cannot if CUDA itself has counted the GPUs here, which torch falls back to where NVML does not work.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 counts any thread as unsafe
@@ -37,12 +37,12 @@ def cuda_survives_fork() -> bool:
 
 
 def record_allocations(*, enabled: bool) -> None:
-    """Record where memory of GPUs is allocated, for `dump_memory`, or no longer."""
+    """Start or stop recording allocations of GPU memory for `dump_memory`."""
     torch.cuda.memory._record_memory_history("all" if enabled else None, stacks="python", max_entries=100_000)
 
 
 def dump_memory(file: Path) -> None:
-    """Write what the memory of GPUs is used for, as https://pytorch.org/memory_viz reads it."""
+    """Write a snapshot of GPU memory for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(str(file))  # type: ignore[no-untyped-call]
 
 
@@ -55,7 +55,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
 def drop_unreduced_gradients(model: Any) -> None:
     """Drop the gradients that a sharded model has accumulated without reducing them.
 
-    `FSDPModule.reset_iter_state` promises to, but keeps them.
+    `FSDPModule.reset_iter_state` should drop them, but does not.
     """
     from torch.distributed.fsdp import FSDPModule  # here, because it takes seconds
 
@@ -69,7 +69,7 @@ def drop_unreduced_gradients(model: Any) -> None:
 
 
 class ShardScaler(torch.amp.GradScaler):
-    """A gradient scaler whose optimizers may hold sharded parameters beside whole ones.
+    """A gradient scaler for optimizers that may have both sharded and unsharded parameters.
 
     If the gradient of a shard overflows, all workers skip the step.
     """
@@ -91,7 +91,7 @@ class _Metaclass(type(ProcessGroupGloo)):  # type: ignore[misc]  # that of pybin
 
 
 class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
-    """A gloo group of workers on this machine that nobody else can enter; see `handshake`."""
+    """A gloo group of workers on this machine that nobody else can join; see `handshake`."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -101,12 +101,12 @@ class PrivateGloo(ProcessGroupGloo, metaclass=_Metaclass):
         options._threads, options._timeout = 2, timeout  # as by default
         super().__init__(store, rank, size, options)
         prove(self, store, rank, size)
-        if len(added) == 1:  # else another thread listens as well
+        if len(added) == 1:  # otherwise another thread opened a socket, too
             refuse_connections(*added)
 
 
 def keep_groups_private() -> None:
-    """Make every gloo group that this process creates from now on a `PrivateGloo`, those of user code as well.
+    """Make every gloo group that this process creates from now on a `PrivateGloo`, including those of user code.
 
     NCCL checks a random number in the store, and listens on the loopback interface, too.
     """

@@ -1,4 +1,4 @@
-"""Models in and out of the wrapper that synchronizes their gradients, and models and tensors that are sharded."""
+"""Wrap and unwrap models that synchronize gradients, and handle sharded models and tensors."""
 
 import sys
 import traceback
@@ -15,18 +15,18 @@ from mlx_runtime.errors import full_message
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 _MIXED = "got mixed torch.Tensor and DTensor"
-"""In the message of the plain RuntimeError that torch raises in C++ when an operation has both as arguments."""
+"""Part of the message of the RuntimeError that torch raises in C++ for an operation on both types."""
 
 
 def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] | None = None) -> nn.Module:
     """Prepare a model for training on all workers. Every worker must call this, with the same models in the same order.
 
     The model is moved to the device of this worker. With several workers, it is wrapped in DistributedDataParallel,
-    which averages its gradients, unless the strategy of the run has sharded or split it. Its forward pass takes and
-    returns the same tensors as before, those of this worker.
+    which averages its gradients, unless the strategy of the run has sharded or split it. Its forward pass still takes
+    and returns the tensors of this worker.
 
     Args:
-        model: one with parameters to train. For others, use `model.to(get_device())`.
+        model: a model with trainable parameters. For others, use `model.to(get_device())`.
         parallel_strategy_kwargs: arguments for DistributedDataParallel, such as `{"find_unused_parameters": True}`.
 
     Returns:
@@ -48,14 +48,14 @@ def prepare_model(model: nn.Module, parallel_strategy_kwargs: Mapping[str, Any] 
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model inside `prepare_model`'s DDP wrapper, so that state names carry no `module.` prefix."""
+    """Return a model without its DDP wrapper, which would add the prefix `module.` to the names in its state."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def is_sharded(value: object) -> bool:
-    """Return True for a model that FSDP has sharded, and for a tensor of which each worker holds a part."""
+    """Return True for a model sharded by FSDP, and for a tensor of which each worker holds a part."""
     fsdp, tensor = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("torch.distributed.tensor")
-    if fsdp is None or tensor is None:  # importing them takes seconds, and without them nothing is sharded
+    if fsdp is None or tensor is None:  # importing them takes seconds; before that, nothing is sharded
         return False
     return isinstance(value, fsdp.FSDPModule | tensor.DTensor)
 
@@ -67,18 +67,18 @@ def raised_by_shards(error: BaseException) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this worker holds, which is all of it unless it is sharded."""
+    """Return this worker's part of a sharded tensor, or any other tensor unchanged."""
     part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def whole(value: Any) -> Any:
-    """Return a sharded tensor with the parts of all workers, who must all call this; anything else as it is."""
+    """Return a sharded tensor in full, for which every worker must call this, or any other value unchanged."""
     return value.full_tensor() if is_sharded(value) else value
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Group tensors that operations take together: those that are whole, and those that are sharded alike."""
+    """Group tensors by mesh, because an operation takes only tensors that are unsharded or sharded alike."""
     groups: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -86,6 +86,6 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm of tensors, over all shards of those that are sharded. All workers must call this for those."""
+    """Return the 2-norm of tensors, including all shards of sharded ones, for which every worker must call this."""
     norms: list[torch.Tensor] = [whole(nn.utils.get_total_norm(group)) for group in by_mesh(tensors) or [[]]]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

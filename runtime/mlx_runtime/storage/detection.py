@@ -1,7 +1,7 @@
 """Recognize secrets in text and in the names of keys.
 
-detect-secrets knows the tokens of services, the words that name secrets, and the entropy of random text. It scans
-source code; config keys, headers, parts of URLs and options, which records and command lines contain, are added here.
+detect-secrets finds tokens of services, names of secrets and random text in source code. This module adds config keys,
+headers, parts of URLs and options, as they occur in records and command lines.
 """
 
 import base64
@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 HIDDEN = "…"
-"""Replaces a secret."""
+"""Replacement for a secret."""
 
 LEFT_OUT = re.compile(rf"(?:^|[:=/]){HIDDEN}(?:$|[@&])")
-"""A value of a mirrored conf.yaml whose secret was left out."""
+"""Matches values of a mirrored conf.yaml whose secret was left out."""
 
 NOT_SECRET = re.compile(
     r"(?:null|none|true|false|\?\?\?|str|int|float|bytes|bool|any|\$\w*|\$\{.*|%s|[.*…]+|<.*>|\{.*\}"
     r"|x{3,}|your[ _-].*)?",
     re.IGNORECASE,
 )
-"""Values that reveal nothing: no value, a placeholder, a type, or a reference to where the secret is."""
+"""Values that reveal nothing: an empty value, a placeholder, a type, or a reference to a secret."""
 
 NOT_TOKEN = re.compile(r"\[.*\]|[+-]?\d{0,5}|[+-]?\d*\.\d+(?:e[+-]?\d+)?|\S{1,3}", re.IGNORECASE)
-"""Values that a token of a text may have, like `[PAD]`, or a number per token, but a secret does not."""
+"""Values of text tokens, like `[PAD]`, and of counts of tokens, but not of secrets."""
 
 TEXT_TOKEN = re.compile(
     r"(?:^|[._-])(?:\w*(?:bos|eos|pad|unk|cls|sep|mask|special|start|end|stop|eot|image|img|audio|video|class|register"
@@ -32,7 +32,7 @@ TEXT_TOKEN = re.compile(
     r"|tgt|label|blank|context|extra|role|turn|forward|backward|train|val|test|eval))[_-](?:token|pass)$",
     re.IGNORECASE,
 )
-"""Names of tokens of a text, and of passes over data."""
+"""Names of text tokens, and of passes over data."""
 
 OWN_WORDS = (
     r"(?<![A-Za-z0-9])(?:pass|pass[_-]?phrase|authorization|bearer|cookie|credentials?|signature|token|web[_-]?hook(?:[_-]?url)?)",
@@ -40,7 +40,7 @@ OWN_WORDS = (
     r"(?:access|secret|signing|encryption|master|session|shared|storage|webhook|hmac|deploy)[_-]?key(?:[_-]?id)?",
     r"pass[_-]?phrase|(?:access|auth|bearer|refresh|session|api|bot)[_-]?token",
 )
-"""Ends of names of secrets that detect-secrets lacks, as regular expressions."""
+"""Endings of names of secrets that detect-secrets lacks, as regular expressions."""
 
 NUMBERED = r"(?:[_-]?(?:value|text|string|hex|b64|base64|v?\d+))?"
 
@@ -50,10 +50,10 @@ UNQUOTED = r"(?!<)[^\s\"'`(){}\[\],;&|\\]+(?=[\s,;&|)\]}\"'`]|$)"
 URL = re.compile(r"\b[a-z][a-z0-9+.-]{0,15}://[^\s\"'<>`{}|\\^]+", re.IGNORECASE)
 PARAMETER = re.compile(r"[?&#;]([^=&#?;]+)=([^&#;]*)")
 SIGNING = re.compile(r"(?:^|[._-])(?:sig|signature|auth|hmac|credential|policy|ticket|jwt|session)$", re.IGNORECASE)
-"""Names of parameters of URLs that hold secrets, besides those of `is_secret`."""
+"""Names of URL parameters with secrets, in addition to those of `is_secret`."""
 
 KEYS = ("key", "code")
-"""Names of parameters of URLs that hold secrets if they are long."""
+"""Names of URL parameters whose long values are secrets."""
 
 WEBHOOK = re.compile(r"(?:(?<=[/.])|^)(?:web)?hooks?(?:b2)?(?:\.[^/]*)?/(?:services/)?", re.IGNORECASE)
 
@@ -99,11 +99,11 @@ OTHER_PLUGINS = {
     *("Base64HighEntropyString", "HexHighEntropyString"),  # digests and hashes of commits have the same entropy
     *("CloudantDetector", "IbmCloudIamDetector", "IbmCosHmacDetector", "SoftlayerDetector", "NpmDetector"),  # slow
 }
-"""Detectors of detect-secrets that are not run: addresses are no secrets, and the rules here cover the others."""
+"""Unused detectors of detect-secrets: addresses are not secrets, and the rules here cover the others."""
 
 
 class Finding(NamedTuple):
-    """A secret in a text, and what it is."""
+    """Position and kind of a secret in a text."""
 
     start: int
     end: int
@@ -144,17 +144,17 @@ def _rules() -> _Rules:
 
 
 def is_secret(name: str) -> bool:
-    """Return True if a key of a config or an environment variable is a secret, like `cfg.db_password` or `HF_TOKEN`."""
+    """Return True if a config key or an environment variable names a secret, like `cfg.db_password` or `HF_TOKEN`."""
     return bool(_rules().name.search(name)) and not TEXT_TOKEN.search(name)
 
 
 def may_be_text(name: str) -> bool:
-    """Return True if the name of a secret may also be that of something harmless, depending on its value: `token`."""
+    """Return True if a name like `token` is also common for harmless values."""
     return re.search(r"(?<![a-z0-9])(?:token|signature)$", name, re.IGNORECASE) is not None
 
 
 def reveals(value: str, name: str = "") -> bool:
-    """Return True if the value of a secret would be revealed by this text."""
+    """Return True if a value, given its name, would reveal a secret."""
     bare = value.strip("\"'`")
     return (
         HIDDEN not in bare and not NOT_SECRET.fullmatch(bare) and not (may_be_text(name) and NOT_TOKEN.fullmatch(bare))
@@ -162,7 +162,7 @@ def reveals(value: str, name: str = "") -> bool:
 
 
 def is_random(word: str) -> bool:
-    """Return True if a word looks like a key: random letters of both cases and digits, but no hash, name or path."""
+    """Return True if a word looks like a key: random letters of both cases and digits, but not a hash, name or path."""
     if (
         not re.fullmatch(r"(?!sha\d+-)[\w+/=-]{16,}", word, re.ASCII)
         or _rules().entropy.calculate_shannon_entropy(word) < _rules().entropy.entropy_limit

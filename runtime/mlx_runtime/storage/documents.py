@@ -1,4 +1,4 @@
-"""Read untrusted JSON and YAML: within limits and of the expected shape, or refused with a reason."""
+"""Read untrusted JSON and YAML, and reject documents that are too large or have unexpected fields."""
 
 import datetime
 import json
@@ -13,7 +13,7 @@ NODES = 200_000
 """Maximum number of values in a YAML file, each counted as often as aliases repeat it."""
 
 LARGEST = 2**63
-"""Limit of integers; larger ones cannot be printed or stored everywhere."""
+"""Limit for integers; larger ones cannot be printed or stored everywhere."""
 
 NAME_BYTES = 200
 """Maximum length of a name. File systems allow 255 bytes; temporary files add a prefix and a suffix."""
@@ -21,7 +21,7 @@ NAME_BYTES = 200
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of a field of a document: its name in error messages, like `a number`, and what accepts its values."""
+    """Type of a field of a document: its name in error messages, like `a number`, and the check of its values."""
 
     title: str
     fits: Callable[[Any], bool]
@@ -31,14 +31,14 @@ class Kind:
 
 
 def is_name(value: Any) -> bool:
-    """Return True if a file or folder may have this name, which leads nowhere else; users type and read it."""
+    """Return True for a valid name of a file or folder: printable, easy to type, and not a path or hidden."""
     if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
         return False
     return value[0] not in ".-" and not {*"/\\?#"} & {*value} and len(value.encode()) <= NAME_BYTES
 
 
 def stays_below(value: Any) -> bool:
-    """Return True if this is a relative path, separated by `/`, that can only lead to somewhere below its root.
+    """Return True for a relative path, separated by `/`, that stays below its root.
 
     Unlike names, its parts may be hidden files.
     """
@@ -72,7 +72,7 @@ def list_of(kind: Kind) -> Kind:
 
 
 def mapping_of(kind: Kind, names: Kind | None = None) -> Kind:
-    """Return the type of a mapping, in which any text is a name unless they have a type, too."""
+    """Return the type of a mapping. Without `names`, any text is a name."""
     title = f"a mapping of {names.title if names else 'names'} to {kind.title}"
 
     def fits(value: Any) -> bool:
@@ -84,12 +84,12 @@ def mapping_of(kind: Kind, names: Kind | None = None) -> Kind:
 
 
 def mapping_with(shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
-    """Return the type of a mapping of a certain shape; names that are not in the shape may hold anything."""
+    """Return the type of a mapping with these fields; other fields may have any value."""
     return Kind("a mapping", lambda value: isinstance(value, dict) and misfit(value, shape, needs) is None)
 
 
 def misfit(document: Any, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> str | None:
-    """Return what is wrong with a document, or None if it has the fields it needs and they fit the shape."""
+    """Describe the first field that is missing or has the wrong type; return None if there is none."""
     if not isinstance(document, dict):
         return f"it is {_shown(document)}, not a mapping"
     for name in needs:
@@ -113,10 +113,10 @@ def _shown(value: Any) -> str:
 
 
 def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the fields of a JSON document. Raises ValueError, with one line, if it has another shape."""
+    """Return the fields of a JSON document. Raises ValueError, with one line, if they have another shape."""
     try:
         document = json.loads(content)
-        if rb"\ud" in content.lower():  # half of a pair, which cannot be printed or stored
+        if rb"\ud" in content.lower():  # half of a surrogate pair, which cannot be printed or stored
             json.dumps(document, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("it holds text that is not Unicode") from None
@@ -128,7 +128,7 @@ def from_json(content: bytes, shape: Mapping[str, Kind], needs: tuple[str, ...] 
 
 
 def from_yaml(content: bytes) -> Any:
-    """Return a YAML mapping as OmegaConf reads it, with `${...}` not resolved yet.
+    """Return a YAML mapping as OmegaConf reads it, with unresolved `${...}`.
 
     Raises ValueError with a message of one line if it is not a mapping, too large or nested too deeply.
     """
@@ -168,7 +168,7 @@ def _check_size(content: bytes) -> None:
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    parse: Any = yaml.parse  # it has no annotations
+    parse: Any = yaml.parse  # has no annotations
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []
     count = 0

@@ -1,4 +1,4 @@
-"""Storages: a folder or an object store, with the few operations that runs and prepared datasets need.
+"""Storages: folders and object stores, with the few operations that runs and prepared datasets need.
 
 A root is a folder or a URI like `s3://bucket/runs?region=eu-west-1`, which a companion or another package opens.
 """
@@ -22,10 +22,10 @@ from mlx_runtime.errors import ConfigError, MlxError, StorageError, short_messag
 from mlx_runtime.storage.local import IrregularError, open_regular, opened, remove_tree, write_atomic
 
 DOCUMENT_BYTES = 64 << 20
-"""Maximum size of a document; the record of a sweep of 100,000 trials has a third of it."""
+"""Maximum size of a document; the record of a sweep of 100,000 trials takes a third of it."""
 
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
-"""Schemes of URIs that the companion `stores` opens."""
+"""URI schemes of the companion `stores`."""
 
 
 def is_uri(root: str) -> bool:
@@ -33,7 +33,7 @@ def is_uri(root: str) -> bool:
 
 
 def joined(root: str, *parts: str) -> str:
-    """Return a path or URI below a root: the parts go before the options of a URI."""
+    """Return a path or URI below a root. In a URI, the parts precede the options."""
     if not is_uri(root):
         return os.path.join(root, *parts)  # noqa: PTH118 - listings do this for each run
     base, options = split_options(root)
@@ -41,7 +41,7 @@ def joined(root: str, *parts: str) -> str:
 
 
 def split_options(root: str) -> tuple[str, str]:
-    """Return a URI without its options, and the options with their `?`. A folder has none, whatever its name."""
+    """Split a URI into the part before its options, and the options with their `?`. Folders have no options."""
     if not is_uri(root):
         return root, ""
     base, mark, options = root.partition("?")
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
 
     path: str  # below the root of the storage
     size_bytes: int = 0  # 0 for a folder
-    modified_s: float = 0.0  # seconds since 1970; 0 if the storage does not tell
+    modified_s: float = 0.0  # seconds since 1970; 0 if unknown
     is_file: bool = True
 
     @property
@@ -62,7 +62,7 @@ class Stored(NamedTuple):
 
 
 class Storage(abc.ABC):
-    """A folder or an object store. Its methods raise OSError if it does not answer or refuses an operation.
+    """A folder or an object store. Methods raise OSError if it does not answer or refuses an operation.
 
     Each `*parts` is a path below the root, like `"digits", "run_001", "run.json"`; without parts, it is the root.
 
@@ -72,7 +72,7 @@ class Storage(abc.ABC):
     """
 
     local = False
-    """True for a folder on this machine, perhaps a shared one."""
+    """True for a folder on this machine, which may be a network file system."""
 
     exclusive = True
     """False if `create_exclusively` raises a StorageError, so that runs cannot be taken over by another driver."""
@@ -84,38 +84,38 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
-        """Return the files and folders in a folder; nothing if there is none."""
+        """Return the files and folders in a folder; an empty list if it does not exist."""
 
     @abc.abstractmethod
     def find(self, *parts: str) -> Stored | None:
-        """Return a file or folder, or None if there is none."""
+        """Return a file or folder, or None if it does not exist."""
 
     @abc.abstractmethod
     def open(self, *parts: str) -> Any:
-        """Open a binary file for reading; it is seekable. Raises FileNotFoundError if there is none."""
+        """Open a seekable binary file for reading. Raises FileNotFoundError if it does not exist."""
 
     @abc.abstractmethod
     def create(self, *parts: str) -> BinaryIO:
-        """Open a file for writing; on an object store it appears, complete, once it is closed."""
+        """Open a file for writing; on an object store, it exists only once it is complete and closed."""
 
     @abc.abstractmethod
     def create_exclusively(self, data: bytes, *parts: str) -> bool:
         """Create a file unless it exists. Of several simultaneous callers, exactly one gets True.
 
         Raises:
-            StorageError: The storage has no such operation, so no caller could be sure that it alone created the file.
+            StorageError: The storage has no such operation, so callers cannot know which one created the file.
         """
 
     @abc.abstractmethod
     def remove_file(self, *parts: str) -> None:
-        """Remove a file if there is one."""
+        """Remove a file if it exists."""
 
     @abc.abstractmethod
     def remove_folder(self, *parts: str) -> None:
         """Remove a folder with everything in it, without following links. Raises OSError if something is left."""
 
     def of(self, *parts: str) -> str:
-        """Return a path below the root, as its file system names it."""
+        """Return the path in the storage's file system, given parts below the root."""
         return "/".join([self.path, *parts])
 
     def below(self, *parts: str) -> list[Stored]:
@@ -123,11 +123,11 @@ class Storage(abc.ABC):
         return [item for item in self.listed(*parts, recursive=True) if item.is_file]
 
     def names(self, *parts: str) -> list[str]:
-        """Return the names in a folder, sorted; nothing if there is none."""
+        """Return the names in a folder, sorted; an empty list if it does not exist."""
         return sorted(item.name for item in self.listed(*parts))
 
     def size_bytes(self, *parts: str) -> int | None:
-        """Return the size of a file, or None if there is none."""
+        """Return the size of a file, or None if it does not exist."""
         found = self.find(*parts)
         return found.size_bytes if found is not None and found.is_file else None
 
@@ -148,7 +148,7 @@ class Storage(abc.ABC):
         return content
 
     def document(self, *parts: str) -> bytes:
-        """Return the content of a file that is small unless somebody has replaced it; else raise IrregularError."""
+        """Return the content of a small file; raise IrregularError if it is larger than `DOCUMENT_BYTES`."""
         with self.open(*parts) as stream:
             content: bytes = stream.read(DOCUMENT_BYTES + 1)
         if len(content) > DOCUMENT_BYTES:
@@ -253,11 +253,11 @@ def _stored(path: str, facts_of: Callable[[], os.stat_result]) -> Stored | None:
 def storage_at(root: str) -> Storage:
     """Return the storage at a folder or URI.
 
-    Other packages add schemes of URIs: an entry point of the group `mlx_runtime.storages`, by the name of the scheme,
-    that names a subclass of `Storage` with the URI as its argument.
+    Other packages add URI schemes with entry points in the group `mlx_runtime.storages`: the name is the scheme, the
+    object a subclass of `Storage` that takes the URI.
 
     Raises:
-        StorageError: There is no storage for such a URI, or it cannot be reached.
+        StorageError: There is no storage for the URI, or it cannot be reached.
     """
     scheme = root.partition("://")[0] if is_uri(root) else "file"
     if scheme == "file":
@@ -286,7 +286,7 @@ def _of_others(root: str, scheme: str) -> Callable[[str], Storage]:
 
 @contextlib.contextmanager
 def storage_errors(problem: str) -> Iterator[None]:
-    """Raise an OSError of the block as a StorageError that begins with the problem, like `cannot read s3://…`."""
+    """Convert an OSError in the block to a StorageError that begins with the problem, like `cannot read s3://…`."""
     try:
         yield
     except OSError as error:
@@ -301,10 +301,10 @@ def parent_of(root: str) -> tuple[Storage, str]:
 
 
 def storage_root(storage_path: str) -> str:
-    """Return the absolute folder or the URI that `cfg.storage_path` names.
+    """Return `cfg.storage_path` as an absolute folder or a URI.
 
     Raises:
-        ConfigError: It is empty, or the URI holds a key, which every record and dashboard would show.
+        ConfigError: It is empty, or the URI contains a key, which every record and dashboard would show.
     """
     if not storage_path.strip():
         raise ConfigError("cfg.storage_path is empty; name a folder or a URI")

@@ -1,6 +1,6 @@
 """Compute the SHA-256 of files while they are written or read, so that nothing is read twice.
 
-A file that is read whole has one. A file that is read in parts has one per block, so that readers verify these parts.
+Files that are read as a whole have one. Files that are read in parts have one per block, to verify each part.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 BLOCK_BYTES = 1 << 20
 
 VERIFIED_BYTES = 8 << 20
-"""Size of the blocks that are verified one by one; the last one of a file is smaller."""
+"""Size of the blocks that are verified one by one; the last block of a file may be smaller."""
 
 
 class HashingWriter:
-    """A file to write to, closed by a `with` block and then on disk; counts and hashes its bytes."""
+    """A file that counts and hashes the bytes written to it. A `with` block writes it to disk and closes it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, hashlib.sha256()
@@ -35,7 +35,7 @@ class HashingWriter:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of what was written, in hexadecimal."""
+        """SHA-256 of the written bytes, in hexadecimal."""
         return self._digest.hexdigest()
 
     def __enter__(self) -> "HashingWriter":
@@ -68,22 +68,22 @@ class BlockWriter(HashingWriter):
 
     @property
     def blocks(self) -> list[str]:
-        """SHA-256 of each block of what was written, in hexadecimal."""
+        """SHA-256 of each block of the written bytes, in hexadecimal."""
         return [*self._finished, self.sha256] if self.size_bytes % VERIFIED_BYTES else [*self._finished]
 
 
 class BlockReader:
-    """A seekable file of which parts are read, verified with the SHA-256 of the blocks that they are in."""
+    """Reads parts of a seekable file, and verifies the SHA-256 of their blocks."""
 
     def __init__(self, file: Any, blocks: Sequence[str]) -> None:
         self._file, self._blocks = file, blocks
         self._number, self._content = -1, memoryview(b"")
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill a buffer with the bytes from a position on.
+        """Fill a buffer with the bytes from `start` on.
 
         Raises:
-            ValueError: they are missing, or are not those that were written.
+            ValueError: the file is too short, or its content has changed.
         """
         while target.nbytes:
             number, offset = divmod(start, VERIFIED_BYTES)
@@ -104,10 +104,10 @@ class BlockReader:
 
 
 class HashingReader(io.RawIOBase):
-    """A seekable file that hashes the bytes it hands out. Read errors, which callers may hide, are kept in `failure`.
+    """A seekable file that hashes the bytes it returns. Read errors, which callers may hide, are kept in `failure`.
 
-    The hash needs every byte in order. Readers of archives skip little and return to few places, so skipped bytes are
-    read for the hash alone, and those after the last read by `finish`.
+    Hashing needs every byte in order. Readers of archives skip little and rarely seek back, so skipped bytes are read
+    only for the hash; `finish` reads those at the end.
     """
 
     def __init__(self, file: Any) -> None:
@@ -144,7 +144,7 @@ class HashingReader(io.RawIOBase):
         return size
 
     def finish(self) -> tuple[str, int]:
-        """Read what is left. Return the SHA-256 of the whole file, in hexadecimal, and its size in bytes."""
+        """Read the rest. Return the SHA-256 of the whole file, in hexadecimal, and its size in bytes."""
         self._hash_until(None)
         return self._digest.hexdigest(), self._hashed
 

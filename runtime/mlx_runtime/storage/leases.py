@@ -1,4 +1,4 @@
-"""Claims and leases: which process gets a run or a folder, and whether it is still alive.
+"""Claims and leases: the process that holds a run or a folder, and whether it is alive.
 
 A lease is a small file that its holder refreshes: a record that names the process, or an empty mark, judged by its age.
 """
@@ -18,7 +18,7 @@ from mlx_runtime.storage.documents import now
 from mlx_runtime.storage.files import Storage
 
 HEARTBEAT_S = 10
-"""How often a holder refreshes its record."""
+"""Interval at which a holder refreshes its record."""
 
 STALE_S = 60
 """Age at which the record of a process on another machine has expired."""
@@ -37,7 +37,7 @@ def claim_folder(storage: Storage, *parts: str) -> bool:
         return True
     mine = f".claim-{uuid.uuid4().hex}"
     storage.write(b"", *parts, mine)
-    # A listing shows what was written before it, so at least one of two callers sees the other and backs off.
+    # A listing includes all earlier writes, so at least one of two callers sees the other and backs off.
     if storage.names(*parts) == [mine]:
         return True
     storage.remove_file(*parts, mine)
@@ -51,7 +51,7 @@ def this_process() -> dict[str, Any]:
 
 
 def lease(**fields: Any) -> dict[str, Any]:
-    """Return a record that names this process as a holder from now on."""
+    """Return a record of this process as a holder, with the current time."""
     return this_process() | {"status": "RUNNING", "heartbeat": now()} | fields
 
 
@@ -64,7 +64,7 @@ def is_alive(record: Mapping[str, Any]) -> bool:
 
 
 def holder(record: Mapping[str, Any]) -> str:
-    """Describe who holds something, for error messages: `process 123 on host, last heard from 5 s ago`."""
+    """Describe the holder of a lease in error messages: `process 123 on host, last heard from 5 s ago`."""
     seconds = max(0, _age_s(record))
     return f"process {record.get('pid')} on {record.get('host')}, last heard from {seconds:.0f} s ago"
 
@@ -125,7 +125,7 @@ def _boot() -> str | None:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process on this machine started, in ticks since boot, or None if it or /proc is missing."""
+    """Return the start time of a process on this machine, in ticks since boot, or None if it or /proc is missing."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

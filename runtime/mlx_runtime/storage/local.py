@@ -14,14 +14,14 @@ from typing import IO, BinaryIO
 
 
 class IrregularError(OSError):
-    """What should be a document is a pipe, a device, or huge."""
+    """The file is not a document: it is a pipe, a device, or huge."""
 
 
 def write_atomic(path: Path, content: str | bytes, allowed: Callable[[], None] = lambda: None) -> None:
     """Replace the content of a file so that readers see the old or the new content, never a part.
 
-    `allowed` is called between writing the new file and renaming it, and raises to keep the old one. If somebody
-    removes the new file with `discard_unfinished` after that call, it can no longer be renamed.
+    `allowed` is called before the new file is renamed, and raises to keep the old one. A new file that another process
+    removes with `discard_unfinished` after that call can no longer be renamed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
@@ -57,7 +57,7 @@ def open_regular(path: str) -> BinaryIO:
 
 
 def read_regular(file: Path, kind: type[Exception]) -> bytes:
-    """Return the content of a file of the user; if it is a pipe, a device or a folder, raise an error of this kind."""
+    """Return the content of a user's file; raise an error of this kind if it is a pipe, a device or a folder."""
     try:
         with open_regular(str(file)) as stream:
             return stream.read()
@@ -66,7 +66,7 @@ def read_regular(file: Path, kind: type[Exception]) -> bytes:
 
 
 def discard_unfinished(path: Path) -> None:
-    """Remove what calls to `write_atomic` for a file have written but not yet renamed."""
+    """Remove the temporary files of unfinished calls to `write_atomic` for a file."""
     for temporary in path.parent.glob(f".{path.name}.*"):
         temporary.unlink(missing_ok=True)
 
@@ -81,7 +81,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
-    """Let one process of this machine at a time run the block for a subject, with a lock in a folder.
+    """Let one process on this machine at a time run the block for a subject, with a lock in a folder.
 
     If the folder cannot be written, processes do not wait for each other.
     """
@@ -96,8 +96,8 @@ def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
 def opened(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
     """Open a folder below a root, or below an open folder, while the block runs. Yield its descriptor.
 
-    The root may be a link; if a part below it is one, which may have just been created, OSError is raised. With
-    `create`, missing folders below the root are created.
+    The root may be a link. A link below it raises OSError, even if it was created during this call. With `create`,
+    missing folders below the root are created.
     """
     folder = os.dup(root) if isinstance(root, int) else os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -113,7 +113,7 @@ def opened(root: str | int, *parts: str, create: bool = False) -> Iterator[int]:
 
 
 def size_below(folder: int, path: str) -> int | None:
-    """Return the size of a file below an open folder, or None if there is no regular file, or a link leads to it."""
+    """Return the size of a file below an open folder; None if it is missing, irregular, or reached through a link."""
     *above, name = path.split("/")
     try:
         with opened(folder, *above) as parent:
@@ -124,7 +124,7 @@ def size_below(folder: int, path: str) -> int | None:
 
 
 def place(file: Path, folder: int, path: str) -> None:
-    """Move a file to a path below an open folder, where it replaces another file or a link.
+    """Move a file to a path below an open folder, replacing a file or a link there.
 
     Each step goes through the descriptor of a folder, so that no link redirects it; OSError is raised instead.
     """
@@ -141,7 +141,7 @@ def place(file: Path, folder: int, path: str) -> None:
 
 
 def create_below(folder: int, name: str, content: IO[bytes]) -> None:
-    """Replace a file in an open folder, or a link of its name, by new content, all or nothing."""
+    """Replace a file or a link in an open folder by new content, atomically."""
     temporary = f".{uuid.uuid4().hex}"
     try:
         with open(temporary, "xb", opener=lambda path, flags: os.open(path, flags, 0o666, dir_fd=folder)) as copy:

@@ -3,7 +3,7 @@
 In a folder on this machine, content is staged next to its target, which it replaces once it is complete:
 
     epoch_0004                  the target
-    .epoch_0004.part-3f2a9c41   staged content, or what is left of it after a kill
+    .epoch_0004.part-3f2a9c41   staged content, or its remains after a kill
     .epoch_0004.old-3f2a9c41    content that is being replaced; `recover` puts it back after a kill
     .epoch_0004.gone-3f2a9c41   content that is being removed
 
@@ -27,7 +27,7 @@ _LEFTOVER = re.compile(r"\.(?P<target>.+)\.(?P<kind>part|old|gone)-[0-9a-f]{4,}"
 
 
 class Publication:
-    """One attempt to publish a folder, as a context manager that removes what it wrote unless `commit` was called.
+    """One attempt to publish a folder, as a context manager that removes its files unless `commit` was called.
 
     Args:
         storage: Storage that holds the folder directly below its root.
@@ -61,7 +61,7 @@ class Publication:
         return self._storage.create(self.folder, file)
 
     def expect(self, files: list[str]) -> None:
-        """Note that other processes write these files to `folder`; their names are from `unique`."""
+        """Add files that other processes write to `folder`; their names are from `unique`."""
         self._files += files
 
     def commit(self, marker: bytes) -> None:
@@ -78,7 +78,7 @@ class Publication:
                 self._storage.move(self._name, old)
             self._storage.move(self.folder, self._name)
             if replaces:
-                with contextlib.suppress(OSError):  # `recover` removes what is left
+                with contextlib.suppress(OSError):  # `recover` removes leftovers
                     self._storage.remove_folder(old)
         self._committed = True
 
@@ -112,7 +112,7 @@ class Publication:
                     self._storage.remove_file(self._name, file)
 
     def _remove_staged(self) -> None:
-        """Remove what was staged; a task that is being cancelled may still be writing to it."""
+        """Remove staged content; a task that is being cancelled may still be writing to it."""
         self._storage.remove_file(self.folder, self._marker)
         for _ in range(10):
             with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ def unpublish(storage: Storage, name: str, marker: str) -> None:
 
 
 def leftovers(storage: Storage, name: str | None = None) -> list[tuple[str, str, str]]:
-    """Return the folders that attempts have next to all targets, or next to one: name, target and kind."""
+    """Return the temporary folders next to all targets, or next to one: name, target and kind."""
     matches = filter(None, map(_LEFTOVER.fullmatch, storage.names() if storage.local else ()))
     return [(match[0], match["target"], match["kind"]) for match in matches if name in (None, match["target"])]
 
@@ -140,10 +140,9 @@ def leftovers(storage: Storage, name: str | None = None) -> list[tuple[str, str,
 def recover(
     storage: Storage, name: str | None = None, abandoned: Callable[[str], bool] = lambda leftover: True
 ) -> None:
-    """Clean up after attempts that were killed: put back what they were replacing, and remove what they had written.
+    """Clean up after killed attempts for one target, or for all: restore replaced content, and remove staged content.
 
-    This is done for one target, by default for all, and what was written is only removed if its name is `abandoned`,
-    because the attempt is over.
+    Leftovers are removed only if `abandoned` returns True for their names: nobody else may be writing to them.
     """
     for leftover, target, kind in leftovers(storage, name):
         if kind == "old" and not _exists(storage, target):

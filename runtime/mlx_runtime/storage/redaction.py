@@ -27,7 +27,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_override(text: str) -> str:
-    """Return an override or another word of a command line, without its value if that is a secret."""
+    """Return an override or another word of a command line, without its value if the value is a secret."""
     name, mark, value = text.partition("=")
     if mark and _KEY.fullmatch(name) and _hides(name, value):
         return f"{name}={HIDDEN}"
@@ -46,7 +46,7 @@ def redacted_tree(value: Any, *, secret: bool = False) -> Any:
 
 
 def secret_keys(tree: Any, key: str = "", *, secret: bool = False) -> Iterator[str]:
-    """Yield the full keys in a config whose values are secrets: by the key, or like the password in a URL."""
+    """Yield the full keys of secrets in a config, recognized by key or by value, like a password in a URL."""
     if isinstance(tree, Mapping):
         for name, item in tree.items():
             yield from secret_keys(item, f"{key}.{name}".lstrip("."), secret=secret or _hides(str(name), item))
@@ -64,7 +64,7 @@ def _hides(name: str, value: Any) -> bool:
 
 
 def _redacted_value(value: str) -> str:
-    """Return a value without secrets. What is random is a secret also without quotes."""
+    """Return a value without secrets. Random text counts as a secret even without quotes."""
     return HIDDEN if is_random(value) else redacted(value)
 
 
@@ -80,7 +80,7 @@ def hidden_texts(tree: Any, shown: Any) -> set[str]:
 def filled(saved: Any, shown: Any, tree: Any) -> Any:
     """Return a saved, redacted config with its secrets put back from the current config `tree`, `shown` redacted.
 
-    A secret is known only where the current config is the same without it.
+    A secret is put back only where the two configs are otherwise equal.
     """
     if saved == shown:
         return tree

@@ -1,4 +1,4 @@
-"""Collect what travels to a cluster: the files of an experiment, without what git or Ray ignores, and the runtime."""
+"""Collect the files to upload to a cluster: those of an experiment that git and Ray do not ignore, and the runtime."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from mlx_runtime.storage.local import read_regular
 from mlx_runtime.storage.redaction import FILES
 
 LIMIT_BYTES = 100 << 20
-"""Size of an upload that a cluster accepts."""
+"""Maximum size of an upload."""
 
 IGNORE_FILES = {".gitignore", ".rayignore"}
 
@@ -27,7 +27,7 @@ NEVER = (
 """Files that no run needs; left out regardless of ignore files."""
 
 NAMED = 10
-"""Number of files that a note names before it counts the rest."""
+"""Number of files that a note lists; the rest is counted."""
 
 RUNTIME = Path(__file__).parents[1]
 
@@ -38,11 +38,11 @@ class Upload:
 
     folder: Path
     files: tuple[tuple[Path, int], ...]  # path relative to the folder, and size in bytes
-    left_out: dict[str, tuple[Path, ...]]  # paths that no ignore file names but that are not uploaded, by reason
+    left_out: dict[str, tuple[Path, ...]]  # paths not uploaded for other reasons than ignore files, by reason
 
     @classmethod
     def of(cls, folder: Path) -> "Upload":
-        """Collect the files of a folder. No files are read except ignore files."""
+        """Collect the files of a folder. Only ignore files are read."""
         files: list[tuple[Path, int]] = []
         left_out: dict[str, list[Path]] = {}
         for path, size_or_reason in _walk(folder.resolve()):
@@ -54,7 +54,7 @@ class Upload:
 
     @property
     def notes(self) -> list[str]:
-        """One line per reason for what is left out."""
+        """Files left out, one line per reason."""
         return [
             f"not uploaded, {why}: {', '.join(map(str, paths[:NAMED]))}"
             + (f" and {len(paths) - NAMED:,} more" if len(paths) > NAMED else "")
@@ -83,7 +83,7 @@ class Upload:
 
 
 def _walk(root: Path) -> Iterator[tuple[Path, int | str]]:
-    """Yield the path of each file with its size in bytes, and what is left out with the reason."""
+    """Yield each path with its size in bytes, or with the reason for leaving it out."""
     ignored = _IgnoreRules(root)
     for where, folders, files in os.walk(root, followlinks=False):
         here = Path(where)
@@ -107,7 +107,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, int | str]]:
 
 
 class _IgnoreRules:
-    """The ignore files of a folder whose files are collected, and of the repository it is in."""
+    """The ignore files of a folder, and of the repository around it."""
 
     _never = GitIgnoreSpec.from_lines(NEVER)
 
@@ -146,7 +146,7 @@ _SECRET = GitIgnoreSpec.from_lines(FILES)
 
 
 def _refusal(path: Path, root: Path, *, is_folder: bool) -> str | None:
-    """Return why a file or folder must not be uploaded, or None if it may be."""
+    """Return the reason for not uploading a file or folder, or None."""
     target = path.resolve()
     if not target.is_relative_to(root):
         return "a link out of the project"

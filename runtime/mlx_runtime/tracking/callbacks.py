@@ -1,35 +1,35 @@
-"""Hooks of the objects that follow a run: `cfg.trackers`, called on rank 0, and `cfg.callbacks`, called in the driver.
+"""Hooks of trackers and callbacks: `cfg.trackers` are called on rank 0, `cfg.callbacks` in the driver.
 
-Any class with some of these methods will do; there is nothing to inherit from. Its constructor runs
-on every worker and should only store its arguments; open files and connections in `on_run_start`.
+Any class with some of these methods will do; there is no base class. Its constructor runs on every worker and should
+only store its arguments; open files and connections in `on_run_start`.
 
     on_run_start(run)             before worker_loop, again after each restart; `run` is a `RunInfo`
     on_report(report)             numbers were recorded; a `Report`
-    on_epoch_end(epoch, values)   an epoch has ended: its last value of each metric
-    on_checkpoint(checkpoint)     one is stored: a dict of path, epoch, finished, step and metrics
-    on_exception(error)           an exception ends the run early
-    on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric; of a run that its
-                                  sweep ended early, trackers get STOPPED and callbacks PRUNED
+    on_epoch_end(epoch, values)   an epoch has ended; the last value of each metric
+    on_checkpoint(checkpoint)     a checkpoint was stored; a dict of path, epoch, finished, step and metrics
+    on_exception(error)           an exception has ended the run
+    on_run_end(status, metrics)   SUCCEEDED, FAILED or STOPPED, and the latest value of each metric; if a sweep prunes
+                                  the run, trackers receive STOPPED and callbacks PRUNED
     on_rewind(step)               trackers only: training resumes from this step; discard later numbers
 
-Callbacks only, in every worker, where the batches are; `stage` is the name of the pass, like `train`:
+Callbacks only, in every worker; `stage` is the name of the pass, like `train`:
 
-    on_batch_start(experiment, stage, batch)  before the loop gets a batch
-    on_batch_end(experiment, stage, batch)    the loop asks for the next one; not after `break`
+    on_batch_start(experiment, stage, batch)  before the loop receives a batch
+    on_batch_end(experiment, stage, batch)    when the loop requests the next batch; not after `break`
     on_evaluate_start(experiment, stage)      before the first batch of a pass over an evaluation dataset
-    on_evaluate_end(experiment, stage)        after the last one, or when the loop leaves the pass
+    on_evaluate_end(experiment, stage)        after the last batch, or when the loop leaves the pass
 
 Callbacks only, in the driver:
 
     accompany(run)                            a context manager around the run; see `training.extensions.RunExtension`
 
 A tracker that writes files to the run folder lists them in an attribute `files`, a tuple of patterns like `*.csv`, so
-that they reach an object store. With `append_only = True`, they are cut back to the checkpoint before `on_rewind`.
+that they reach an object store. With `append_only = True`, they are truncated to the checkpoint before `on_rewind`.
 
-Trackers are called where the numbers are recorded, without delay: in the worker of rank 0, and `on_checkpoint` in the
-thread that stores checkpoints. Callbacks are called in the driver, which knows of all workers, including lost ones;
-those with methods for workers have another object in each worker, which shares nothing with the one in the driver.
-An exception in a method is reported once and never ends the run.
+Trackers are called without delay on rank 0, `on_checkpoint` in the thread that stores checkpoints. Callbacks are
+called in the driver, which knows about all workers, even lost ones. Those with methods for workers have a separate
+object in each worker, which shares nothing with the one in the driver. An exception in a method is reported once and
+never ends the run.
 """
 
 import threading
@@ -45,7 +45,7 @@ _HOOKS = ("on_run_start", "on_report", "on_epoch_end", "on_checkpoint", "on_exce
 _IN_WORKERS = ("on_batch_start", "on_batch_end", "on_evaluate_start", "on_evaluate_end")
 
 HOOKS = {"trackers": (*_HOOKS, "on_rewind"), "callbacks": (*_HOOKS, *_IN_WORKERS, "accompany")}
-"""Methods that are called, by the key in `cfg`."""
+"""Methods that are called, by key in `cfg`."""
 
 
 class Listeners:
@@ -100,7 +100,7 @@ class Listeners:
 def hooks_in_workers(
     callbacks: Mapping[str, Any], experiment: Any, notify: Callable[[str], None]
 ) -> Callable[..., None]:
-    """Return a function that calls a method for workers by name; it does nothing if no callback has any of them."""
+    """Return a function that calls a hook in workers by name. It does nothing if no callback has such hooks."""
     if not any(hasattr(item, hook) for item in callbacks.values() for hook in _IN_WORKERS):
         return lambda hook, *arguments: None
     listeners = Listeners(callbacks, "callbacks", notify)

@@ -15,7 +15,7 @@ LINES_PER_EPOCH = 5
 """Maximum number of lines that a pass prints in a pipe."""
 
 RECENT_EPOCHS = 5
-"""Number of latest epochs that the estimate of the remaining time averages over; the first ones take longer."""
+"""Number of latest epochs whose mean estimates the remaining time; the first epochs take longer."""
 
 SECONDS_PER_LINE = 2.0
 """Minimum time between two lines of a pass in a pipe, so that short epochs print only their summary."""
@@ -29,12 +29,12 @@ class _Screen(Console):
 
 
 class Display:
-    """Draws events on a terminal or in a pipe.
+    """Display of events on a terminal or in a pipe.
 
     Args:
-        copy: receives what a pipe would, whatever `stream` is.
+        copy: receives the output for a pipe, whatever `stream` is.
         epochs: total number, to estimate the remaining time; None if unknown until the first epoch ends.
-        quiet: display only lines with `always=True`, warnings, and workers' output; `copy` still receives everything.
+        quiet: display only lines with `always=True`, warnings and workers' output; `copy` still receives everything.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Display:
         self._last_line = time.monotonic()
 
     def handle(self, event: Event) -> None:
-        """Draw an event; those that nobody needs to see are ignored."""
+        """Display an event, if it is of interest to users."""
         match event:
             case WorkerOutput():
                 return self._output(event)
@@ -78,7 +78,7 @@ class Display:
             self._line(text)
 
     def counting(self, title: str, done: int, total: int, unit: str = "") -> None:
-        """Show how many of `total` are done: with a bar on a terminal, otherwise with at most one line per 10 %."""
+        """Show progress: with a bar on a terminal, otherwise with at most one line per 10 %."""
         if self._copy is not None:
             self._copy.counting(title, done, total, unit)
         if self._quiet:
@@ -92,7 +92,7 @@ class Display:
             self._line(f"{title} | {done:,}/{total:,}{unit}")
 
     def step_aside(self) -> bool:
-        """Leave the terminal to a debugger: remove the bar, and print only lines from now on. Returns True."""
+        """Leave the terminal to a debugger: remove the bar, and print only lines from now on. Return True."""
         self.close()
         self._bars.enabled = False
         return True
@@ -103,7 +103,7 @@ class Display:
 
     def _output(self, event: WorkerOutput) -> None:
         to_stderr = event.to_stderr and not self._bars.visible
-        logged = to_stderr and not sys.stderr.isatty()  # then they reach the driver's own log through stderr
+        logged = to_stderr and not sys.stderr.isatty()  # the driver's own log receives them through stderr
         if self._copy is not None and not logged:
             self._copy.handle(WorkerOutput(event.text, to_stderr=False))
         if self._bars.visible:
@@ -127,7 +127,7 @@ class Display:
             self._line(text, style="bold" if is_header else "")
 
     def _line_due(self) -> bool:
-        """Return True, and note the time, if the last line was printed long enough ago."""
+        """Return True, and store the time, if the last line was printed long enough ago."""
         if time.monotonic() - self._last_line < SECONDS_PER_LINE:
             return False
         self._last_line = time.monotonic()
@@ -153,11 +153,11 @@ class _Bars:
 
     @property
     def console(self) -> Console:
-        """Console that prints lines above the bar."""
+        """The console, which prints lines above the bar."""
         return self._bar.console if self._bar else self._console
 
     def draw(self, title: str, done: int, total: int, note: str | None = None) -> None:
-        """Draw the bar, with a note, or with rich's own estimate of the remaining time."""
+        """Draw the bar with a note, by default rich's estimate of the remaining time."""
         last = TimeRemainingColumn() if note is None else TextColumn("{task.fields[note]}")
         if self._bar is None:
             self._bar = Progress(console=self._console, transient=True)
@@ -173,7 +173,7 @@ class _Bars:
 
 
 class TimeLeft:
-    """Estimates the remaining time of a pass and, if the total number of epochs is known, of the whole run."""
+    """Estimate of the remaining time of a pass and, if the number of epochs is known, of the run."""
 
     def __init__(self, epochs: int | None) -> None:
         self._epochs = epochs
@@ -181,13 +181,13 @@ class TimeLeft:
         self._epoch_started: float | None = None
 
     def epoch(self, event: EpochEnded) -> None:
-        """Take the duration of an epoch, or of what followed its checkpoint, into account."""
+        """Add the duration of an epoch, or of the code after its checkpoint."""
         self._epochs = self._epochs or event.epochs
         self._seconds[event.epoch] = self._seconds.get(event.epoch, 0.0) + event.seconds
         self._epoch_started = time.monotonic()
 
     def text(self, event: StepProgress) -> str:
-        """Return the estimate, like `8 s left, 3 min in all`; with the second part only if it is known and longer."""
+        """Return the estimate, like `8 s left, 3 min in all`; the second part only if it is known and longer."""
         present = time.monotonic()
         self._epoch_started = present if self._epoch_started is None else self._epoch_started
         if not event.rate:
@@ -207,6 +207,6 @@ class TimeLeft:
 
 
 def _numbers(event: StepProgress, left: str) -> list[str]:
-    """Return `33.1 it/s`, `8 s left`, `loss 0.1234`; metrics without the name of the pass."""
+    """Return `33.1 it/s`, `8 s left`, `loss 0.1234`; names of metrics lack that of the pass."""
     numbers = [f"{name.partition('/')[2]} {format_number(value)}" for name, value in event.values.items()]
     return ([f"{event.rate:.1f} it/s"] if event.rate else []) + ([left] if left else []) + numbers

@@ -1,4 +1,4 @@
-"""The table that a run prints while it trains: one row per epoch, no wider than the terminal."""
+"""The table printed during training: one row per epoch, no wider than the terminal."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ TIME = "time"
 
 
 class Column(NamedTuple):
-    """A column of the table; `stage` is the name of the stage that begins with it, or empty."""
+    """A column of the table; `stage` is the name of the stage if it is the stage's first column, else empty."""
 
     title: tuple[str, ...]  # in lines
     width: int
@@ -36,9 +36,9 @@ class Layout:
     """Columns of the table: the epoch, the metrics, the speed if there is room, and the time."""
 
     names: tuple[str, ...]  # metrics shown, in order
-    left_out: tuple[str, ...]  # metrics for which there is no room
+    left_out: tuple[str, ...]  # metrics that do not fit
     columns: tuple[Column, ...]
-    unit: str  # of the speed, like `samples`; empty if there is no column for it
+    unit: str  # of the speed, like `samples`; empty without a column for it
 
     @property
     def header(self) -> list[str]:
@@ -63,7 +63,7 @@ class Layout:
 
 
 class EpochTable:
-    """Turns epochs into lines of text. A header appears only when the columns have changed."""
+    """The table as lines of text. A header appears only when the columns change."""
 
     def __init__(self) -> None:
         self._layout: Layout | None = None
@@ -71,14 +71,14 @@ class EpochTable:
         self._previous: set[str] = set()
 
     def lines(self, event: EpochEnded, width: int | None) -> Iterator[tuple[str, bool]]:
-        """Yield each line of an epoch, and whether it is part of a header. `width` is the terminal's, or None."""
+        """Yield each line of an epoch, and True if it belongs to a header. `width` is the terminal's, or None."""
         label = f"{event.epoch + 1}/{event.epochs}"
         size = max(len("epoch"), 2 * len(str(event.epochs)) + 1, len(label))
         known = set(self._layout.names + self._layout.left_out) if self._layout else set()
         new, names = set(event.values), list(event.values)
         if new <= known and self._layout is not None:
             names = [*self._layout.names, *self._layout.left_out]
-        elif new <= self._previous:  # a loop that records different metrics in turn
+        elif new <= self._previous:  # a loop that alternates between different metrics
             names += [name for name in sorted(known) if name not in new]
         unit = "" if event.samples_per_s is None else next(iter(event.row_counts), "samples")
         if not unit and self._layout is not None and not known.isdisjoint(names):
@@ -112,7 +112,7 @@ def _rows(columns: Layout, label: str, event: EpochEnded, width: int | None) -> 
 
 
 def layout(names: Sequence[str], width: int | None, first: int, unit: str) -> Layout:
-    """Fit the metrics of an epoch into the terminal: break titles first, then drop the speed, then metrics.
+    """Fit the metrics of an epoch into the terminal: wrap titles first, then omit the speed, then metrics.
 
     The metrics of a stage are grouped. `first` is the width of the first column.
     """
@@ -168,7 +168,7 @@ def _stage(name: str) -> str:
 
 
 def format_number(value: float, width: int = 99) -> str:
-    """Format a number with up to four digits after the point, fewer if `width` characters do not hold them."""
+    """Format a number with up to four decimals, fewer if they do not fit into `width` characters."""
     plain = value == 0 or 1e-3 <= abs(value) < 1e4
     forms = [f"{value:.{digits}f}" for digits in (4, 3, 2, 1)] if plain else [f"{value:.2e}", f"{value:.1e}"]
     return next((text for text in forms if len(text) <= width), f"{value:.0f}" if plain else f"{value:.0e}")

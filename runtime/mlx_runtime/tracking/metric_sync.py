@@ -1,7 +1,7 @@
-"""Metrics over all workers, in one collective for any number of metrics.
+"""Synchronization of any number of metrics over all workers in one collective.
 
-TorchMetrics would gather each state of each metric on its own. Here each worker packs all of them into one message;
-rank 0 merges the states as the metrics define it (`dist_reduce_fx`) and computes the values. The exchange runs in a
+TorchMetrics would gather each state of each metric separately. Here each worker packs all states into one message;
+rank 0 merges them as defined by the metrics (`dist_reduce_fx`) and computes the values. The exchange runs in a
 separate group on the CPU while training continues.
 """
 
@@ -29,7 +29,7 @@ from mlx_runtime.runs.metric_states import (
 )
 
 BUFFER_BYTES = 4096
-"""Initial size of a message; what does not fit is sent in a second collective."""
+"""Size of the first message; the rest is sent in a second collective."""
 
 MAX_BUFFER_BYTES = 65_536
 
@@ -40,16 +40,16 @@ Snapshot = State | None
 
 @dataclass(frozen=True)
 class SyncMessage:
-    """What one worker contributes to an exchange. Position and groups must be the same on all workers."""
+    """Contribution of one worker to an exchange. Position and groups must be the same on all workers."""
 
     position: tuple[str, int]  # name of the pass, and step
-    groups: frozenset[str]  # what user code asked to record, of `losses` and `metrics`
+    groups: frozenset[str]  # groups to record, of `losses` and `metrics`
     numbers: tuple[float, ...] = ()  # each is reduced to its maximum over all workers
     snapshots: Mapping[str, Snapshot] = field(default_factory=dict)
 
 
 class MetricSync:
-    """Exchanges messages between all replicas of the model, one exchange at a time. Every worker must construct it."""
+    """Exchange of messages between all replicas of the model, one at a time. Every worker must construct it."""
 
     def __init__(self, topology: Topology) -> None:
         self._rank, self._world_size = topology.data_parallel_rank, topology.data_parallel_size
@@ -74,7 +74,7 @@ class MetricSync:
         self._in_flight = work, received, body
 
     def receive(self) -> list[SyncMessage]:
-        """Wait for the exchange, and return the messages by rank, snapshots on rank 0 only. Call once after `send`."""
+        """Wait for the exchange. Return the messages by rank, with snapshots on rank 0 only. Call once after `send`."""
         if self._in_flight is None:
             return self._local
         (work, received, body), self._in_flight = self._in_flight, None
@@ -98,7 +98,7 @@ class MetricSync:
         ]
 
     def _gather_bodies(self, body: bytes, sizes: Sequence[int]) -> list[Any]:
-        """Gather the snapshots of all workers on rank 0; used if some did not fit into the first message."""
+        """Gather the snapshots of all workers on rank 0, if some did not fit into the first message."""
         buffer = torch.zeros(max(sizes), dtype=torch.uint8)
         buffer[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         received = [torch.empty_like(buffer) for _ in sizes] if self._rank == 0 else None
@@ -107,14 +107,14 @@ class MetricSync:
 
 
 class SyncedMetric:
-    """A metric of this worker, never changed, whose value is computed over all workers."""
+    """A metric of this worker, left unchanged, whose value is computed over all workers."""
 
     def __init__(self, metric: AnyMetric) -> None:
         self.metric = metric
 
     @cached_property
     def keeps_rows(self) -> bool:
-        """True if its state grows with each row, as that of AUROC does."""
+        """True if its state grows with each row, like that of AUROC."""
         return keeps_rows(self.metric)
 
     @cached_property
@@ -132,11 +132,11 @@ class SyncedMetric:
 
     @cached_property
     def is_average(self) -> bool:
-        """True if what it has seen since an earlier state has a value of its own; see `state_since`."""
+        """True if the data since an earlier state has a value of its own; see `state_since`."""
         return is_average(self.metric)
 
     def merged(self, name: str, snapshots: Sequence[Snapshot]) -> Snapshot:
-        """Return its state over all workers; None if it has seen no data on any of them."""
+        """Return its state over all workers; None if none of them has updated it."""
         states = [item for item in snapshots if item is not None]
         if not states:
             return None
@@ -153,7 +153,7 @@ UPDATED_ON_SOME = "{} was updated on some workers only; update it on every worke
 
 
 def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[str, Snapshot]:
-    """Copy the states of metrics by name, without those that synchronize themselves.
+    """Copy the states of metrics by name, except those that synchronize themselves.
 
     Metrics that keep every row are copied only for a whole pass, because their states grow with each step.
     """
@@ -165,7 +165,7 @@ def snapshots(metrics: Mapping[str, SyncedMetric], *, whole_pass: bool) -> dict[
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:
-    """Return the numbers in what `compute` returned, by name; arrays are left out."""
+    """Return the numbers in a result of `compute` by name, without arrays."""
     named = {f"{name}_{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
     return {key: float(item) for key, item in named.items() if torch.as_tensor(item).numel() == 1}
 

@@ -9,11 +9,11 @@ from mlx_runtime.tracking.trackers import flatten, remembered
 
 
 class MLflow:
-    """Sends metrics to an MLflow server or local store (`pip install mlflow`). A resumed run stays one run there.
+    """Metrics on an MLflow server or in a local store (`pip install mlflow`). A resumed run remains one run there.
 
     Args:
-        tracking_uri: like `http://host:5000`; None keeps a SQLite file in the run's folder.
-        experiment: name of the experiment; None uses the run's.
+        tracking_uri: like `http://host:5000`; None means a SQLite file in the run's folder.
+        experiment: name of the experiment; None means that of the run.
     """
 
     files = ("mlflow-run-id", "mlflow.db")

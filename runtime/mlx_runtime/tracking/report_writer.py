@@ -1,4 +1,4 @@
-"""Recording of metrics on rank 0: appends them to `metrics.jsonl`, and passes them to the trackers."""
+"""Record metrics on rank 0: append them to `metrics.jsonl`, and pass them to the trackers."""
 
 import contextlib
 import datetime
@@ -18,11 +18,11 @@ from mlx_runtime.tracking.trackers import JSONL, TensorBoard
 
 
 class ReportWriter:
-    """Writes the reports of a run to metrics.jsonl and to the trackers of `cfg.trackers`. Rank 0 only.
+    """Writer of a run's reports to metrics.jsonl and the trackers of `cfg.trackers`. Rank 0 only.
 
     Args:
-        warn: receives a line about a tracker that fails.
-        forward: receives each report, for the driver; None if nobody there wants them.
+        warn: called with a line about each tracker that fails.
+        forward: called with each report, for the driver; None if no callback needs reports.
         host: address of this machine.
     """
 
@@ -76,7 +76,7 @@ class ReportWriter:
 
     @property
     def tensorboard(self) -> Any:
-        """Torch's SummaryWriter of this run, or None if there is no TensorBoard tracker."""
+        """The torch SummaryWriter of this run, or None without a TensorBoard tracker."""
         return next((item.writer for item in self.trackers if isinstance(item, TensorBoard)), None)
 
     def push_for_checkpoint(self) -> None:
@@ -99,7 +99,7 @@ class ReportWriter:
         return {"sizes": sizes, "reports": self._reports, "seconds": time.monotonic() - self._started}
 
     def rewind(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Discard what was written after a checkpoint, so that no step is recorded twice; without one, all."""
+        """Discard rows written after a checkpoint, so that no step is recorded twice; without one, all rows."""
         sizes = state["sizes"] if state else {}
         self._reports = state["reports"] if state else 0
         self._reported = time.monotonic()
@@ -115,7 +115,7 @@ class ReportWriter:
         self.trackers.call("on_rewind", step if state else 0)
 
     def _files(self, *, append_only: bool) -> list[Path]:
-        """Return the files of metrics.jsonl and the trackers, all or the append-only ones."""
+        """Return metrics.jsonl and the files of trackers, optionally only append-only ones."""
         writers = [item for item in (self._record, *self.trackers) if not append_only or hasattr(item, "append_only")]
         patterns = [pattern for item in writers for pattern in getattr(item, "files", ())]
         return sorted({file for pattern in patterns for file in self._folder.path.glob(pattern) if file.is_file()})

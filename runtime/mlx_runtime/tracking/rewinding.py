@@ -1,4 +1,4 @@
-"""Append-only files of a run are cut back to a checkpoint, and a damaged `metrics.jsonl` is set aside."""
+"""Truncate append-only files of a run to a checkpoint, and rename a damaged `metrics.jsonl`."""
 
 import contextlib
 import uuid
@@ -15,9 +15,9 @@ from mlx_runtime.storage.local import open_regular, write_atomic
 def cut(
     folder: RunFolder, files: Iterable[Path], sizes: Mapping[str, int], step: int, warn: Callable[[str], object]
 ) -> None:
-    """Cut files to their sizes in a checkpoint at a global step, and remove those that were written after it.
+    """Truncate files to their sizes in a checkpoint at a global step, and remove those created after it.
 
-    Each becomes a new file, because a driver that was wrongly considered dead may still have the old one open.
+    Each is replaced by a new file, because a driver that was wrongly considered dead may still have the old one open.
 
     Raises:
         StorageError: the run folder cannot be written.
@@ -36,7 +36,7 @@ def cut(
 
 
 def _rows(folder: RunFolder, size_bytes: int, step: int, warn: Callable[[str], object]) -> bytes:
-    """Return the rows of metrics.jsonl up to a checkpoint. If some are damaged, the file is renamed, with a warning."""
+    """Return the rows of metrics.jsonl up to a checkpoint. If some are damaged, rename the file, and warn."""
     file, content = folder.metrics, b""
     with contextlib.suppress(OSError), open_regular(str(file)) as stream:
         content = stream.read(size_bytes)

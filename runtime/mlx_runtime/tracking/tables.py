@@ -1,4 +1,4 @@
-"""The tracker `CSV`, which writes a table of all reports."""
+"""The tracker `CSV`: a table of all reports."""
 
 import contextlib
 import csv
@@ -13,7 +13,7 @@ from mlx_runtime.tracking.trackers import row
 
 
 class CSV:
-    """Writes one line per report and one column per metric; empty where a report lacks it.
+    """A CSV file with one line per report and one column per metric; cells of missing metrics are empty.
 
     A new metric adds a column, for which the file is rewritten from `metrics.jsonl`.
 

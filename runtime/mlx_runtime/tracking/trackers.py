@@ -1,7 +1,7 @@
-"""Trackers for `cfg.trackers` that write files: TensorBoard and JSONL. They run on rank 0 (see `callbacks`).
+"""Trackers that write files: TensorBoard and JSONL. They run on rank 0 (see `callbacks`).
 
-Independently of them, every run records all metrics in `metrics.jsonl` of its folder, which listings, reports and
-`open_run` read.
+Independently of trackers, every run records all metrics in `metrics.jsonl` in its folder, for listings, reports and
+`open_run`.
 """
 
 import json
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorBoard:
-    """Writes the metrics of every report, and what user code adds to `self.tensorboard`, as event files of the run.
+    """TensorBoard event files with the metrics of every report, and all that user code adds to `self.tensorboard`.
 
     Args:
-        hparams: at the end, write the values of conf.yaml and the last metrics to the page of hyperparameters.
-        flush_secs: seconds between two writes to disk.
+        hparams: at the end, write the values of conf.yaml and the last metrics for TensorBoard's HParams tab.
+        flush_secs: interval between writes to disk, in seconds.
     """
 
     files = ("events.out.tfevents.*",)
@@ -39,7 +39,7 @@ class TensorBoard:
 
     @property
     def writer(self) -> "SummaryWriter":
-        """Torch's writer, created on first use."""
+        """The torch SummaryWriter, created on first use."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
@@ -48,12 +48,12 @@ class TensorBoard:
         return self._writer
 
     def on_run_start(self, run: RunInfo) -> None:
-        import torch.utils.tensorboard  # noqa: F401 - half a second, before the first step
+        import torch.utils.tensorboard  # noqa: F401 - takes half a second, so before the first step
 
         self._run = run
 
     def on_rewind(self, step: int) -> None:
-        """Make TensorBoard hide points after `step` that it has already read; they are no longer in the files."""
+        """Make TensorBoard hide points after `step` that it has already read. They are no longer in the files."""
         if self._writer is not None:
             self._writer.close()
         self._writer, self._purge_step = None, step + 1 if step else None
@@ -63,7 +63,7 @@ class TensorBoard:
 
         values = {**report.values, "epoch": report.epoch}
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        # One event for all values takes a fifth of the time of one event each.
+        # One event with all values takes a fifth of the time of one event per value.
         self._add(Summary(value=scalars), report.step, report.facts["timestamp"])
 
     def on_epoch_end(self, epoch: int, values: Mapping[str, float]) -> None:
@@ -90,7 +90,7 @@ class TensorBoard:
 
 
 class JSONL:
-    """Writes one line with a JSON object per report: step, epoch, facts, and the values, with null for NaN.
+    """A file with one JSON object per report and line: step, epoch, facts, and the values, with null for NaN.
 
     Args:
         file: name in the run's folder.
@@ -103,7 +103,7 @@ class JSONL:
         self._lines: TextIO | None = None
 
     def on_run_start(self, run: RunInfo) -> None:
-        # Complete lines reach the disk.
+        # Line-buffered, so that only complete lines are written.
         self._lines = open(run.folder / self.file, "a", 1, "utf-8", opener=regular)  # noqa: SIM115
 
     def on_report(self, report: Report) -> None:
@@ -116,7 +116,7 @@ class JSONL:
 
 
 def row(report: Report) -> dict[str, Any]:
-    """Return a report as one flat dict; None stands for NaN and infinity."""
+    """Return a report as one flat dict, with None for NaN and infinity."""
     values = {name: value if abs(value) < float("inf") else None for name, value in report.values.items()}
     return {"step": report.step, "epoch": report.epoch, **report.facts, **values}
 
@@ -134,7 +134,7 @@ def flatten(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def remembered(file: Path, make: Callable[[], str]) -> str:
-    """Return the content of a file, which is created the first time."""
+    """Return the content of a file, created with the result of `make` if it does not exist."""
     if not file.exists():
         file.write_text(make())
     with open_regular(str(file)) as stream:

@@ -16,24 +16,24 @@ from mlx_runtime.tracking.callbacks import Report, RunInfo
 from mlx_runtime.tracking.trackers import remembered
 
 DATA_DIR = "WANDB_DATA_DIR"
-"""Environment variable with the folder where W&B keeps copies until they are sent, by default in HOME."""
+"""Environment variable with the folder for copies that W&B has not sent yet, by default in HOME."""
 
 
 class WandB:
-    """Sends metrics to Weights & Biases (`pip install "mlx-runtime[wandb]"`). A resumed run stays one run there.
+    """Metrics on Weights & Biases (`pip install "mlx-runtime[wandb]"`). A resumed run remains one run there.
 
-    Offline, each attempt writes a folder `offline-run-…` of its own, in the folder `wandb` of the run.
+    Offline, each attempt writes its own folder `offline-run-…` in the folder `wandb` of the run.
 
     Args:
-        project: name of the project; None means the experiment's name.
+        project: name of the project; None means that of the experiment.
         mode: `online`, or `offline`, which keeps everything in the run's folder for `wandb sync`; None means the
-            environment variable `WANDB_MODE`, or else `online`.
-        entity: team, or None for your own.
+            environment variable `WANDB_MODE`, by default `online`.
+        entity: name of a team; None means your own account.
         checkpoints: also send the checkpoint of each epoch, as a version of one artifact, with the aliases `latest`,
-            `epoch_0001`, … and, for the best by `cfg.monitor`, `best`.
+            `epoch_0001`, … and, for the best according to `cfg.monitor`, `best`.
     """
 
-    files = ("wandb-run-id", "wandb/*run-*/**/*")  # but not wandb/artifacts, where W&B keeps checkpoints until sent
+    files = ("wandb-run-id", "wandb/*run-*/**/*")  # without wandb/artifacts: checkpoints that are not sent yet
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WandB:
         self._run.log({**report.values, "epoch": report.epoch, "global_step": report.step})
 
     def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Start sending a checkpoint, in a thread of its own: reports wait for the tracker."""
+        """Start sending a checkpoint in a separate thread, because reports wait for the tracker."""
         if not self.checkpoints or not (checkpoint["finished"] or self._monitor[0] in checkpoint["metrics"]):
             return
         if self._sender is None:
@@ -96,10 +96,10 @@ class WandB:
             self._run.summary.update({**metrics, "status": status})
             with self._environment:
                 self._run.finish(exit_code=0 if status == "SUCCEEDED" else 1)
-                wandb.teardown()  # waits until an offline log is written, which `finish` does not
+                wandb.teardown()  # unlike `finish`, waits until an offline log is written
 
     def _send(self, path: str) -> None:
-        """Give W&B a copy of a checkpoint, unless it has been removed in favor of others."""
+        """Pass a copy of a checkpoint to W&B, unless newer ones have replaced it."""
         import wandb
 
         storage, name = parent_of(path)

@@ -135,7 +135,7 @@ class TrainConfig(_Checked):
         elastic: workers that are lost, replaced or added while a run trains.
         hub: the mirror of the run on the Hugging Face Hub.
         preparation: datasets that are prepared before training.
-        sharding: how `strategy` shards models.
+        sharding: sharding of models by `strategy`.
     """
 
     name: str = "experiment"

@@ -152,7 +152,7 @@ class Reporter:
         )
 
     def check_monitor(self) -> None:
-        """Show a line if the best checkpoint cannot be chosen by what was recorded, or the worst would be chosen."""
+        """Print a warning if no recorded metric can determine the best checkpoint, or if the worst would be chosen."""
         monitor, mode = self._context.cfg.monitor, self._context.cfg.mode
         metric = self._context.groups.members("metrics").get((monitor or "").rpartition("/")[2])
         if getattr(metric, "higher_is_better", None) is (mode == "min"):

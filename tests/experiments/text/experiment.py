@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face, read by a loop that writes down the rows."""
+"""Hugging Face datasets, read by a loop that writes down the rows."""
 
 import json
 from dataclasses import dataclass

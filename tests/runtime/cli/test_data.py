@@ -341,7 +341,7 @@ def test_a_full_disk_is_told_with_a_cure(job: SimpleNamespace, mlx: Mlx) -> None
     assert done.returncode == 1
     assert "error: OSError: [Errno 28] full (in item 2)" in done.stderr
     assert done.stderr.endswith(
-        "Free space on that disk; if it is the storage's, cfg.storage_path=FOLDER chooses another\n"
+        "Free space on that disk; if it holds the storage, set another: cfg.storage_path=FOLDER\n"
     )
 
 

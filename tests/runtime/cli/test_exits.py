@@ -1,4 +1,4 @@
-"""The end of a process: one line, the right exit code, and no changes to a process that continues."""
+"""The end of a command: one line, the right exit code, and no side effects if the process continues."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def test_a_process_that_goes_on_can_still_be_interrupted(error: BaseException, c
 @pytest.mark.parametrize(
     ("command", "code", "told"),
     [
-        ("mlx xp ls >&-", 2, "standard output is closed, and this command does nothing but print"),
+        ("mlx xp ls >&-", 2, "standard output is closed, and this command only prints"),
         ("mlx xp ls >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx --help >/dev/full", 1, "cannot write the output: No space left on device"),
         ("mlx xp ls --json | true; exit ${PIPESTATUS[0]}", 1, None),  # a reader that closes its pipe has what it wanted

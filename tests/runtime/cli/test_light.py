@@ -1,6 +1,6 @@
-"""Commands start fast: our own code imports only what they need.
+"""Commands start fast: our own code imports only necessary libraries.
 
-The experiment's `src` may import more, and so may what it imports.
+The experiment's `src` and its imports may import more.
 """
 
 import json

@@ -85,9 +85,9 @@ def test_settings_are_explained_with_those_of_sections(digits: Path, mlx: Mlx) -
     assert printed.count("\n    ") >= len(names)
     assert mlx(digits, "train", "show", "--settings", "cfg.sharding").stdout == (
         "cfg.sharding\n"
-        "    how `strategy` shards models.\n"
+        "    sharding of models by `strategy`.\n"
         "cfg.sharding.shard_size=null  (at least 1)\n"
-        "    workers that hold one replica under `hsdp`; it divides the number of workers.\n"
+        "    number of workers that share one replica under `hsdp`; a divisor of the number of workers.\n"
         'cfg.sharding.offload="none"\n'
         "    `cpu` keeps sharded parameters, gradients and optimizer states in the memory of the host.\n"
     )

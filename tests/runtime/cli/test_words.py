@@ -1,4 +1,4 @@
-"""Words of command lines, and what commands print of stored text."""
+"""Words of command lines, and the printing of stored text."""
 
 from pathlib import Path
 
@@ -79,7 +79,7 @@ def test_without_a_yes_nothing_is_removed(typed: str, tmp_path: Path, monkeypatc
     for words in ("xp rm digits run_001", "data rm data"):
         done = CliRunner().invoke(mlx, words, prog_name="mlx", input=typed)
         assert (done.exit_code, folder.exists(), (tmp_path / "data").exists()) == (1, True, True)
-        assert done.output.splitlines()[-1] == "error: nothing was removed; add -y to remove without a question"
+        assert done.output.splitlines()[-1] == "error: nothing was removed; add -y to skip this question"
 
 
 def test_of_a_log_only_colors_and_progress_reach_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

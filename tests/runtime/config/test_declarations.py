@@ -1,4 +1,4 @@
-"""Modules under the import hook load no data, and a group constructs its datasets when they are read."""
+"""Modules imported under the hook load no data, and a group constructs its datasets on first use."""
 
 import contextlib
 import importlib

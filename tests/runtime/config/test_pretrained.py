@@ -1,4 +1,4 @@
-"""Models of libraries as defaults: declared, pinned to commits, downloaded once, and built without weights."""
+"""Library models as defaults: declared, pinned to commits, downloaded once, and built without weights."""
 
 import logging
 import re

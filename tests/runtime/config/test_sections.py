@@ -1,4 +1,4 @@
-"""Sections of `cfg`: settings below a key of their own, which conf.yaml, overrides and user code change in part."""
+"""Sections of `cfg`: settings below one key, of which conf.yaml, overrides and user code may change any part."""
 
 import dataclasses
 from dataclasses import dataclass

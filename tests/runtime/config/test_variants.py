@@ -1,4 +1,4 @@
-"""Variants: named alternatives for nodes of conf.yaml, and partial configs over all of it."""
+"""Variants: named alternatives for nodes of conf.yaml, and partial configs."""
 
 import copy
 import json

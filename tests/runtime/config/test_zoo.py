@@ -1,4 +1,4 @@
-"""Every kind of default is re-created exactly from YAML, or refused by name. None is silently wrong."""
+"""Every kind of default is re-created exactly from YAML, or rejected by name. None is silently wrong."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Rows that are dicts become batches without `ray_map_batches`, and a row that does not fit is named."""
+"""Batches from rows that are dicts, without `ray_map_batches`; errors name the row that does not match."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Plans: every row once, the same number of steps on every rank, and the rest of a pass assigned anew in any way."""
+"""Plans: every row once, the same number of steps on every rank, and reassignment of the rest of a pass."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Process groups that strangers on the same machine can neither enter nor end."""
+"""Process groups that other processes on the same machine can neither join nor end."""
 
 import json
 import subprocess
@@ -37,14 +37,14 @@ def test_groups_listen_on_the_loopback_interface(found: dict[str, Any]) -> None:
 def test_a_stranger_in_the_place_of_a_peer_is_found_out(found: dict[str, Any]) -> None:
     """It has won the race for a connection, and sends as many bytes as a proof has."""
     assert found["impostor"]["error"] == (
-        "MlxError: another process of this machine has connected to rank 0 as if it were rank 1; nothing was read from "
-        "it. Find it among those of other users, and start the run again"
+        "MlxError: another process on this machine connected to rank 0 as if it were rank 1; nothing was read from it. "
+        "Look for it among the processes of other users, and start the run again"
     )
 
 
 def test_a_stranger_who_says_nothing_ends_the_wait(found: dict[str, Any]) -> None:
     error, _, why = found["silent"]["error"].partition(" the run: ")
-    assert error == "WorkerLostError: rank 1 has not proved to rank 0 that it belongs to"
+    assert error == "WorkerLostError: rank 1 did not prove to rank 0 that it belongs to"
     assert why == "Timed out waiting 500ms for recv operation to complete"
 
 

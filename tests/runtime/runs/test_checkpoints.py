@@ -1,4 +1,4 @@
-"""The content of a checkpoint, its atomicity, and the messages of restoring."""
+"""The content of checkpoints, their atomicity, and messages on restore."""
 
 import contextlib
 import os

@@ -645,7 +645,7 @@ class TestRm:
         assert done.returncode == 2  # no storage is known
         done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", MLX_STORAGE=folder.root)
         assert (done.returncode, folder.path.exists()) == (2, True)
-        assert done.stderr.endswith("it may still be running. To remove it without a question, add --force\n")
+        assert done.stderr.endswith("it may still be running. To remove it anyway, add --force\n")
         done = mlx(tmp_path, "xp", "rm", "digits", "latest", "-y", "--force", MLX_STORAGE=folder.root)
         assert (done.returncode, folder.path.exists()) == (0, False)
         assert re.match(r"warning: cannot read .*run\.json: .*; it may still be running\n", done.stderr)

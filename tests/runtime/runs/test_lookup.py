@@ -1,4 +1,4 @@
-"""The words of a command line that name runs."""
+"""Names of runs on command lines."""
 
 from pathlib import Path
 

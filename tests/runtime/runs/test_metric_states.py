@@ -1,4 +1,4 @@
-"""States of metrics are merged and computed without changing the metric, wherever it keeps them."""
+"""States of metrics are merged and computed without changing the metric, wherever it stores them."""
 
 import copy
 

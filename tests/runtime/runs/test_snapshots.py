@@ -1,4 +1,4 @@
-"""The code of a run is stored with it, and can be imported next to that of other experiments."""
+"""The code stored with a run, and its import next to the code of other experiments."""
 
 import subprocess
 import sys

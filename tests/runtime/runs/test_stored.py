@@ -1,4 +1,4 @@
-"""What version 0.1.0 stored is read.
+"""Files stored by version 0.1.0 can still be read.
 
 stored_0_1/
     checkpoints/epoch_0004/           state.pt, checkpoint.json

@@ -1,4 +1,4 @@
-"""`mlx data show` and `rm`: the content of the storage, and what may be removed.
+"""`mlx data show` and `rm`: the content of the storage, and safe removal.
 
 Uses real folders with links and permissions, and a real S3 server.
 
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_read_is_told_by_rights(monkeypatch: pytest.Monk
         finally:
             os.seteuid(before)
     assert done.exit_code == 1
-    assert "error: the sizes do not include what could not be read: data/secret\n" in done.output
+    assert "error: the sizes exclude unreadable files and folders: data/secret\n" in done.output
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""Secrets of many kinds are recognized wherever they stand, and what is none stays readable."""
+"""Secrets of many kinds are recognized in any context, and other text remains readable."""
 
 import time
 

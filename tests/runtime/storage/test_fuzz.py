@@ -1,4 +1,4 @@
-"""Any content of a file that commands read, and any argument, causes one clear line and nothing else."""
+"""Any content of a file that commands read, and any argument, causes at most one clear line of error."""
 
 import ast
 import contextlib

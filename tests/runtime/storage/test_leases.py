@@ -1,4 +1,4 @@
-"""Leases and marks: refreshed while their holder lives, and expired when it does not."""
+"""Leases and marks: refreshed while their holder is alive, and expired afterwards."""
 
 import datetime
 import os

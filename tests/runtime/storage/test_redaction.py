@@ -1,4 +1,4 @@
-"""Secrets that a config names or contains are in no file of a run, and the run can still be resumed and read."""
+"""Secrets in a config, or named by it, are in no file of a run, which can still be resumed and read."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The numbers that a loop records, their receivers, and that a worker that records alone cannot block a run."""
+"""Numbers recorded by a loop, their receivers, and workers that record alone, which cannot block a run."""
 
 import json
 from collections.abc import Callable

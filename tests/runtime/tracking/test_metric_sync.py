@@ -1,4 +1,4 @@
-"""Metrics over several workers have the value of a single worker with all rows, with one message."""
+"""Metrics over several workers have the value of a single worker with all rows, after one message."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Text from a storage cannot control a terminal: it moves no cursor and changes no other line."""
+"""Text from a storage cannot control a terminal: it neither moves the cursor nor changes other lines."""
 
 import json
 import re

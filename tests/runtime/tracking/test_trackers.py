@@ -1,4 +1,4 @@
-"""Trackers write the reports of a run in the format of their tool, which reads them back."""
+"""Trackers write the reports of a run in the format of their tool, which can read them."""
 
 import csv
 import json

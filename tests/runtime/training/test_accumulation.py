@@ -1,4 +1,4 @@
-"""Which steps make an update together; that it is the one of a large step, see test_optimization.py."""
+"""The steps that form an update. test_optimization.py tests that the update equals that of one large step."""
 
 import pytest
 

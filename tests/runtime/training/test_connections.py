@@ -1,4 +1,4 @@
-"""The driver receives the events of workers, whatever else connects to its port and sends to it."""
+"""The driver receives the events of workers, whatever else connects and sends to its port."""
 
 import socket
 import struct

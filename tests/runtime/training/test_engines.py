@@ -1,7 +1,7 @@
 """Engines: a run has the same results on each of them, and none of its processes outlives it.
 
-Most tests are about the local engine, which does what Ray does for the other one: it sets up the environment of the
-workers, collects their output, replaces lost workers, and terminates them with all processes that they started.
+Most tests are about the local engine, which does the work of Ray itself: it sets up the environment of the workers,
+collects their output, replaces lost workers, and terminates them with all processes that they started.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The same rows give the same losses, on any number of workers and under any strategy."""
+"""The same rows give the same losses, on any number of workers and with any strategy."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Kill any process at any moment: the run continues, and ends with the same weights, metrics and rows."""
+"""Whichever process is killed, and whenever: the run continues, and ends with the same weights, metrics and rows."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What happens around the `forward` of a module."""
+"""Recomputation and compilation of the `forward` of modules."""
 
 import copy
 

@@ -1,5 +1,5 @@
-"""Runs on GPUs: `make test-gpu`. What does not depend on the device also runs on the CPU, so that the tests are known
-to work: with the smallest of each kind."""
+"""Runs on GPUs: `make test-gpu`. The smallest test of each kind also runs on the CPU, if it does not depend on the
+device, so that the tests are known to work."""
 
 import json
 import os

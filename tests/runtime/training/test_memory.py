@@ -1,4 +1,4 @@
-"""A worker without memory reports what its models need, and the settings that would reduce it."""
+"""A worker that runs out of memory reports the needs of its models, and the settings that reduce them."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Which pass leads, and what is recorded of passes that end early, without a word of user code."""
+"""The choice of the leading pass, and records of passes that end early, without any calls by user code."""
 
 import contextlib
 import itertools

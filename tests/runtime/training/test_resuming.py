@@ -1,4 +1,4 @@
-"""Overrides of a resumed run: what may change, and with which effect."""
+"""Overrides of a resumed run: permitted changes, and their effects."""
 
 import json
 import shutil

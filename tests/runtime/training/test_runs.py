@@ -1,4 +1,4 @@
-"""Complete runs as a user starts them, with real Ray and real workers: their output and their files."""
+"""Complete runs as started by a user, with real Ray and real workers: their output and their files."""
 
 import json
 import os

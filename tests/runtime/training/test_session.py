@@ -1,4 +1,4 @@
-"""A session in this process: the order of events, what a restart restores, and what is reported."""
+"""A session in this process: the order of events, restored state, and reports."""
 
 import json
 from pathlib import Path
@@ -206,7 +206,7 @@ def test_the_speed_in_what_a_row_counts(tmp_path: Path, monkeypatch: pytest.Monk
     run(Experiment(), tmp_path / "tokens", sink=events)
     assert [event.row_counts for event in events if isinstance(event, EpochEnded)] == [{"tokens": 64}] * 3
     monkeypatch.setattr(Rows, "row_counts", {"tokens": "64"})
-    refused = r"^datasets.train: its attribute row_counts is {'tokens': '64'}; write what a row counts, like "
+    refused = r"^datasets.train: its attribute row_counts is {'tokens': '64'}; write units per row, like "
     with pytest.raises(DatasetError, match=refused):
         run(Experiment(), tmp_path / "refused")
 

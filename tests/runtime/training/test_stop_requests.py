@@ -1,4 +1,4 @@
-"""Requests to end a run: at once before workers train, after a checkpoint once they do."""
+"""Requests to end a run: immediately before workers train, after a checkpoint once they train."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Strategies are applied before optimizers are built over the parameters of models."""
+"""Strategies prepare models before optimizers are built over their parameters."""
 
 import contextlib
 import copy

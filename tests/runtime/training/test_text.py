@@ -1,4 +1,4 @@
-"""Datasets and models of Hugging Face in real runs."""
+"""Hugging Face datasets and models in real runs."""
 
 import json
 import subprocess

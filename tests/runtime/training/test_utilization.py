@@ -1,4 +1,4 @@
-"""The use of devices: how long GPUs are busy, and the operations of models whose number is known."""
+"""Utilization of devices: busy time of GPUs, and counts of floating-point operations."""
 
 from types import SimpleNamespace
 from typing import Any

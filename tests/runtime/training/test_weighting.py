@@ -1,4 +1,4 @@
-"""`self.backward`: every row, or token, of an update weighs the same, on any number of workers and in any steps."""
+"""`self.backward`: all rows or tokens of an update have the same weight, for any number of workers and steps."""
 
 import math
 from collections.abc import Callable

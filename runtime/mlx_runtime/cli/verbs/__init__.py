@@ -1,1 +1,1 @@
-"""What the commands do; each module is imported when its command runs."""
+"""The work of the commands. Each module is imported when one of its commands runs."""

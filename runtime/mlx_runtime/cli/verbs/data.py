@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlx_runtime.runs.survey import Survey
 
 ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
-SHOW_S = 600.0  # how long a cluster may take to measure its storage
+SHOW_S = 600.0  # maximum time for a cluster to measure its storage
 
 
 def show(path: str | None, depth: int, limit: int, ray_address: str | None = None) -> "Survey":
@@ -61,7 +61,7 @@ def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None)
 
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
-    """Measure a file or folder below the root of the storage, and refuse it if it is a run or in use."""
+    """Measure a file or folder below the root of the storage. Raises an error if it is a run or in use."""
     from mlx_runtime.runs import removal
     from mlx_runtime.runs.survey import survey
 
@@ -72,7 +72,7 @@ def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
 
 
 def remove(target: StoragePath, found: "Survey") -> None:
-    """Remove what `plan_removal` returned, unless it changed while the user was being asked."""
+    """Remove the target of `plan_removal`, unless it changed before the user confirmed."""
     from mlx_runtime.runs import removal
 
     again, present = plan_removal(target.title)
@@ -85,7 +85,7 @@ def remove(target: StoragePath, found: "Survey") -> None:
 
 
 def prepared_store() -> "Store":
-    """Return the prepared datasets of the experiment in the working directory, or of `MLX_STORAGE`."""
+    """Return the store of prepared datasets of the experiment in the working directory, or in `MLX_STORAGE`."""
     path = lookup.conf_value("cfg.preparation.path")
     storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
     if storage is None and path is None:

@@ -1,4 +1,4 @@
-"""Where this package was installed from, so that generated projects install it from there, too."""
+"""The source from which this package was installed, and from which generated projects install it."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from mlx_runtime import __version__
 
 
 def requirement() -> str:
-    """Return the requirement, as a Makefile has it, with which pip installs this package again.
+    """Return the requirement, in Makefile syntax, with which pip installs this package again.
 
     A package from an index has no URL of its own: its requirement is the version, with a note for the user.
     """
@@ -24,7 +24,7 @@ def requirement() -> str:
 
 
 def _url() -> str | None:
-    """Return the URL of a wheel, a folder or a repository that pip or uv has recorded (PEP 610), or None."""
+    """Return the URL of a wheel, folder or repository recorded by pip or uv (PEP 610), or None."""
     try:
         recorded = distribution("mlx-runtime").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The verbs of `mlx train` and `mlx data` for project folders: create, bind, show, prepare and run one."""
+"""The verbs of `mlx train` and `mlx data` for project folders: create, bind, show and run."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,7 @@ CHECKOUT = Path(__file__).parents[4]
 
 
 def new(kind: Kind, name: str, output: Path) -> Path:
-    """Generate a project from the template in this package, without a network. Returns its folder."""
+    """Generate a project from the template in this package, offline. Return its folder."""
     from cookiecutter.exceptions import CookiecutterException
     from cookiecutter.main import cookiecutter
 
@@ -42,7 +42,7 @@ def new(kind: Kind, name: str, output: Path) -> Path:
 
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,99}", name):
         raise UsageError(
-            f"{name!r} is not a valid {kind.title} name; use up to 100 letters, digits, - and _, first a letter"
+            f"{name!r} is not a valid {kind.title} name; use up to 100 letters, digits, - and _, starting with a letter"
         )
     folder = output / name
     if folder.exists():
@@ -57,9 +57,9 @@ def new(kind: Kind, name: str, output: Path) -> Path:
 
 
 def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
-    """Write or update `src/conf.yaml`, its variants and its schema, and return what to print about it.
+    """Write or update `src/conf.yaml`, its variants and its schema, and return lines to print.
 
-    With `check` or `diff`, write nothing: refuse files that are not up to date, or return what would change.
+    With `check` or `diff`, write nothing: raise BindError for files that are not up to date, or return the changes.
     """
     folder = kind.folder()
     existed = (folder / CONF).exists()
@@ -79,7 +79,7 @@ def bind(kind: Kind, *, check: bool = False, diff: bool = False) -> list[str]:
 
 
 def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
-    """Import the project and bind it, with its default tensors on a device."""
+    """Import the project and bind it, with tensors on `device` by default."""
     import torch
 
     from mlx_runtime.config import binding
@@ -89,10 +89,10 @@ def _bound(kind: Kind, folder: Path, device: str | None = None) -> "Binding":
 
 
 def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
-    """Bind in a forked process with default networks on the meta device, where any size takes no time and no memory.
+    """Bind in a forked process with default networks on the meta device, which takes no time or memory for any size.
 
-    Some constructors need real numbers and fail there. The fork keeps their half-finished import out of this process.
-    None means that something failed, or that forking is not safe. Binding in this process then shows what is wrong.
+    Some constructors need real numbers and fail there. The fork keeps their unfinished import out of this process.
+    Return None if this failed or forking is not safe. Binding in this process then shows the error.
     """
     prepare_fork()
     import mlx_runtime.config.binding  # noqa: F401 - imports torch once for both processes
@@ -106,7 +106,7 @@ def _bound_on_meta(kind: Kind, folder: Path) -> "Binding | None":
 
 
 def bind_first(kind: Kind, folder: Path) -> None:
-    """Bind if there is no conf.yaml yet, in a separate process, because it may import what a run must not."""
+    """Bind if there is no conf.yaml yet, in a separate process, because binding imports more than a run should."""
     if (folder / CONF).exists():
         return
     prepare_fork()
@@ -118,7 +118,7 @@ def bind_first(kind: Kind, folder: Path) -> None:
     if process.exitcode < 0:
         raise MlxError(f"binding was killed by signal {-process.exitcode}")
     if process.exitcode:
-        sys.exit(process.exitcode)  # the reason is printed already
+        sys.exit(process.exitcode)  # the reason was already printed
 
 
 def _bind_and_print(kind: Kind) -> None:
@@ -129,7 +129,7 @@ def _bind_and_print(kind: Kind) -> None:
 
 
 def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
-    """Return the config that a run would have, checked as a run checks it, with the origin of each changed value.
+    """Return the config that a run would have, with the same checks, and the origin of each changed value.
 
     A key before the overrides selects a part of the config. The result is YAML with comments, or
     `{"config": ..., "changed": {key: {"value", "from", "default"}}, "variants": {key: [name]}}`.
@@ -147,7 +147,7 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
 
 
 def settings(keys: Sequence[str]) -> Iterator[str]:
-    """Yield lines about the settings in `cfg`, or those of some keys: default, minimum and meaning."""
+    """Yield lines about all settings in `cfg`, or only some keys: default, minimum and meaning."""
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config.schema import argument_texts
     from mlx_runtime.config.signatures import base_of, groups, settings_of
@@ -182,8 +182,8 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
 
 
 def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None) -> None:
-    """Run the `main.py` of the working directory with these overrides, or that of the code stored with a run."""
-    folder, _ = load(kind, overrides, "run", code_of)  # explains errors of the import better than main.py would
+    """Run `main.py` with overrides, from the working directory or from the code stored with a run."""
+    folder, _ = load(kind, overrides, "run", code_of)  # explains import errors better than main.py would
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
@@ -193,9 +193,9 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
 
 
 def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | None" = None) -> tuple[Path, type]:
-    """Bind the project in the working directory if it has no conf.yaml, and get ready to run it.
+    """Prepare to run the project in the working directory, and bind it if it has no conf.yaml.
 
-    Returns its folder and its class, or those of the code stored with a run.
+    Return its folder and its class, or those of the code stored with a run.
     """
     folder = kind.folder()
     refuse_options(kind, overrides, verb)
@@ -216,9 +216,9 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
 
 
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
-    """Refuse words that look like options but are none of the verb's."""
+    """Raise an error for words that look like options, but are not options of the verb."""
     known: tuple[str, ...] = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()
-    if kind == AN_EXPERIMENT and verb != "sweep":  # whose own option is another
+    if kind == AN_EXPERIMENT and verb != "sweep":  # sweeps have a different option of this name
         known += ("--resume",)
     if kind == AN_EXPERIMENT and verb == "run":
         known += ("--fast-dev-run", "--eval=")
@@ -229,7 +229,7 @@ def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
 
 
 def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
-    """Return what to type instead of an unknown option: a setting, another option, or another command."""
+    """Return the cure for an unknown option: a setting, another option, or another command."""
     name, _, value = option.partition("=")
     setting = name.lstrip("-").replace("-", "_")
     context = click.get_current_context(silent=True)

@@ -1,4 +1,4 @@
-"""The verbs of `mlx xp` that reach the driver of a run, its cluster, or TensorBoard."""
+"""The verbs of `mlx xp` that contact the driver of a run or its cluster, or start TensorBoard."""
 
 import contextlib
 import os
@@ -26,14 +26,14 @@ from mlx_runtime.storage.leases import is_alive
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.dashboard import Dashboard
 
-FOLLOW_S = 1.0  # interval at which the stored log of a live run is read; five times as long on an object store
-EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of runs that have ended; otherwise 1: FAILED, STALE
-MIRROR_S = 10.0  # interval at which local copies of an object store are refreshed
-STOP_S = 60  # how long `stop` waits for the run to finish a step and save a checkpoint
+FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
+EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
+MIRROR_S = 10.0  # interval for refreshing local copies of an object store
+STOP_S = 60  # maximum time for `stop` to wait for a step and a checkpoint
 
 
 def stop(name: str, run: str) -> str:
-    """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Returns what happened."""
+    """Ask a run to save a checkpoint and end, wherever its driver is, and wait for it. Return a line to print."""
     folder = resolve_run(name, run)
     title = f"{folder.experiment} {folder.name}"
     record = records.recorded(folder)
@@ -44,7 +44,7 @@ def stop(name: str, run: str) -> str:
         dashboard.stop(record["job"]["id"])
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
-        return f"{title} is STOPPED, before it began"
+        return f"{title} was STOPPED before it began"
     ask_to_stop(folder)
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or records.resuming(folder, record):
@@ -70,11 +70,11 @@ def logs(
     rank: int | None = None,
     tail: int | None = None,
 ) -> int:
-    """Pass on the output of a run, from its cluster while that is up, else from its folder, and return an exit code.
+    """Write the output of a run, from its cluster or, if that is down, from its folder. Return an exit code.
 
-    With `follow`, wait until the run ends, and return its code; None waits only if the run is alive. Otherwise the code
-    is 0. `rank` is a worker's rank; None is for the driver, which prints that of all. `tail` is the number of lines to
-    start with.
+    With `follow`, wait until the run ends, and return its exit code; None waits only if the run is alive. Without, the
+    code is 0. `rank` selects a worker; None means the driver, whose output includes that of all workers. `tail` is the
+    number of lines to start with.
     """
     folder = resolve_run(name, run)
     record = records.recorded(folder)
@@ -83,7 +83,7 @@ def logs(
     if follow is None:
         follow = status in records.LIVING
     dashboard = _dashboard(record) if rank is None else None
-    with contextlib.suppress(ClusterError):  # it may go down; the output is stored
+    with contextlib.suppress(ClusterError):  # the cluster may go down; the output is stored
         if dashboard is not None and follow:
             return dashboard.follow(record["job"]["id"], write, tail).exit_code
         if dashboard is not None:
@@ -115,13 +115,13 @@ def _stored_logs(
             return 0
         if ended and not grown and status not in records.LIVING:
             return EXIT_CODES.get(status, 1)
-        # Its driver prints the last lines after it has recorded the end, and after a mirror's last upload.
+        # The driver prints its last lines after recording the end, and after the last upload of a mirror.
         ended = status not in records.LIVING and not ("boot" in record and is_alive(record))
         time.sleep(FOLLOW_S if folder.uri is None else 5 * FOLLOW_S)
 
 
 def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
-    """Connect to the cluster of a run's job. Returns None unless it is trusted, answers and knows the job."""
+    """Connect to the cluster of a run's job. Return None unless it is trusted, answers and knows the job."""
     job = record.get("job")
     if not job:
         return None
@@ -147,9 +147,9 @@ def _job_status(record: Mapping[str, Any]) -> str | None:
 
 
 def board(name: str | None, run: str | None, port: int) -> None:
-    """Replace this process with TensorBoard on a port of 127.0.0.1. Does not return.
+    """Replace this process with TensorBoard on a port of 127.0.0.1. Never returns.
 
-    It displays a run, an experiment, or the whole storage. Unlike in other commands, a path does not have to be a run.
+    It displays a run, an experiment or the whole storage. Unlike in other commands, any folder may be given as a path.
     """
     try:
         socket.create_server(("127.0.0.1", port)).close()
@@ -175,8 +175,8 @@ def _nothing_in(path: str) -> UsageError:
 
 
 def _serve_mirror(uri: str, port: int) -> None:
-    """Serve local copies of event files on an object store, and refresh them. Does not return."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that TensorBoard ends and the copies are deleted
+    """Serve local copies of event files in an object store, and refresh them. Never returns."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends TensorBoard and deletes the copies
     with tempfile.TemporaryDirectory(prefix="mlx-board-") as temporary:
         if not _mirror(uri, Path(temporary)):
             raise _nothing_in(uri)
@@ -194,7 +194,7 @@ def _serve_mirror(uri: str, port: int) -> None:
 
 
 def _mirror(uri: str, folder: Path) -> int:
-    """Copy event files that are new or have grown. Returns how many there are in total."""
+    """Copy event files that are new or have grown. Return the total number of event files."""
     storage = storage_at(uri)
     found = [item for item in storage.below() if ".tfevents." in item.name and stays_below(item.path)]
     for item in found:

@@ -36,7 +36,7 @@ STAGED = ".mirror"
 """Folder in a run folder from which files are uploaded. It links checkpoints, so that they may be removed meanwhile."""
 
 NOT_MIRRORED = ("report.html", CARD, FILE, WEIGHTS)
-"""Files of a run folder that are not mirrored, or written anew for the mirror."""
+"""Files of a run folder that are not mirrored, or rewritten for the mirror."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Adapters between loaders and datasets of Hugging Face, from `datasets.load_dataset` or a class with `to_hf()`.
+"""Adapters between loaders and Hugging Face datasets, from `datasets.load_dataset` or a class with `to_hf()`.
 
 One process of a machine loads and maps such a dataset while the others wait; they find the result in the cache of
 Hugging Face.
@@ -26,7 +26,7 @@ Collate = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
 
 class Batched(Dataset[Any]):
-    """A dataset of Hugging Face with settings for its batches, for a plain `load_dataset(...)` in `Datasets`.
+    """A Hugging Face dataset with settings for its batches, for a plain `load_dataset(...)` in `Datasets`.
 
     Args:
         source: the rows.
@@ -63,7 +63,7 @@ class Batched(Dataset[Any]):
 
 
 class _Owned:
-    """A dataset of Hugging Face that has the attributes of its owner, the object that it comes from.
+    """A Hugging Face dataset that has the attributes of its owner, the object that it comes from.
 
     Args:
         owner: object with attributes like `batch_size` and `collate`; the dataset itself if a function returned it.
@@ -90,7 +90,7 @@ class _Owned:
 
 
 class HFRows(_Owned, Dataset[Any]):
-    """The rows of a map-style dataset of Hugging Face."""
+    """The rows of a map-style Hugging Face dataset."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -113,7 +113,7 @@ class HFRows(_Owned, Dataset[Any]):
 
 
 class HFStream(_Owned, IterableDataset[Any]):
-    """The rows of a streaming dataset of Hugging Face.
+    """The rows of a streaming Hugging Face dataset.
 
     Its number of rows is the `__len__` of its owner, or the number in the description of the dataset if the owner is
     `Batched`, which changes no rows.

@@ -1,6 +1,6 @@
 """Columns of prepared datasets: written block by block, mapped into memory, read in batches.
 
-From an object store, workers first copy the files to a folder on their machine.
+If they are in an object store, workers first copy the files to a folder on their machine.
 """
 
 import contextlib
@@ -26,20 +26,20 @@ from mlx_runtime.storage.local import locked
 from mlx_runtime.storage.publishing import Publication, recover
 
 CHUNK_BYTES = 1 << 20
-"""Bytes gathered at once: many small batches then need only one gather, and a chunk still fits in a cache."""
+"""Number of bytes gathered at once: one gather serves many small batches, and a chunk fits in the cache of a CPU."""
 
 
 class ColumnWriter:
-    """Writes a prepared dataset, block after block of rows in order, as a context manager.
+    """Writer of a prepared dataset, block by block of rows in order, as a context manager.
 
-    The dataset cannot be found before `commit`, and is removed if that is never called. Each writer of a dataset has
+    The dataset cannot be found before `commit`, and is removed if `commit` is not called. Each writer of a dataset has
     its own files; the first to commit wins. Methods raise StorageError if the storage refuses an operation.
 
     Args:
         store: Store to write to.
         name: Folder of the dataset.
         rows: Total number of rows.
-        like: A batch of any length: names, types and shapes of the columns.
+        like: A batch of any length with the names, types and shapes of the columns.
         dataset: Class path, for the manifest.
         arguments: Arguments of the dataset's constructor, for the manifest.
     """
@@ -79,7 +79,7 @@ class ColumnWriter:
                 self._streams[column].write(data)
 
     def commit(self, created: str) -> Manifest:
-        """Make the dataset findable. Return its description, or that of a writer that was faster."""
+        """Publish the dataset. Return its manifest, or that of a faster writer."""
         with storage_errors(self._problem):
             size_bytes = sum(stream.tell() for stream in self._streams.values())
             for stream in self._streams.values():
@@ -110,7 +110,7 @@ class ColumnWriter:
 
 
 class PreparedReader:
-    """Reads a prepared dataset. Batches of one chunk share its memory without overlapping, until all are freed."""
+    """Reader of a prepared dataset. The batches of a chunk are disjoint parts of its memory, which they keep alive."""
 
     window_rows = 1
     advice = None
@@ -136,7 +136,7 @@ class PreparedReader:
                 yield dict(zip(columns, batch, strict=True))
 
     def _chunks(self, rows: torch.Tensor, groups: list[list[int]]) -> Iterator[Batch]:
-        """Yield the rows of each group of batches, for a GPU in pinned memory."""
+        """Yield the rows of each group of batches, in pinned memory if they are for a GPU."""
         for of_chunk in torch.split(rows, [sum(group) for group in groups]):
             yield {name: self._gathered(column, of_chunk) for name, column in self._columns.items()}
 
@@ -155,15 +155,15 @@ class PreparedReader:
 
 
 def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: float) -> dict[str, torch.Tensor]:
-    """Return the columns of a prepared dataset, {name: (rows, ...)}, mapped into memory; do not write to them.
+    """Return the columns of a prepared dataset, {name: (rows, ...)}, mapped into memory. They are read-only.
 
-    From an object store, they are copied to `cache`, which keeps at most `max_bytes`.
+    Files in an object store are first copied to `cache`, which keeps at most `max_bytes`.
     """
     try:
         if store.storage.local:
             return _mapped(Path(store.storage.of(manifest.name)), manifest)
         return _copied(store, manifest, cache, max_bytes)
-    except (OSError, ValueError, TypeError, RuntimeError) as error:  # of numpy and torch, if a file is something else
+    except (OSError, ValueError, TypeError, RuntimeError) as error:  # raised by numpy and torch for invalid files
         raise StorageError(
             f"the prepared dataset {manifest.name} in {store.root} cannot be read: {error}. "
             "Is it visible from every node? --no-prepared reads samples instead"
@@ -171,7 +171,7 @@ def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: fl
 
 
 def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
-    """Return the columns of a copy on this machine; if several processes ask, one fetches it while the others wait."""
+    """Return the columns of a copy on this machine; of several processes, one fetches it while the others wait."""
     cache.mkdir(parents=True, exist_ok=True)
     copies = Store(str(cache))
     with locked(cache / f".{manifest.name}.lock"):

@@ -1,4 +1,4 @@
-"""Prepared datasets of a run: which to read, which to make first, and marks that keep others from removing them."""
+"""Prepared datasets of a run: selection, preparation if necessary, and protection from removal while in use."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ def prepare_datasets(
 ) -> dict[str, PreparedSet]:
     """Return the prepared datasets to read instead of samples, and make them first if `cfg.preparation.mode` is `make`.
 
-    If rows of a stream have to be compared with prepared ones, Ray runs until the stack is closed.
+    If rows of a stream must be compared with prepared ones, Ray runs until the stack is closed.
 
     Raises:
         DatasetError: a dataset cannot be prepared.
@@ -41,9 +41,9 @@ def prepare_datasets(
 
 
 def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[], object]) -> list[str]:
-    """Return the names of the streams of Ray Data that have to be read as such.
+    """Return the names of the streams of Ray Data for which no prepared dataset is used.
 
-    Calls `ray_needed`, which must start Ray unless it runs, before rows are read to compare them with prepared ones.
+    Calls `ray_needed`, which must start Ray unless it is running, before comparing rows with prepared ones.
     """
     streams = stream_names(config.tree)
     if not streams or config.cfg.preparation.mode == "never":
@@ -55,14 +55,14 @@ def unprepared_streams(config: RunConfig, project: Path, ray_needed: Callable[[]
 def _find(
     config: RunConfig, project: Path, notify: Callable[[str], None], ray_needed: Callable[[], object]
 ) -> dict[str, PreparedSet]:
-    """Return the prepared datasets that match the config, without making any; `notify` gets a line per stale one."""
+    """Return existing prepared datasets that match the config; `notify` is called with a line per stale one."""
     candidates, _ = _preparable(config, project)
     return preparation.find(candidates, config.prepared_root, notify, ray_needed)
 
 
 @contextlib.contextmanager
 def mark_used(item: PreparedSet) -> Iterator[bool]:
-    """Keep others from removing a prepared dataset within the block. Yields False if it has just been removed."""
+    """Protect a prepared dataset from removal within the block. Yield False if it was already removed."""
     store = Store(item.root)
     with store.used(item.manifest.name):
         yield store.find(item.manifest.name) is not None
@@ -98,7 +98,7 @@ def _preparable(config: RunConfig, project: Path) -> tuple[list[Candidate], list
     try:
         group = vars(declare_group(tree["datasets"], "datasets")) if nodes else {}
     except (ConfigError, TypeError):
-        group = {}  # its constructor reads them
+        group = {}  # the constructor of Datasets reads them
     held = {name: group.get(name) for name in nodes}
     classes = {name: item.target if isinstance(item, Declaration) else type(item) for name, item in held.items()}
     kept = {name: node for name, node in nodes.items() if path_of(classes[name]) == node["_target_"]}

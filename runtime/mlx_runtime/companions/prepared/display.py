@@ -1,4 +1,4 @@
-"""Preparing all datasets of an experiment in a terminal, with progress."""
+"""Prepare all datasets of an experiment, and display the progress."""
 
 import contextlib
 import sys
@@ -13,7 +13,7 @@ from mlx_runtime.training.request import RunConfig
 
 
 def prepare(config: RunConfig) -> None:
-    """Prepare every dataset of an experiment that can be prepared and is not yet.
+    """Prepare all datasets of an experiment that can be prepared and are not yet.
 
     Raises:
         DatasetError: a dataset cannot be batched or prepared.

@@ -1,7 +1,7 @@
 """Names of prepared datasets: digests of everything that determines their content.
 
-That is the dataset's class and arguments, the code it is made of, its number of rows, and a few of its rows as they are
-read today. So a prepared dataset is never used once the code, the arguments or the data have changed.
+These are the dataset's class, arguments and code, its number of rows, and the current content of a few rows. So a
+prepared dataset is never used after the code, the arguments or the data have changed.
 """
 
 import ast
@@ -36,14 +36,14 @@ class Candidate:
     """A dataset that may be prepared.
 
     The names of its prepared datasets start with `prefix`: its class, and a digest of its code and arguments. The
-    manifest shows `arguments`, those of its constructor without secrets.
+    manifest contains `arguments`: those of its constructor, without secrets.
     """
 
     name: str  # in `Datasets`
     node: Mapping[str, Any]  # in conf.yaml
     shown: Mapping[str, Any]  # the node without secrets
     seed: int
-    project: Path  # folder of the experiment, whose code is followed
+    project: Path  # folder of the experiment, whose code is part of the digest
 
     def __post_init__(self) -> None:
         self.cls: type = object_at(self.node["_target_"])
@@ -56,11 +56,11 @@ class Candidate:
 
     @property
     def refusal(self) -> str | None:
-        """Why this dataset is never prepared, or None if it may be."""
+        """Reason never to prepare this dataset, or None."""
         if getattr(self.cls, "prepare", True) is False:
             return f"{self.cls.__name__}.prepare is False"
         if hasattr(self.cls, "to_reader"):
-            return f"{self.cls.__name__} has a reader of its own"
+            return f"{self.cls.__name__} has its own reader"
         if isinstance(self.cls, type) and issubclass(self.cls, IterableDataset):
             return f"{self.cls.__name__} is a stream"
         return None
@@ -79,7 +79,7 @@ class Candidate:
         return (manifest.dataset, manifest.arguments) == (self.node["_target_"], arguments)
 
     def full_name(self, dataset: Any) -> str:
-        """Return the name of the prepared dataset that fits a dataset. Raises DatasetError if there can be none."""
+        """Return the name of the prepared dataset for a dataset. Raises DatasetError if it cannot be prepared."""
         content: list[Any]
         if self.streamed:
             stream = stream_of(dataset, self.name)
@@ -98,12 +98,12 @@ class Candidate:
         return f"{self.prefix}-{digest(content)}"
 
     def sample(self, dataset: Any, rows: Sequence[int]) -> Batch:
-        """Return a few rows, stacked one at a time, as a batch. DatasetError if they differ or are not tensors."""
+        """Return a batch of a few rows, each stacked alone. Raises DatasetError if they differ or are not tensors."""
         reader = BatchReader(dataset, self.name)
         return self._joined(rows, [reader.read([row]) for row in rows])
 
     def first_rows(self, dataset: Any, count: int = 8) -> Batch:
-        """Like `sample`, the first rows of an `IterableDataset`."""
+        """Like `sample`, for the first rows of an `IterableDataset`."""
         reader = BatchReader(dataset, self.name)
         batches = [reader.stack([row], [number]) for number, row in enumerate(islice(dataset, count))]
         if not batches:
@@ -117,7 +117,7 @@ class Candidate:
         return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
     def tensors(self, batch: Batch) -> Schema:
-        """Return the schema of a batch. DatasetError if something in it is not a tensor."""
+        """Return the schema of a batch. Raises DatasetError if a value is not a tensor."""
         for key, value in batch.items():
             if not isinstance(value, torch.Tensor):
                 problem = f"{key!r} is a {type(value).__name__}, and only tensors are stored"
@@ -138,7 +138,7 @@ class Candidate:
 
 
 def some_rows(rows: int, count: int = 8) -> list[int]:
-    """Return the numbers of some rows from the first to the last."""
+    """Return the numbers of `count` rows, from the first to the last."""
     return sorted({round(index * (rows - 1) / (count - 1)) for index in range(count)})
 
 
@@ -156,7 +156,7 @@ def shown_schema(schema: Schema) -> str:
 
 
 def _files_in(arguments: Any) -> list[str]:
-    """Return facts about every file and folder that arguments name."""
+    """Return sizes and times of every file and folder named in arguments."""
     if isinstance(arguments, dict | list):
         items = arguments.values() if isinstance(arguments, dict) else arguments
         return [facts for item in items for facts in _files_in(item)]
@@ -177,7 +177,7 @@ def _file_facts(path: str, limit: int = 100_000) -> str:
 
 
 def digest(content: Sequence[Any]) -> str:
-    """Return a short digest of bytes, and of the texts of other things."""
+    """Return a short digest of bytes, and of other values as text."""
     found = hashlib.sha256()
     for item in content:
         data = item if isinstance(item, bytes) else str(item).encode()
@@ -186,7 +186,7 @@ def digest(content: Sequence[Any]) -> str:
 
 
 def _code_of(cls: type, project: Path) -> list[str]:
-    """Return the definition of a class and all definitions of the project it refers to, without comments and layout."""
+    """Return the definitions of a class and of all project code that it refers to, without comments and layout."""
     code: dict[tuple[str, str], str] = {}
     todo = [(cls.__module__, cls.__name__)]
     while todo:
@@ -202,7 +202,7 @@ def _code_of(cls: type, project: Path) -> list[str]:
 
 
 def _definitions(module: str, project: Path) -> dict[str, list[ast.AST]]:
-    """Return the statements that define each name of a module; nothing for a module of a library."""
+    """Return the statements that define each name of a module; empty for modules of libraries."""
     found = _spec(module)
     file = Path((found.origin if found else None) or "/")
     if file.suffix != ".py" or not file.is_relative_to(project) or "site-packages" in file.parts:
@@ -223,7 +223,7 @@ def _definitions(module: str, project: Path) -> dict[str, list[ast.AST]]:
 
 
 def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
-    """Yield what a statement refers to as (module, name), with an empty name for all of a module."""
+    """Yield the references of a statement as (module, name), with an empty name for a whole module."""
     for item in ast.walk(node):
         if isinstance(item, ast.Name):
             yield module, item.id
@@ -237,11 +237,11 @@ def _references(node: ast.AST, module: str) -> Iterator[tuple[str, str]]:
                 source = importlib.util.resolve_name(source, module if in_package else module.rpartition(".")[0])
             for alias in item.names:
                 yield source, "" if alias.name == "*" else alias.name
-                yield f"{source}.{alias.name}", ""  # it may be a module
+                yield f"{source}.{alias.name}", ""  # may be a module
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Return where a module is, even if nothing has imported it yet."""
+    """Return the spec of a module, imported or not; None if there is none."""
     with contextlib.suppress(ImportError, ValueError, AttributeError):
         return importlib.util.find_spec(module)
     return None

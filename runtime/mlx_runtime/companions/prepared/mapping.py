@@ -1,4 +1,4 @@
-"""Write prepared datasets: every row through `ray_map_batches` once, in this process or by Ray Data on the cluster."""
+"""Write prepared datasets: map all rows through `ray_map_batches`, in this process or with Ray Data on the cluster."""
 
 import contextlib
 import math
@@ -24,19 +24,19 @@ from mlx_runtime.errors import DatasetError
 from mlx_runtime.storage import documents
 
 BLOCK_BYTES = 8 << 20
-"""Size of what one call in a mapping process returns."""
+"""Approximate size of the result of one call in a mapping process."""
 
 NOT_WORTH_A_PROCESS_S = 5.0
-"""Work that takes no longer than this is done in this process: starting another and importing torch takes as long."""
+"""Maximum duration of work in this process: starting another process that imports torch takes as long."""
 
 Cluster = Callable[[], contextlib.AbstractContextManager[None]]
-"""Returns a context manager within which Ray runs; entered only for work that is worth it."""
+"""Returns a context manager within which Ray runs; entered only for longer work."""
 
 Block = Mapping[str, Any]
 """The bytes of some rows by column."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of a dataset, the rows that are done, and all rows."""
+"""Called with the name of a dataset, the number of finished rows, and the total number."""
 
 
 def write_rows(
@@ -100,7 +100,7 @@ def write_stream(
 def write_iterable(
     candidate: Candidate, dataset: Any, store: Store, name: str, progress: Progress, cluster: Cluster
 ) -> Manifest:
-    """Write the rows of an `IterableDataset`, as they are stored, to a folder of a store; in this process."""
+    """Write the rows of an `IterableDataset` to a folder of a store, in this process."""
     rows, reader = rows_of(dataset, candidate.name), BatchReader(dataset, candidate.name)
     samples, done = iter(dataset), 0
     first = reader.stack(list(islice(dataset, 1)), [0])
@@ -129,9 +129,9 @@ def _stored(batch: Batch) -> Block:
 
 
 def _checked_sample(candidate: Candidate, dataset: Any, rows: int) -> tuple[Batch, float]:
-    """Return a few rows of a dataset, and the seconds that reading all of them would take.
+    """Return a few rows of a dataset, and the estimated time for reading all rows, in seconds.
 
-    Raises DatasetError if they differ when they are read again, or when they are stacked into one batch.
+    Raises DatasetError if the rows differ when read again, or when stacked into one batch.
     """
     few = some_rows(rows)
     sample = candidate.sample(dataset, few)
@@ -150,13 +150,13 @@ class _Work:
     """Work to be done by mapping processes."""
 
     candidate: Candidate
-    schema: Schema  # that all rows must have
+    schema: Schema  # of all rows
     rows: int  # in total
-    per_call: int  # rows that are mapped at once
-    samples: dict[int, Batch]  # some rows as they were read before, by number, each as a batch of one
+    per_call: int  # rows mapped at once
+    samples: dict[int, Batch]  # some rows read before, by number, each as a batch of one
 
     def mapped(self, reader: BatchReader, start: int) -> Batch:
-        """Map `per_call` rows. Raises DatasetError if they differ from the others, or from what was read before."""
+        """Map `per_call` rows. Raises DatasetError if their schema, or a row read before, differs."""
         stop = min(self.rows, start + self.per_call)
         batch = reader.read(range(start, stop))
         self.candidate.check_schema(self.schema, schema_of(batch), f"{start} to {stop - 1}")
@@ -173,7 +173,7 @@ def _mapped_here(work: _Work, dataset: Any) -> Iterator[Block]:
 
 
 def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
-    """Map all rows in order by Ray Data; one row of its blocks has the bytes of `per_call` rows by column."""
+    """Map all rows in order with Ray Data; each row of its blocks has the bytes of `per_call` rows by column."""
     starts = numpy.arange(0, work.rows, work.per_call)
     parts = numpy.array_split(starts, min(len(starts), 2000))
     keep_order()
@@ -193,16 +193,16 @@ def _mapped_on_cluster(work: _Work, expected_s: float) -> Iterator[Block]:
 
 
 def _mapped_by_task(batch: Mapping[str, Any], work: _Work) -> dict[str, list[bytes]]:
-    """Map rows in a process of Ray Data, which constructs the dataset once."""
+    """Map rows in a process of Ray Data. Each process constructs the dataset once."""
     with _task_reader.of(work.candidate) as reader:
         rows = work.mapped(reader, int(batch["start"][0]))
     return {key: [as_numpy(rows[key]).tobytes()] for key in work.schema}
 
 
 class _TaskReader:
-    """The reader of the dataset that this process maps, dropped when idle: Ray keeps idle processes for a while.
+    """The reader of the dataset that this process maps, released when idle, because Ray keeps idle processes.
 
-    The environment of the tasks names the dataset, so a process never sees a second one.
+    The environment of the tasks names the dataset, so a process never maps a second one.
     """
 
     _reader: BatchReader | None = None
@@ -210,7 +210,7 @@ class _TaskReader:
 
     @contextlib.contextmanager
     def of(self, candidate: Candidate, idle_s: float = 20) -> Iterator[BatchReader]:
-        """Provide the reader of a dataset for the duration of the block; it is dropped later unless used again."""
+        """Provide the reader of a dataset for the duration of the block. Unless used again, it is released later."""
         if self._timer is not None:
             self._timer.cancel()
         reader = self._reader
@@ -236,7 +236,7 @@ def _split(batch: Batch) -> list[Batch]:
 
 
 def _alike(one: Batch, other: Batch) -> bool:
-    """Return True if two batches hold the same rows, up to rounding that differs between machines."""
+    """Return True if two batches have equal rows, up to rounding that differs between machines."""
     return schema_of(one) == schema_of(other) and all(
         torch.allclose(_widened(column), _widened(other[key]), rtol=1e-4, atol=1e-6, equal_nan=True)
         if column.is_floating_point() or column.is_complex()
@@ -246,5 +246,5 @@ def _alike(one: Batch, other: Batch) -> bool:
 
 
 def _widened(column: torch.Tensor) -> torch.Tensor:
-    """Return numbers in a type that can be compared; the narrowest cannot."""
+    """Return numbers in a type that supports comparison, unlike the narrowest types."""
     return column if column.is_complex() else column.double()

@@ -1,4 +1,4 @@
-"""Find the prepared datasets that fit a config, and write those that are missing."""
+"""Find the prepared datasets that match a config, and write missing ones."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ def find(
     tell: Callable[[str], None],
     ray_needed: Callable[[], object] = lambda: None,
 ) -> dict[str, PreparedSet]:
-    """Return the prepared datasets in a store that fit the datasets of a config, by name in `Datasets`.
+    """Return the prepared datasets in a store that match the datasets of a config, by name in `Datasets`.
 
     The driver constructs a dataset only if there is a prepared one with the same code and arguments. Before a
-    stream of Ray Data is created, `ray_needed` must start Ray unless it is running: Ray would start itself, or join
-    another Ray on this machine. `tell` is called with lines for the user.
+    stream of Ray Data is created, `ray_needed` must start Ray unless it is running; otherwise Ray would start itself,
+    or join another Ray on this machine. `tell` is called with lines for the user.
     """
     store = Store(root)
     names = store.names()
@@ -49,7 +49,7 @@ def find(
             dataset = candidate.make()
             name = candidate.full_name(dataset)
             manifest = store.find(name)
-        except Exception as error:  # workers may well be able to construct it
+        except Exception as error:  # workers may be able to construct it
             tell(f"{title} is not used: {short_message(error)}")
             continue
         if manifest is None:
@@ -62,7 +62,7 @@ def find(
 def make(
     candidates: Sequence[Candidate], root: str, tell: Callable[[str], None], progress: "Progress", cluster: "Cluster"
 ) -> dict[str, PreparedSet]:
-    """Prepare every dataset of a config that is not prepared yet.
+    """Prepare all datasets of a config that are not prepared yet.
 
     Raises:
         DatasetError: A dataset cannot be prepared; the message explains how to fix it.

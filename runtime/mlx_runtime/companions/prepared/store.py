@@ -1,10 +1,10 @@
-"""Prepared datasets: what `ray_map_batches` made of every row, stored once as one `.npy` file per column.
+"""Prepared datasets: the result of `ray_map_batches` for every row, stored as one `.npy` file per column.
 
 <root>/Digits-3f2a…/
     manifest.json          rows, bytes, schema; written last, so a dataset without it does not exist
-    9c41d2-0.npy           a column; the first part differs between attempts to write the dataset
+    9c41d2-0.npy           a column; the first part of the name identifies the attempt to write the dataset
     last_used              only its modification time matters
-    used-7be0…             a process reads the dataset; refreshed while it does
+    used-7be0…             mark of a process that reads the dataset, refreshed meanwhile
 
 The root is a folder or a URI like `s3://bucket/prepared`.
 """
@@ -48,20 +48,20 @@ _SHAPE = {
 class Manifest:
     """Description of a prepared dataset."""
 
-    name: str  # of its folder: its class and a key
+    name: str  # of its folder: class and digest
     rows: int
-    size_bytes: int  # of the files of all columns together
+    size_bytes: int  # total of the files of all columns
     columns: dict[str, tuple[str, str, tuple[int, ...]]]  # file, torch dtype and shape of one row, by column
     dataset: str  # path of its class
     arguments: dict[str, Any]  # of its constructor
-    created: str  # when, in UTC
+    created: str  # time in UTC
 
     def text(self) -> str:
         return json.dumps(asdict(self), indent=2, default=str) + "\n"
 
     @classmethod
     def parsed(cls, content: bytes) -> "Manifest":
-        """Return the description that a file holds; raise ValueError if it is none."""
+        """Parse the content of a manifest file. Raises ValueError if it is not one."""
         fields = {name: from_json(content, _SHAPE, needs=tuple(_SHAPE))[name] for name in _SHAPE}
         columns = {name: (file, dtype, tuple(shape)) for name, (file, dtype, shape) in fields.pop("columns").items()}
         return cls(columns=columns, **fields)
@@ -80,16 +80,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class PreparedSet:
-    """A prepared dataset to read instead of a dataset, with the attributes that a loader asks the dataset for."""
+    """A prepared dataset to read in place of a dataset, with the attributes that loaders need."""
 
     root: str  # of its store
     manifest: Manifest
-    attributes: Mapping[str, Any]  # `batch_size`, `row_counts` and others, where the dataset has them
+    attributes: Mapping[str, Any]  # `batch_size`, `row_counts` and others of the dataset
     cache_bytes: float = float("inf")  # space for copies on a machine, if the root is on an object store
 
 
 class Store:
-    """The prepared datasets in a folder or on an object store. Raises StorageError if it cannot be reached or read."""
+    """The prepared datasets in a folder or an object store. Methods raise StorageError if it cannot be read."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -108,7 +108,7 @@ class Store:
             return None
 
     def is_damaged(self, name: str) -> bool:
-        """Return True if a dataset was written completely and cannot be read any more."""
+        """Return True if a dataset was written completely, but can no longer be read."""
         try:
             return self._find(name) is None and self.storage.size_bytes(name, MANIFEST) is not None
         except (OSError, StorageError):
@@ -124,14 +124,14 @@ class Store:
             try:
                 manifest = self._find(name)
             except StorageError:
-                manifest, busy = None, True  # do not remove what may be fine
+                manifest, busy = None, True  # may be intact, so do not remove it
             size_bytes = sum(file.size_bytes for file in files)
             entries.append(Entry(manifest, name, size_bytes, max(0.0, time.time() - changed), busy))
         return sorted(entries, key=lambda item: -item.age_s)
 
     @contextlib.contextmanager
     def used(self, name: str) -> Iterator[None]:
-        """Mark a dataset as being read while the block runs, so that nobody removes it."""
+        """Mark a dataset as in use while the block runs, so that nobody removes it."""
         try:
             with leases.mark(self.storage, name, READ_MARK):
                 yield
@@ -140,7 +140,7 @@ class Store:
                 self.note_use(name)
 
     def note_use(self, name: str) -> None:
-        """Record that a dataset was used just now, unless the storage cannot be written."""
+        """Record the current time as the last use of a dataset, if the storage is writable."""
         with contextlib.suppress(OSError):
             self.storage.write(b"", name, "last_used")
 
@@ -150,8 +150,8 @@ class Store:
             manifest = self._find(name)
             if _is_busy(self._listed(name)):
                 return False
-            self.storage.remove_file(name, MANIFEST)  # from now on no process finds it
-            if _is_busy(self._listed(name)):  # a process found it just before
+            self.storage.remove_file(name, MANIFEST)  # no process finds it from now on
+            if _is_busy(self._listed(name)):  # a process found it just before that
                 if manifest is not None:
                     self.storage.write(manifest.text().encode(), name, MANIFEST)
                 return False
@@ -163,7 +163,7 @@ class Store:
     def unwanted(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
         """Return the datasets to remove: incomplete ones, old ones, and the least recently used until the rest fits.
 
-        Those in use, and those to keep by name, are left out.
+        Datasets in use, and those named in `keep`, are excluded.
         """
         entries = self.entries()
         total = sum(item.size_bytes for item in entries)
@@ -176,14 +176,14 @@ class Store:
         return unwanted
 
     def clean(self, *, max_age_s: float, max_bytes: float, keep: Sequence[str] = ()) -> list[Entry]:
-        """Remove what is `unwanted`. Return what was removed."""
+        """Remove `unwanted` datasets, and return them."""
         unwanted = self.unwanted(max_age_s=max_age_s, max_bytes=max_bytes, keep=keep)
         return [item for item in unwanted if self.remove(item.name)]
 
     def _find(self, name: str) -> Manifest | None:
-        """Return the description of a dataset, or None if it is incomplete.
+        """Return the manifest of a dataset, or None if it is incomplete.
 
-        Raises StorageError if the storage did not answer, or another version wrote the manifest.
+        Raises StorageError if the storage does not answer, or another version wrote the manifest.
         """
         try:
             manifest = Manifest.parsed(self.storage.document(name, MANIFEST))

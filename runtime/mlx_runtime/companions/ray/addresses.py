@@ -1,4 +1,4 @@
-"""Addresses of clusters, and which of them may receive the user's token."""
+"""Addresses of clusters, and the decision whether they may receive the user's token."""
 
 import contextlib
 import os
@@ -18,16 +18,16 @@ OTHER_PORTS = {6379: "Ray's own port", 10001: "the port of Ray Client"}
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a cluster's dashboard, and where it came from."""
+    """The address of a cluster's dashboard, and its source."""
 
     url: str
     source: str
     notice: str = ""
-    """How the text was interpreted, if it had to be."""
+    """Explanation if the text was not the address of a dashboard."""
 
     @classmethod
     def parse(cls, text: str | None) -> "Address":
-        """Parse an address, or the one in `RAY_ADDRESS` if there is none.
+        """Parse an address, by default the one in `RAY_ADDRESS`.
 
         It may be `http(s)://host:8265`, `host`, `host:port`, or an address of the same head node that does not accept
         jobs: `ray://host:10001`, `host:6379`.
@@ -71,9 +71,9 @@ def remember(address: Address) -> None:
 
 
 def is_trusted(url: str) -> bool:
-    """Return True if a cluster may receive the token: `RAY_ADDRESS` names it, or the user launched a job on it.
+    """Return True if a cluster may receive the token: if `RAY_ADDRESS` names it, or the user launched a job on it.
 
-    An address in the record of a run is not enough, because anyone who can write to the storage can change it.
+    An address in the record of a run is not trusted, because anyone who can write to the storage can change it.
     """
     with contextlib.suppress(UsageError):
         if Address.parse(None).url == url:
@@ -90,7 +90,7 @@ def note_untrusted(url: str) -> None:
 
 
 def find_token() -> tuple[str | None, str | None]:
-    """Return the token for clusters that require one, and its source, in the order in which Ray looks for it."""
+    """Return the token for clusters that require one, and its source, searched in Ray's order."""
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return token, "RAY_AUTH_TOKEN"
     path = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -102,5 +102,5 @@ def find_token() -> tuple[str | None, str | None]:
 
 
 def _clusters_file() -> Path:
-    """Clusters on which this user has launched jobs. Kept outside the storage, which others may write to."""
+    """Return the list of clusters on which this user launched jobs, outside the storage, which others may write to."""
     return Path.home() / ".config" / "mlx" / "clusters"

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 def launch_options(function: Function) -> Function:
-    """Add the options of `launch_and_exit`, and the argument OVERRIDES."""
+    """Add the options of `launch_and_exit` and the argument OVERRIDES."""
     for decorator in (
         click.argument("overrides", nargs=-1),
         options.verbosity,
-        click.option("--pip", is_flag=True, help="Let the cluster install the packages of requirements.txt."),
-        click.option("-f", "--follow", is_flag=True, help="Show what the job prints, and exit with its exit code."),
-        click.option("--check", is_flag=True, help="Only check whether it can run there."),
+        click.option("--pip", is_flag=True, help="Install the packages of requirements.txt on the cluster."),
+        click.option("-f", "--follow", is_flag=True, help="Print the output of the job, and exit with its exit code."),
+        click.option("--check", is_flag=True, help="Only check whether the job can run there."),
         options.address,
     ):
         function = decorator(function)
@@ -49,8 +49,8 @@ def launch_and_exit(
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` holds the arguments of
-    `sweep_request`. The exit code is the job's with `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` contains the arguments of
+    `sweep_request`. The exit code is that of the job with `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()
@@ -85,8 +85,8 @@ def launch_and_exit(
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)
-@click.option("--sweep", "many", is_flag=True, help="Run a sweep there; all options of mlx train sweep apply.")
-@click.option("--name", metavar="NAME", help="Experiment that the run belongs to: cfg.name. Of a sweep, its name.")
+@click.option("--sweep", "many", is_flag=True, help="Run a sweep there, with any options of mlx train sweep.")
+@click.option("--name", metavar="NAME", help="Name of the experiment, cfg.name; with --sweep, name of the sweep.")
 @commands.prepare_option
 @click.option("--run", "--resume", "resume", metavar="RUN", help="Resume RUN (run_003, 3 or latest).")
 @click.option("--code", hidden=True)
@@ -115,7 +115,7 @@ def train_launch(
     implied = {"cfg.preparation.mode=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
     implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
     words = [*overrides, *commands.variant_words(variants), *(option for option, given in implied.items() if given)]
-    if many:  # the words that are no options here are those of `sweep`
+    if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
         request = sweeps.sweep_request(**sweeps.train_sweep.make_context("launch --sweep", words).params)
         launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)

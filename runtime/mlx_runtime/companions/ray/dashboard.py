@@ -1,6 +1,6 @@
-"""Client of the REST API of a cluster's dashboard: submit, follow and stop jobs.
+"""Client for the REST API of a cluster's dashboard: submit, follow and stop jobs.
 
-Ray's own `JobSubmissionClient` needs seconds to import Ray, has no timeouts, and prefers `RAY_ADDRESS` to its argument.
+Ray's `JobSubmissionClient` takes seconds to import, has no timeouts, and prefers `RAY_ADDRESS` to its argument.
 API: https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html (Ray 2.60).
 """
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     import requests
 
 Timeout = float | tuple[float, float]
-"""Seconds to connect and to answer; one number is both."""
+"""Timeouts in seconds to connect and to answer, or one number for both."""
 
 ANSWER_S = 5.0  # timeout of a request
 TRANSFER_S = 120.0  # timeout of a request that transfers a package or a log
 LIST_S = 2.0, 10.0  # timeouts to connect and to answer when runs are listed
-RECONNECT_S = 60.0  # how long to wait for a cluster that stopped answering while its log is followed
-SILENCE_S = 8.0  # how long to wait for a cluster that stopped answering while it is checked
-REMOVE_S = 3.0  # Ray looks at an ended job once more, and would list one that is gone by then as FAILED
-AGENT_S = 60.0  # how long to wait for a cluster that has just started and cannot run jobs yet
-SILENT_S = 30.0  # a log stream that was silent for this long may be dead and is reopened
+RECONNECT_S = 60.0  # maximum silence of a cluster while following a log
+SILENCE_S = 8.0  # maximum silence of a cluster while checking it
+REMOVE_S = 3.0  # Ray polls an ended job once more, and would list it as FAILED if it were gone
+AGENT_S = 60.0  # maximum time for a cluster that has just started to become able to run jobs
+SILENT_S = 30.0  # a log stream that is silent for this long may be dead, and is reopened
 
 UNAUTHORIZED = (401, 403)
 
 
 class NoAnswerError(ClusterError):
-    """A job that ended without the answer that it should have printed, with its log."""
+    """A job ended without printing its answer. Has the log of the job."""
 
     def __init__(self, problem: str, log: str) -> None:
         super().__init__(problem)
@@ -62,7 +62,7 @@ class Dashboard:
 
     @classmethod
     def connect(cls, address: Address) -> "Dashboard":
-        """Ask a cluster for its version, with a token only if it requires one."""
+        """Request the version of a cluster, with a token only if it requires one."""
         import requests
 
         where = f"{address.url} (from {address.source})"
@@ -86,7 +86,7 @@ class Dashboard:
         return cls(address, version, headers, token_source, time.monotonic() - started)
 
     def unused_id(self, wanted: str) -> str:
-        """Return a job id that the cluster does not know: the wanted one, or that one with a number appended."""
+        """Return a job id that the cluster does not use yet: the wanted id, or that id with a number appended."""
         wanted, taken = re.sub(r"[^A-Za-z0-9_.-]", "-", wanted), _statuses(self.address.url, self.headers, ANSWER_S)
         names = itertools.chain([wanted], (f"{wanted}.{number}" for number in itertools.count(2)))
         return next(name for name in names if name not in taken)
@@ -99,17 +99,17 @@ class Dashboard:
         body["runtime_env"] = runtime_env
         deadline = time.monotonic() + AGENT_S
         while (answer := self._request("POST", "jobs/", TRANSFER_S, json=body)).status_code != 200:
-            # Ray has no other sign of a head node whose agent is still starting.
+            # The only sign that the agent of the head node is still starting.
             if "No available agent" not in answer.text or time.monotonic() > deadline:
                 raise ClusterError(f"{self.address.url} rejected the job: {_reason(answer)}")
             time.sleep(1)
         addresses.remember(self.address)
 
     def ask(self, name: str, spec: JobSpec, *, marker: str, timeout_s: float) -> Any:
-        """Run a short job whose id begins with a name, and that prints its answer as one line of JSON after a marker.
+        """Run a short job that prints its answer as one line of JSON after a marker. Its id begins with `name`.
 
-        Raises `NoAnswerError` if it does not print one, and `ClusterError` once the cluster has not answered for
-        `SILENCE_S`. A job that has ended is removed from the dashboard: it is not one of the user's.
+        Raises `NoAnswerError` if the job prints no answer, and `ClusterError` if the cluster does not answer for
+        `SILENCE_S`. The ended job is removed from the dashboard, because the user did not submit it.
         """
         job = f"{name}-{uuid.uuid4().hex[:8]}"
         self.submit(job, spec)
@@ -120,7 +120,7 @@ class Dashboard:
                 raise ClusterError(f"the job {job} did not end within {timeout_s:.0f} s")
             time.sleep(0.2)
         log = self.log(job)
-        # This process does not end before it.
+        # This process does not exit before the removal.
         threading.Thread(target=self._remove, args=(job,), name="remove").start()
         for line in log.splitlines():
             if line.startswith(marker):
@@ -134,12 +134,12 @@ class Dashboard:
             self._request("DELETE", f"jobs/{job}")
 
     def state(self, job: str, deadline: float = 0.0) -> JobState:
-        """Return the state of a job; raises if the cluster does not know it, or has not answered by the deadline."""
+        """Return the state of a job. Raises if the cluster does not know it, or does not answer by the deadline."""
         answer = None
         while answer is None:
             try:
                 answer = self._request("GET", f"jobs/{job}")
-            except ClusterError:  # it may be busy
+            except ClusterError:  # the cluster may be busy
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.5)
@@ -149,15 +149,15 @@ class Dashboard:
         return JobState(facts["status"], facts.get("message") or "", facts.get("driver_exit_code"))
 
     def log(self, job: str) -> str:
-        """Return everything that a job has printed so far."""
+        """Return the output of a job so far."""
         answer = self._request("GET", f"jobs/{job}/logs", TRANSFER_S, refusal=f"{self.address.url} has no log of {job}")
         return str(answer.json()["logs"])
 
     def follow(self, job: str, write: Callable[[str], object], tail: int | None = None) -> JobState:
         """Write the output of a job until it ends, and return its last state. Lost connections are reopened.
 
-        `tail` is the number of lines to begin with; None is for everything printed so far. Raises if the cluster has
-        not answered for `RECONNECT_S`.
+        `tail` is the number of lines to begin with; None means all output so far. Raises if the cluster does not
+        answer for `RECONNECT_S`.
         """
         seen = 0
         if tail is not None:
@@ -180,13 +180,13 @@ class Dashboard:
             time.sleep(0.5)
 
     def stop(self, job: str) -> None:
-        """Send SIGTERM to a job, and SIGKILL after `RAY_JOB_STOP_WAIT_TIME_S` of its environment."""
+        """Send SIGTERM to a job, and SIGKILL after the `RAY_JOB_STOP_WAIT_TIME_S` of its environment."""
         self._request("POST", f"jobs/{job}/stop", refusal=f"cannot stop {job}")
 
     async def _stream(self, job: str, skip: int, write: Callable[[str], object]) -> tuple[bool, int]:
-        """Write what follows the first `skip` characters of a log, until the connection ends.
+        """Write a log after its first `skip` characters, until the connection ends.
 
-        Returns True if the log was read to its end, and the number of characters seen.
+        Return True if the log was read to its end, and the number of characters seen.
         """
         import aiohttp
 
@@ -202,7 +202,7 @@ class Dashboard:
         return False, max(seen, skip)
 
     def _send(self, name: str, content: bytes) -> str:
-        """Upload a package unless the cluster has it. Returns its URI."""
+        """Upload a package unless the cluster has it. Return its URI."""
         path = f"packages/gcs/{name}"
         if self._request("GET", path).status_code != 200:
             self._request("PUT", path, TRANSFER_S, refusal=f"{self.address.url} rejected the upload", data=content)
@@ -211,7 +211,7 @@ class Dashboard:
     def _request(
         self, method: str, path: str, timeout_s: float = ANSWER_S, *, refusal: str | None = None, **body: Any
     ) -> "requests.Response":
-        """Return the answer to a request. With `refusal`, failures raise an error that begins with it."""
+        """Return the answer to a request. With `refusal`, an error status raises an error that begins with it."""
         import requests
 
         try:
@@ -224,9 +224,9 @@ class Dashboard:
 
 
 def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Ask clusters for the status of jobs (see `JobState`), by address and id. Jobs that no cluster knows are left out.
+    """Return the status of jobs (see `JobState`) by address and id, without jobs that no cluster knows.
 
-    Clusters that are not trusted are asked without a token; a line on stderr names those that require one.
+    Untrusted clusters are asked without a token; a line on stderr names those that require one.
     """
     clusters = sorted({address for address, _ in jobs})
     with ThreadPoolExecutor(max(1, len(clusters))) as pool:
@@ -235,7 +235,7 @@ def job_statuses(jobs: set[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: Timeout = LIST_S) -> dict[str, str]:
-    """Return the status of every job of a cluster, by id; nothing if it cannot be reached."""
+    """Return the status of every job of a cluster by id; empty if the cluster cannot be reached."""
     url_of_jobs = f"{url}/api/jobs/"
     with contextlib.suppress(Exception):
         if headers is None and addresses.is_trusted(url):
@@ -251,14 +251,14 @@ def _statuses(url: str, headers: Mapping[str, str] | None = None, timeout_s: Tim
 def _request(method: str, url: str, timeout_s: Timeout, headers: Mapping[str, str], **body: Any) -> "requests.Response":
     import requests
 
-    # With an `auth` of its own, requests does not look for a password in ~/.netrc.
+    # With an explicit `auth`, requests does not search ~/.netrc for a password.
     return requests.request(method, url, timeout=timeout_s, headers=dict(headers), auth=lambda request: request, **body)
 
 
 def _authorized_get(url: str, timeout_s: Timeout) -> tuple["requests.Response", dict[str, str], str | None]:
-    """Request a URL, again with the user's token if it is unauthorized.
+    """Request a URL, and again with the user's token if unauthorized.
 
-    Returns the answer, and the headers and the source of the token that were needed.
+    Return the answer, and the required headers and source of the token.
     """
     answer = _request("GET", url, timeout_s, {})
     token, source = addresses.find_token() if answer.status_code in UNAUTHORIZED else (None, None)
@@ -285,16 +285,16 @@ def _unauthorized(where: str, token_source: str | None) -> ClusterError:
 
 
 def _connection_problem(error: "requests.ConnectionError") -> str:
-    """Distinguish an unknown host, a closed port and another protocol by the error underlying the one from requests."""
+    """Describe a connection error: an unknown host, a closed port or another protocol."""
     from urllib3.exceptions import NameResolutionError, ProtocolError
 
     cause = error.args[0] if error.args else None
     if isinstance(cause, ProtocolError):
-        return "is not a Ray dashboard: what listens there closes the connection"
+        return "is not a Ray dashboard: the server closes the connection"
     unknown = isinstance(getattr(cause, "reason", None), NameResolutionError)
     return f"does not answer ({'unknown host' if unknown else 'nothing listens there'})"
 
 
 def _reason(answer: "requests.Response") -> str:
-    """Return the useful line of an error message, which may be a traceback of the server."""
+    """Return the informative line of an error message, which may be a traceback of the server."""
     return last_lines(answer.text.strip(), 1)[:300] or "no reason given"

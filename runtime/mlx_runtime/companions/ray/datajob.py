@@ -1,4 +1,4 @@
-"""A data job: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
+"""Data jobs: parallel work, on a cluster or on this machine, that fills one folder in the storage."""
 
 import contextlib
 import errno
@@ -38,8 +38,8 @@ class DataJob:
 
             def run(self) -> None: ...
 
-    Groups are built from conf.yaml, like those of an experiment. An `__init__` that passes them to `super().__init__`
-    works as well.
+    Groups are built from conf.yaml, like those of an experiment. They may also be arguments of an `__init__` that
+    passes them to `super().__init__`.
 
     Attributes:
         cfg: the settings, a `DataConfig`.
@@ -57,14 +57,14 @@ class DataJob:
             setattr(self, name, group)
 
     def run(self) -> None:
-        """Do the work, in plain Python, Ray or Ray Data. Called on the driver; implemented by the user."""
+        """Fill `self.output`, with plain Python, Ray or Ray Data. Called on the driver; implemented by the user."""
         raise NotImplementedError(f"{type(self).__name__} must define run(self)")
 
     def map(self, function: Callable[[Item], Result], items: Iterable[Item], title: str = "done") -> list[Result]:
         """Call a function with each item, `cfg.start_workers` at a time on any node, and show the progress.
 
-        Starting a call takes milliseconds, so an item should be a second of work or more. An item whose process or node
-        is lost is retried; write files atomically, as `self.output.write` does.
+        Starting a call takes milliseconds, so an item should take a second or more. If its process or node is lost, an
+        item is retried; write files atomically, as `self.output.write` does.
 
         Args:
             function: a method or function; it and its items must be picklable.
@@ -76,7 +76,7 @@ class DataJob:
 
         Raises:
             DataJobError: a call raised an exception; no further calls are started.
-            MlxError: an item was lost too many times.
+            MlxError: the process or node of an item was lost too many times.
         """
         items = list(items)
         results: list[Any] = [None] * len(items)
@@ -89,12 +89,12 @@ class DataJob:
         return results
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for tasks, without the display, which stays on the driver."""
+        """Return the state for tasks, without the display, which remains on the driver."""
         return {name: value for name, value in vars(self).items() if name != "_display"}
 
 
 def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
-    """Run a data job, and publish its output if it succeeds.
+    """Run a data job, and publish its output on success.
 
     Args:
         job: class of the job, importable by name.
@@ -102,7 +102,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
         cluster: cluster returned by `connect`.
 
     Returns:
-        The folder or URI that it filled.
+        The folder or URI of the output.
 
     Raises:
         ConfigError: `cfg` is not a `DataConfig`, or `cfg.path` lies outside the storage.
@@ -144,7 +144,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
 
 
 def refuse_present(config: Config) -> None:
-    """Refuse a data job whose folder exists or is being filled, before anything is started for it."""
+    """Reject a data job whose folder exists or is being filled, before starting anything."""
     path = output_path(config.cfg)
     try:
         filling.refuse_present(path, overwrite=config.cfg.overwrite)
@@ -153,7 +153,7 @@ def refuse_present(config: Config) -> None:
 
 
 def output_path(cfg: DataConfig) -> str:
-    """Return the folder or URI that a data job fills, which must be below the storage."""
+    """Return the folder or URI of a data job's output, which must be below the storage."""
     path = Path(cfg.path if cfg.path is not None else f"data/{cfg.name}")
     if path.is_absolute() or not path.parts or not all(map(is_name, path.parts)):
         raise ConfigError(
@@ -217,7 +217,7 @@ def _task_result(ref: Any, title: str) -> Any:
 
 
 def _call(project: str, function: bytes, item: bytes, title: str) -> tuple[Any, MlxError | None]:
-    """Call a pickled function in a process of Ray. Returns its result, or the error for the user."""
+    """Call a pickled function in a process of Ray. Return its result, or the error for the user."""
     folder = Path.cwd() if Path("src").is_dir() else Path(project)  # each node of a cluster has its own copy
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -235,12 +235,12 @@ def _item_title(item: Any) -> str:
 
 
 def _user_errors(during: str) -> contextlib.AbstractContextManager[None]:
-    """Raise exceptions of user code as a `DataJobError` with the user's frames."""
+    """Convert exceptions of user code to a `DataJobError` with the user's frames."""
 
     def translate(error: BaseException, summary: str, trace: str) -> DataJobError:
         translated = DataJobError(f"{summary} (in {during})\n{trace}".rstrip())
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            translated.hint = "Free space on that disk; if it is the storage's, cfg.storage_path=FOLDER chooses another"
+            translated.hint = "Free space on that disk; if it holds the storage, set another: cfg.storage_path=FOLDER"
         return translated
 
     return user_errors(Path.cwd(), translate)

@@ -16,7 +16,7 @@ from mlx_runtime.storage.files import is_uri, storage_root
 
 
 def checks() -> Iterator[Check]:
-    """Check this machine, one finding after the other. Runs no code that conf.yaml names."""
+    """Check this machine, and yield each finding. Does not run code that conf.yaml names."""
     yield Check("python", platform.python_version())
     for package in ("torch", "ray", "torchmetrics", "tensorboard"):
         try:

@@ -1,6 +1,6 @@
 """The Ray engine: Ray Train places workers on a cluster and replaces lost ones.
 
-Ray is imported by the methods that use it: `launch` asks this engine what it refuses, and is quick.
+Methods import Ray when they need it, because `launch` only calls `refusal`, and must be quick.
 """
 
 import os
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 RESIZE_S = 10.0
-"""How often an elastic group looks for room for more workers."""
+"""Interval at which an elastic group checks for room for more workers."""
 
 GROUP_START_S = 20
-"""How long an elastic group waits for workers to start before it trains with fewer."""
+"""Maximum time for workers to start before an elastic group trains with fewer."""
 
 
 class OnRay:
-    """The engine for clusters and for a Ray embedded in the driver, and its group. Ray must be running."""
+    """The engine for clusters and for Ray embedded in the driver, and its group. Ray must be running."""
 
     notice = None
 
@@ -71,14 +71,14 @@ class OnRay:
 
         try:
             placed, free = placement_states(), ray.available_resources()
-        except Exception:  # of various types; `poll` reports that the cluster is lost
+        except Exception:  # of various types; `poll` reports a lost cluster
             return None
         if "CREATED" in placed:
             return None
         workers = self._sizes[0]
         needed = {name: amount * workers for name, amount in self._resources.items()}
         missing = [name for name, amount in needed.items() if amount > free.get(name, 0)]
-        if not missing and "PENDING" in placed:  # the cluster has enough, but no node has
+        if not missing and "PENDING" in placed:  # the cluster has enough CPUs in total, but no node has
             return f"{self._cfg.cpus_per_worker} CPUs on one node"
         return ", ".join(f"{needed[name]:g} {name}s, {free.get(name, 0):g} free" for name in missing) or None
 
@@ -87,7 +87,7 @@ class OnRay:
             self._scratch.close()
 
     def _fit(self, trainer: "TorchTrainer") -> None:
-        # A smaller group starts only once Ray has given up on a larger one.
+        # A smaller group starts only after Ray has given up on a larger one.
         variables = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(GROUP_START_S)} if self._elastic else {}
         try:
             with environment(variables):
@@ -108,7 +108,7 @@ class OnRay:
         cfg, use_gpu = self._cfg, self._cluster.use_gpu
         return TrimmedTrainer(
             train,
-            train_loop_config={"job": pickle.dumps(job)},  # as bytes, or the controller would import what it names
+            train_loop_config={"job": pickle.dumps(job)},  # as bytes, so that the controller need not import it
             torch_config=ray.train.torch.TorchConfig(backend_of(use_gpu=use_gpu), timeout_s=int(self._timeout_s)),
             scaling_config=ray.train.ScalingConfig(
                 num_workers=self._sizes if self._elastic else cfg.start_workers,
@@ -117,7 +117,7 @@ class OnRay:
                 **({"elastic_resize_monitor_interval_s": RESIZE_S} if self._elastic else {}),
             ),
             run_config=ray.train.RunConfig(
-                name=uuid.uuid4().hex,  # under a known name, Ray would look for its own checkpoints
+                name=uuid.uuid4().hex,  # unique, because Ray would search a known name for its own checkpoints
                 storage_path=str(self._scratch.path),
                 logging_config=ray.train.LoggingConfig("INFO" if job.verbose else "CRITICAL"),
                 failure_config=ray.train.FailureConfig(max_failures=cfg.elastic.max_failures),

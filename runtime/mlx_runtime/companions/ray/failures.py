@@ -1,4 +1,4 @@
-"""Decides whether Ray Train replaces failed workers, and translates its errors.
+"""Decisions about failed workers of Ray Train, and translation of its errors.
 
 Ray Train's controller process imports this module. It loads little else of the runtime, so that workers start quickly.
 """
@@ -15,7 +15,7 @@ from mlx_runtime.training.engines.base import lost
 
 
 class Failures(ray.train.UserCallback):  # type: ignore[misc]
-    """Lets Ray Train replace lost workers, but not those whose user code failed: it would fail again.
+    """A callback that ends the run if user code failed, because it would fail again; lost workers are replaced.
 
     Runs in Ray Train's controller process, and reports to the driver's `Receiver` with this address and key.
     """
@@ -35,7 +35,7 @@ class Failures(ray.train.UserCallback):  # type: ignore[misc]
 
 
 def error_of(error: BaseException, cfg: Any) -> MlxError:
-    """Translate an error of Ray Train into the first thing that went wrong on a worker."""
+    """Translate an error of Ray Train into the first failure of a worker."""
     from mlx_runtime.training.memory import ways_to_save
 
     failures = getattr(error, "worker_failures", {})

@@ -1,4 +1,4 @@
-"""Jobs of a cluster: what to run, the packages that carry its code, and how it ended."""
+"""Jobs of a cluster: their commands, packages of their code, and their states."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from mlx_runtime.storage.documents import from_yaml
 from mlx_runtime.storage.uploads import Upload
 
 SIGNAL_S = 5.0
-"""How long a job that ends waits for Ray's signal; none comes if that is why it ends."""
+"""Time to wait for Ray's signal before a job exits; none comes if an earlier one is the reason for exiting."""
 
 Send = Callable[[str, bytes], str]
 """Uploads a package under a name and returns its URI."""
@@ -28,12 +28,12 @@ class JobSpec:
 
     command: Sequence[str]
     upload: Upload
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the command and of everything it starts
+    environment: Mapping[str, str] = field(default_factory=dict)  # of the command and its children
     metadata: Mapping[str, str] = field(default_factory=dict)  # shown in the dashboard
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)  # further parts of Ray's runtime environment
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)  # other fields of Ray's runtime environment
 
     def packed(self, send: Send) -> dict[str, Any]:
-        """Return Ray's runtime environment. Files that it names on this machine are read, and modules are sent."""
+        """Return Ray's runtime environment, with the contents of named local files, and with local modules uploaded."""
         packed = dict(self.runtime_env)
         for installer in ("pip", "uv"):
             if isinstance(file := packed.get(installer), str):
@@ -72,23 +72,23 @@ class JobState:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for a process that stands for the job: 128 + N if signal N killed it."""
+        """Exit code of a process that represents the job: 128 + N if signal N killed the job."""
         if self.return_code is not None:
             return self.return_code if self.return_code >= 0 else 128 - self.return_code
         return {"SUCCEEDED": 0, "STOPPED": 128 + signal.SIGTERM}.get(self.status, 1)
 
 
 def end_as_stopped(job: str) -> None:
-    """Let the dashboard show the job of this process as STOPPED. Call it in the main thread, just before exiting.
+    """Make the dashboard list the job of this process as STOPPED. Call this in the main thread, just before exiting.
 
-    Ray counts every exit code but 0 as a failure, unless it was asked to stop the job. It then sends SIGTERM.
+    Ray treats every exit code other than 0 as a failure, unless it was asked to stop the job. It then sends SIGTERM.
     """
     from ray.job_submission import JobSubmissionClient
 
     received = threading.Event()
-    with contextlib.suppress(Exception):  # Ray raises various types; the record of the run is right anyway
+    with contextlib.suppress(Exception):  # Ray raises various types; the record of the run is correct anyway
         signal.signal(signal.SIGTERM, lambda *_: received.set())
-        JobSubmissionClient().stop_job(job)  # of the cluster that RAY_ADDRESS names in a job
+        JobSubmissionClient().stop_job(job)  # in a job, RAY_ADDRESS is the address of its cluster
         received.wait(SIGNAL_S)
 
 
@@ -112,7 +112,7 @@ def _send_module(module: Path, send: Send) -> str:
 
 
 def _zipped(folder: Path, paths: Iterable[Path]) -> tuple[str, bytes]:
-    """Zip files below a folder. The name holds a hash of the content, so that a cluster gets the same code once."""
+    """Zip files below a folder. The name contains a hash, so that a cluster receives the same code only once."""
     digest, buffer = hashlib.sha256(), io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as package:
         for file in sorted(path for path in paths if path.is_file()):

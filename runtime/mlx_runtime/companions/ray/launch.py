@@ -29,15 +29,15 @@ from mlx_runtime.training.engines.placement import JOB_FLAG
 if TYPE_CHECKING:
     from mlx_runtime.training.request import RunConfig
 
-STARTUP_S = 30.0  # how long a launch waits for the job to begin, in order to report a failure during startup
+STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
-LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance that its job cannot know
+LAUNCHER_FACTS = ("command", "overrides", "git")  # parts of a run's provenance unknown to its job
 STOP_WAIT_S = 30  # between SIGTERM and SIGKILL when a job is stopped: long enough to save a checkpoint
 
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job that a cluster has accepted, what to print about it by title, and whether it is at work yet."""
+    """A job accepted by a cluster, facts to print by title, and a check whether it has begun."""
 
     dashboard: Dashboard
     id: str
@@ -45,11 +45,11 @@ class SubmittedJob:
     has_begun: Callable[[], bool]
 
     def follow(self) -> int:
-        """Print what the job prints until it ends. Returns its exit code."""
+        """Print the output of the job until it ends. Return its exit code."""
         return self.dashboard.follow(self.id, partial(print, end="", flush=True)).exit_code
 
     def wait(self) -> str:
-        """Wait until the job has begun or ended, at most `STARTUP_S`. Returns its status; raises if it failed."""
+        """Wait at most `STARTUP_S` until the job has begun or ended. Return its status; raises if it failed."""
         deadline, begun = time.monotonic() + STARTUP_S, False
         while not (state := self.dashboard.state(self.id, deadline)).ended and not (begun := self.has_begun()):
             if time.monotonic() >= deadline:
@@ -63,7 +63,7 @@ class SubmittedJob:
 
 @dataclass(frozen=True)
 class Launch:
-    """A folder and a cluster that passed all checks together."""
+    """A folder and a cluster that have passed all checks."""
 
     dashboard: Dashboard
     config: "RunConfig"
@@ -84,9 +84,9 @@ class Launch:
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]
     ) -> SubmittedJob:
-        """Submit `mlx train sweep --resume` with these words, of a sweep or of a new one, created with this name.
+        """Submit `mlx train sweep --resume` with these words, for an existing sweep or a new one of this name.
 
-        Its folder and record are treated like those of a run.
+        Its folder and record are handled like those of a run.
         """
         cfg = self.config.cfg
         folder = sweep or claim_run(storage_root(cfg.storage_path), cfg.name, SWEEP, name=name)
@@ -137,7 +137,7 @@ class Launch:
         return SubmittedJob(self.dashboard, job, facts, lambda: being_filled(path))
 
     def _submit(self, job: str, arguments: Sequence[str], metadata: Mapping[str, str]) -> str:
-        """Upload the folder and start Python with these arguments. Returns the page of the job in the dashboard."""
+        """Upload the folder, and start Python with these arguments. Return the URL of the job in the dashboard."""
         settings = Settings.read()
         environment = {JOB_FLAG: "1", "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
         environment |= {"MLX_VERBOSE": "1"} if settings.verbose else {}
@@ -147,7 +147,7 @@ class Launch:
         return f"{self.dashboard.address.url}/#/jobs/{job}"
 
     def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str, **fields: Any) -> records.Record:
-        """Write the record of a run that waits for its job; the job's driver continues it."""
+        """Write the record of a run that waits for its job, whose driver continues the record."""
         known = provenance.provenance(self.config.overrides)
         facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
         facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
@@ -162,12 +162,12 @@ class Launch:
 def prepare(
     folder: Path, address: Address, load: "Callable[[], RunConfig]", *, pip: bool = False, show_all: bool = False
 ) -> Launch:
-    """Check that a folder can run on a cluster, and print each result as soon as it is known.
+    """Check that a folder can run on a cluster, and print each result immediately.
 
-    With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, checks that passed are printed,
-    too, and a secret or too large a folder do not end the checks: the nodes are checked without them. Raises
-    `ClusterError` if a check failed, as soon as that makes the remaining checks impossible, and `UsageError` for a
-    wrong name or option.
+    With `pip`, the cluster installs the packages of requirements.txt. With `show_all`, passed checks are printed, too,
+    and after finding a secret or too large a folder, the nodes are still checked, without uploading them.
+
+    Raises `ClusterError` after failed checks, early if they prevent the others, and `UsageError` for a wrong option.
     """
     failed = 0
 
@@ -186,7 +186,7 @@ def prepare(
         print(f"note      {address.notice}")
     if not Settings.read().quiet:
         print(f"checking  {address.url} (from {address.source})")
-    config, config_check = preflight.check_config(load)  # first: it may bind, and finds errors without the cluster
+    config, config_check = preflight.check_config(load)  # first: may bind, and finds errors without the cluster
     dashboard, checks = preflight.check_cluster(address)
     passed(*checks)
     if dashboard is None:

@@ -1,4 +1,4 @@
-"""Checks of a cluster before a launch: whether the run would fit, start, and find its storage and secrets there."""
+"""Checks of a cluster before a launch: versions, capacity, storage, secrets and network."""
 
 import contextlib
 import importlib.metadata
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from mlx_runtime.training.options import TrainConfig
     from mlx_runtime.training.request import RunConfig
 
-PROBE_S = 180.0  # how long the probe job may take
-NODE_S = 60.0  # how long a node may take to answer the probe
-INSTALL_S = 600.0  # added to each of these if the cluster installs packages first, as with `--pip`
+PROBE_S = 180.0  # timeout of the probe job
+NODE_S = 60.0  # timeout of a node's answer to the probe
+INSTALL_S = 600.0  # added to both if the cluster installs packages first, as with `--pip`
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was checked, the finding, and how to fix it, or None if the check passed."""
+    """The subject of a check, its finding, and a hint to fix it, or None if the check passed."""
 
     name: str
     text: str
@@ -68,7 +68,7 @@ def check_cluster(address: Address) -> tuple[Dashboard | None, list[Check]]:
 
 
 def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Check]":
-    """Load the config. Refuses an engine that cannot train in a job, because no other check matters then."""
+    """Load the config. Raises if the engine cannot train in a job, because no other check matters then."""
     try:
         config = load()
     except ConfigError as error:
@@ -85,7 +85,7 @@ def check_config(load: "Callable[[], RunConfig]") -> "tuple[RunConfig | None, Ch
 
 
 def valid_config(config: "Config") -> Check:
-    """Report a valid config, and the targets that could not be checked because only a run imports them."""
+    """Report a valid config, and the targets that were not checked because only runs import them."""
     unchecked = f"; not checked, because src does not import it: {', '.join(config.unseen)}" if config.unseen else ""
     return Check("config", f"{CONF} fits the code{unchecked}")
 
@@ -102,8 +102,8 @@ def check_upload(upload: Upload) -> Check:
 
 
 def check_secrets(config: "Config") -> Check:
-    """Refuse secrets written into conf.yaml or overrides, where everyone can read them."""
-    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # with what comes from the environment here
+    """Reject secrets in conf.yaml or overrides, where everyone can read them."""
+    sent = {"cfg": {"runtime_env": config.cfg.runtime_env or {}}}  # with values from the environment here
     written = list(dict.fromkeys([*secret_keys(sent), *secret_keys(config.unresolved)]))
     for item in config.overrides:
         name = item.partition("=")[0].lstrip("+")
@@ -117,7 +117,7 @@ def check_secrets(config: "Config") -> Check:
 
 
 def without_secrets(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a runtime environment without the entries that hold secrets."""
+    """Return a runtime environment without entries that contain secrets."""
     public = {name: without_secrets(item) if isinstance(item, Mapping) else item for name, item in tree.items()}
     return {name: item for name, item in public.items() if not any(secret_keys({name: item}))}
 
@@ -147,7 +147,7 @@ def check_nodes(
 
 
 def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
-    """Return what the process groups of a run depend on: its `workers`, and the `gpus` that they need, or None."""
+    """Return the number of `workers` in a run, and the minimum number of `gpus` to train on them, or None."""
     if isinstance(cfg, DataConfig):
         return {"workers": 0, "gpus": None}
     gpus = None if cfg.use_gpu is False else max(1, cfg.elastic.min_workers or cfg.start_workers)
@@ -156,10 +156,10 @@ def _groups(cfg: "TrainConfig | DataConfig") -> dict[str, int | None]:
 
 @contextlib.contextmanager
 def writable(root: str, file: str, content: str = "") -> Iterator[Check | None]:
-    """Write a file to the storage for the block. Provide a failed check if that is not possible.
+    """Write a file to the storage for the block. Yield a failed check if that is not possible.
 
-    Afterwards, the files whose names begin with its name are removed, and empty folders that had to be created: an
-    empty storage on this machine would hide that of the cluster.
+    Afterwards, files whose names begin with its name are removed, and created empty folders: an empty storage on
+    this machine would hide that of the cluster.
     """
     parts = [] if is_uri(root) else [Path(root), *Path(root).parents]
     created = [part for part in parts if not part.exists()]
@@ -188,7 +188,7 @@ def _write(root: str, file: str, content: str) -> Check | None:
 
 
 def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) -> Iterator[Check]:
-    """Evaluate the answers of nodes to the probe. This machine sees the files that `written` of them wrote."""
+    """Evaluate the answers of nodes to the probe. Files written by `written` of them are visible on this machine."""
     answers = [node for node in nodes if "error" not in node]
     count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
     if failed := [f"{node['ip']} {node['error']}" for node in nodes if "error" in node]:
@@ -224,7 +224,7 @@ def _node_checks(nodes: Sequence[Mapping[str, Any]], root: str, written: int) ->
 
 
 def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Evaluate the process groups that the nodes formed, by backend."""
+    """Evaluate the process groups formed by the nodes, by backend."""
     for backend, found in groups.items():
         if not found:
             yield Check(backend, "not measured: not every node has a free GPU")
@@ -232,19 +232,19 @@ def _group_checks(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
             variable = f"{backend.upper()}_SOCKET_IFNAME"
             hint = f"Set {variable} in cfg.runtime_env.env_vars to the network interface between the nodes, and open "
             hint += "all TCP ports between them: docs/guides/cluster.md#network"
-            yield Check(backend, f"the nodes form no process group: {found['error']}", hint)
+            yield Check(backend, f"the nodes cannot form a process group: {found['error']}", hint)
         else:
             speed = f"latency {1000 * found['latency_s']:.2f} ms, {found['bytes_per_s'] / 1e6:,.0f} MB/s"
             yield Check(backend, f"{speed} between {found['nodes']} nodes over {found['interface']}")
 
 
 def _same_minor(one: str, another: str) -> bool:
-    """Return True if two versions agree up to their second number."""
+    """Return True if two versions have the same major and minor number."""
     return one.split(".")[:2] == another.split(".")[:2]
 
 
 def _capacity_check(found: Mapping[str, Any], cfg: "TrainConfig | DataConfig") -> Check:
-    """Check that the workers fit into the whole cluster, whatever others use at present."""
+    """Check that the workers fit into the whole cluster, ignoring its current use by others."""
     cpus, gpus, workers = found["cpus"], found["gpus"], cfg.elastic.min_workers or cfg.start_workers
     if lacking := shortage(cfg, cpus, gpus, cluster=True):
         return Check("capacity", *lacking)

@@ -1,4 +1,4 @@
-"""Everything that relies on the private API of Ray 2.60. `test_private.py` fails when Ray changes it."""
+"""All uses of the private API of Ray 2.60. `test_private.py` fails when Ray changes it."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import ray
 import ray.train
 import ray.train.torch
-import ray.tune  # which Ray Train imports at its first call; that draws from `random`, in the middle of a loop
+import ray.tune  # early, because Ray Train would import it within a loop, and that draws from `random`
 import ray.util
 import torch.distributed
 from ray.runtime_context import RuntimeContext
@@ -39,7 +39,7 @@ except ImportError as error:
 
 
 def quiet_ray_train() -> None:
-    """Silence Ray Train's message about each report, and its tracebacks, because the driver prints the error."""
+    """Silence Ray Train's message about each report, and its tracebacks of errors that the driver prints."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     reported_by_the_driver = ("ray.train.v2._internal.util", ray.train.v2._internal.execution.context.__file__)
     for name in reported_by_the_driver:  # the second logger is named after its file
@@ -49,10 +49,10 @@ def quiet_ray_train() -> None:
 class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
     """A `TorchTrainer` that starts only the processes that the run needs.
 
-    If Ray is `embedded`, this process started it and ends with it. The controller of the workers then runs in this
-    process, which has imported what it needs, and no actor waits to free the placement group of a killed controller.
-    `ray.train.get_all_reported_checkpoints` does not work in the workers. The size of an elastic group is a multiple
-    of `multiple_of`.
+    If Ray is `embedded`, it was started by this process and ends with it. The controller of the workers then runs in
+    this process, which has already imported its libraries, and no actor waits to free the placement group of a killed
+    controller. `ray.train.get_all_reported_checkpoints` does not work in the workers. The size of an elastic group is a
+    multiple of `multiple_of`.
     """
 
     def __init__(self, *args: Any, embedded: bool, multiple_of: int = 1, **options: Any) -> None:
@@ -75,7 +75,7 @@ class TrimmedTrainer(ray.train.torch.TorchTrainer):  # type: ignore[misc]
 
 
 class WholeReplicas(ElasticScalingPolicy):  # type: ignore[misc]
-    """Changes an elastic group in multiples of the workers that hold one replica of the models."""
+    """A policy that resizes elastic groups by whole replicas of the models."""
 
     def __init__(self, scaling_config: ray.train.ScalingConfig, multiple_of: int) -> None:
         super().__init__(scaling_config)
@@ -97,7 +97,7 @@ def _controller_here() -> Iterator[None]:
     """Let a controller run in this process, which is not an actor."""
     current_actor = RuntimeContext.current_actor
     RuntimeContext.current_actor = None
-    auto_init_hook.enable_auto_connect = False  # the controller must not start Ray again after it was shut down
+    auto_init_hook.enable_auto_connect = False  # the controller must not restart Ray after its shutdown
     try:
         yield
     finally:
@@ -106,7 +106,7 @@ def _controller_here() -> Iterator[None]:
 
 
 class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
-    """Implements `ray.train.*` in a worker of the local engine; collectives use the process group."""
+    """Implementation of `ray.train.*` in a worker of the local engine; collectives use the process group."""
 
     def report(self, metrics: dict[str, Any], checkpoint: Any = None, *args: Any, **options: Any) -> None:
         if checkpoint is not None:
@@ -119,15 +119,15 @@ class _ForkedWorker(LocalTrainFnUtils):  # type: ignore[misc]
             torch.distributed.barrier()
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        # Data of any type. The workers have proved that they belong to the run.
+        # Data of any type is safe, because the workers have proved that they belong to the run.
         return pickle.loads(broadcast(pickle.dumps(data)))
 
 
 def enter_ray_train(name: str, topology: Topology | None) -> None:
     """Make `ray.train.get_context`, `prepare_model` and the like work in this process.
 
-    It is a worker of the local engine, which has no Ray, or with None the driver, the only process of its run. `name`
-    is the experiment's name.
+    This process is a worker of the local engine, without Ray, or if `topology` is None, the driver and only process of
+    a run. `name` is the name of the experiment.
     """
     if topology is None:
         set_train_fn_utils(LocalTrainFnUtils(experiment_name=name))
@@ -135,7 +135,7 @@ def enter_ray_train(name: str, topology: Topology | None) -> None:
     rank, world_size = topology.rank, topology.world_size
     ranks = {"world_rank": rank, "local_rank": rank, "world_size": world_size, "local_world_size": world_size}
     set_train_fn_utils(_ForkedWorker(experiment_name=name, **ranks))
-    ray.init = _refuse_ray  # which `ray.get` and others call when Ray is not running
+    ray.init = _refuse_ray  # called by `ray.get` and others if Ray is not running
 
 
 def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
@@ -143,9 +143,9 @@ def _refuse_ray(*_: Any, **__: Any) -> NoReturn:
 
 
 def keep_sharded_models() -> None:
-    """Make `ray.train.torch.prepare_model` return models that are sharded as they are.
+    """Make `ray.train.torch.prepare_model` return sharded models unchanged.
 
-    It looks this name up when it is called, so user code may have imported it before.
+    It looks up the replaced name at each call, so user code may already have imported `prepare_model`.
     """
     train_loop_utils.DistributedDataParallel = _replicated
 

@@ -1,6 +1,6 @@
-"""Print what a job sees of its cluster as one line of JSON, which `preflight` evaluates.
+"""Print facts about the cluster of this job as one line of JSON, which `preflight` evaluates.
 
-Runs on the cluster, where anything but Ray may be missing.
+Runs on the cluster, where every package other than Ray may be missing.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 QUESTION = "MLX_PROBE"
 """Environment variable with the question as JSON: `root` of the storage, a `file` there and its `content`, names of
-`variables` that must be set, the `seconds` that a node has to answer, the number of `workers` of the run, and the
-number of `gpus` from which on it trains on GPUs, or None."""
+`variables` that must be set, the timeout of a node in `seconds`, the number of `workers` of the run, and the minimum
+number of `gpus` for training on GPUs, or None."""
 
-GROUP_S = 30.0  # how long nodes may take to form a process group, and to use it
+GROUP_S = 30.0  # timeout for forming a process group and using it
 
 BANDWIDTH_BYTES = 8 << 20  # of the tensor whose reduction measures the bandwidth
 
 
 def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
-    """Return `cpus`, `gpus`, `nodes`: the answer of each (see `_Node.describe`), or its `ip` and an `error`, and
-    `groups`: what was measured, or an `error`, by backend. A single node needs no network between workers."""
+    """Return `cpus`, `gpus`, `nodes` (the answer of each, see `_Node.describe`, or its `ip` and an `error`), and
+    `groups` (measurements or an `error`, by backend). A single node needs no network between workers."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -67,7 +67,7 @@ def probe_cluster(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
-    """Return what the slowest node measured (see `_Node.reduce`), or an `error`; nothing if there was no GPU free."""
+    """Return the measurements of the slowest node (see `_Node.reduce`), or an `error`; empty if no GPU was free."""
     import ray
 
     addresses = [peer.address.remote() for peer in peers]
@@ -76,7 +76,7 @@ def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
     try:
         first = ray.get(addresses[0])
         refs = [peer.reduce.remote(backend, first, rank, len(peers)) for rank, peer in enumerate(peers)]
-        found = ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one of them fails
+        found = ray.get(refs, timeout=GROUP_S + 5)  # raises as soon as one fails
     except ray.exceptions.GetTimeoutError:
         return {"error": f"{len(peers)} nodes did not finish an all-reduce within {GROUP_S:.0f} s"}
     except Exception as error:
@@ -85,7 +85,7 @@ def _measure(backend: str, peers: list[Any]) -> dict[str, Any]:
 
 
 class _Node:
-    """The actor that answers for a node, in an environment like that of a worker of the run."""
+    """The actor that answers for a node, in the same environment as workers of the run."""
 
     def describe(self, question: dict[str, Any], number: int) -> dict[str, Any]:
         """Describe the node: version of `python`, problems with `torch` and `storage` (or None), `unset` variables."""
@@ -97,7 +97,7 @@ class _Node:
         }
 
     def address(self) -> str:
-        """Return an address at which the nodes can meet, chosen as Ray Train does."""
+        """Return an address for the rendezvous of the nodes, chosen as by Ray Train."""
         import ray
 
         with socket.socket() as free:
@@ -138,12 +138,12 @@ def _reduce(backend: str, address: str, rank: int, size: int) -> dict[str, Any]:
         interface = _interface(listening() - before, address)
     else:
         interface = os.environ.get("NCCL_SOCKET_IFNAME", "an interface of its choice")
-    moved = 2 * (size - 1) / size * BANDWIDTH_BYTES  # what each node sends in a ring
+    moved = 2 * (size - 1) / size * BANDWIDTH_BYTES  # bytes sent by each node in a ring
     return {"interface": interface, "latency_s": latency_s, "bytes_per_s": moved / bandwidth_s}
 
 
 def _interface(listeners: set[int], store: str) -> str:
-    """Return the name of the interface on which gloo listens, or its address if the system does not tell."""
+    """Return the name of the interface on which gloo listens, or its address if the name is unknown."""
     import fcntl
 
     found = []
@@ -161,14 +161,14 @@ def _interface(listeners: set[int], store: str) -> str:
 
 def _torch_problem() -> str | None:
     try:
-        import torch  # noqa: F401 - only whether it can be imported
+        import torch  # noqa: F401 - only to check that it can be imported
     except Exception as error:
         return _last_line(error)
     return None
 
 
 def _storage_problem(question: dict[str, Any], number: int) -> str | None:
-    """Read the file that the launching machine wrote, and write one for it to see."""
+    """Read the file written by the launching machine, and write one for that machine to read."""
     try:
         from mlx_runtime.storage.files import storage_at
 
@@ -186,7 +186,7 @@ def _storage_problem(question: dict[str, Any], number: int) -> str | None:
 
 
 def _last_line(error: Exception) -> str:
-    text = str(getattr(error, "cause", error)).strip()  # that of Ray holds the traceback of a task
+    text = str(getattr(error, "cause", error)).strip()  # Ray's own message contains the traceback of a task
     return text.splitlines()[-1][:300] if text else type(error).__name__
 
 

@@ -11,17 +11,17 @@ from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gp
 from mlx_runtime.training.options import DataConfig, TrainConfig
 
 EMBEDDED_RAY = {
-    "RAY_prestart_worker_first_driver": "0",  # Ray Train would not use them
+    "RAY_prestart_worker_first_driver": "0",  # Ray Train does not use prestarted workers
     "RAY_preload_python_modules": "mlx_runtime.companions.ray.preload",
 }
-"""For the processes that an embedded Ray starts."""
+"""Environment of the processes of an embedded Ray."""
 
 
 @contextlib.contextmanager
 def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True) -> Iterator[Cluster]:
-    """Provide Ray: the job's cluster inside a job, otherwise an embedded one. `why` is for the start lines.
+    """Provide Ray: in a job its cluster, otherwise an embedded Ray. `why` is the reason in the printed lines.
 
-    With `forward`, this process prints what the processes of the cluster print.
+    With `forward`, this process prints the output of the cluster's processes.
 
     Raises:
         ConfigError: the workers do not fit.
@@ -51,7 +51,7 @@ def on_ray(cfg: TrainConfig | DataConfig, why: str = "", *, forward: bool = True
 
 
 def preempted() -> bool:
-    """Return True if a node of this run is about to be preempted. A collective of about 5 ms for every worker."""
+    """Return True if a node of this run is about to be preempted. Every worker must call this; it takes about 5 ms."""
     import ray.train
 
     return ray.train.get_preemption_info() is not None
@@ -72,7 +72,7 @@ def start_ray(cfg: TrainConfig | DataConfig, *, forward: bool = True) -> Iterato
             known = {name: os.environ[name] for name in ("RAY_ADDRESS",) if "://" not in os.environ.get(name, "://")}
             ray.init(logging_level=level, log_to_driver=forward, runtime_env={"env_vars": known})
         else:
-            # Nobody preempts this machine. Ray Train's controller, in this process, reads this.
+            # Nobody preempts this machine. Read by Ray Train's controller in this process.
             stack.enter_context(environment({"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}))
             _start_embedded(cfg, level)
         stack.callback(ray.shutdown)

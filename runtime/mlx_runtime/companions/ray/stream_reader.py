@@ -1,7 +1,7 @@
-"""Streams of Ray Data that the workers share.
+"""Streams of Ray Data, shared by the workers.
 
-One `BlockAssigner` runs the stream, in order, and assigns references to its blocks. The `StreamReader` of a worker
-fetches only the blocks that hold its own rows, from the node that has them.
+One `BlockAssigner` executes the stream, in order, and assigns references to its blocks. The `StreamReader` of each
+worker fetches only the blocks with its own rows, from the nodes that store them.
 """
 
 import collections
@@ -36,17 +36,17 @@ from mlx_runtime.errors import DatasetError, MlxError
 from mlx_runtime.training.engines.base import Job
 
 WINDOW_ROWS = 1024
-"""Rows of a stream in one share, which are shuffled among themselves for training."""
+"""Rows per share of a stream. Training shuffles the rows within each share."""
 
 MAX_SEED = 2**31
-"""Ray Data takes seeds of 32 bits and counts up from them."""
+"""Ray Data's seeds have 32 bits, and it counts up from them."""
 
 Share = list[Part]
 """Consecutive rows that one worker reads."""
 
 
 class BlockAssigner:
-    """Runs the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
+    """Executes the stream of a node in conf.yaml, and assigns its rows to the workers by their plans.
 
     Used as a Ray actor, or directly within one process.
     """
@@ -63,7 +63,7 @@ class BlockAssigner:
         return make_dataset(*self._arguments)
 
     def rows(self) -> int:
-        """Return the number of rows in one pass. Raises DatasetError if it cannot be constructed or counted."""
+        """Return the number of rows in one pass. Raises DatasetError if the stream cannot be constructed or counted."""
         with self._lock:
             return self._rows
 
@@ -79,12 +79,12 @@ class BlockAssigner:
     def take(self, number: int, plan: ShardPlan, rank: int, seed: int | None, copy: int = 0) -> Share | None:
         """Return the next rows of one worker in a pass, or None after the last.
 
-        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`. Each
-        of the `copies` with the same rank, which hold one replica of the models together, gets the same rows.
+        Passes are numbered in ascending order, and all workers have the same plan and the same seed for `to_ray`. The
+        `copies` with the same rank, which share one replica of the models, receive the same rows.
         """
         with self._lock:
             if number <= self._ended:
-                return None  # requested ahead, in a pass that all workers have left since
+                return None  # requested ahead in a pass that all workers have left in the meantime
             if number not in self._passes:
                 stream = stream_of(self._dataset, self._name, seed)
                 self._passes[number] = _Pass(blocks_of(stream, self._name), plan, self._name, self._copies)
@@ -96,7 +96,7 @@ class BlockAssigner:
         return current.take((rank, copy))
 
     def close(self) -> None:
-        """Stop reading, while Ray still runs."""
+        """Stop reading. Ray must still be running."""
         with self._lock:
             for number in list(self._passes):
                 self._end(number)
@@ -107,9 +107,9 @@ class BlockAssigner:
 
 
 class _Pass:
-    """One pass over a stream: assigns its blocks, and holds the shares that have not been taken yet.
+    """One pass over a stream: assigns its blocks, and stores the shares that were not taken yet.
 
-    Workers in `left` will not come back.
+    Workers in `left` have left the pass.
     """
 
     def __init__(self, blocks: Generator[Part], plan: ShardPlan, name: str, copies: int) -> None:
@@ -142,7 +142,7 @@ class _Pass:
 
 
 def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[tuple[int, Share]]:
-    """Yield the shares of a plan in order, each with the rank that reads it."""
+    """Yield the shares of a plan in order, each with its rank."""
     block: Part = (None, 0, 0)
     position = 0
     with contextlib.closing(blocks):
@@ -169,7 +169,7 @@ def _assigned(blocks: Generator[Part], plan: ShardPlan, name: str) -> Generator[
 
 
 def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path, topology: Topology, actor: str) -> Any:
-    """Start a `BlockAssigner` in a separate process on this node, an actor with this name in Ray."""
+    """Start a `BlockAssigner` in a separate process on this node, as a Ray actor of this name."""
     node_id = ray.get_runtime_context().get_node_id()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=True)
     options = {"num_cpus": 0, "max_concurrency": topology.world_size + 1, "scheduling_strategy": here, "name": actor}
@@ -177,10 +177,10 @@ def start_assigner(node: Mapping[str, Any], name: str, seed: int, project: Path,
 
 
 class StreamReader:
-    """Reads the rows that a `BlockAssigner`, or an actor that is one, assigns to this worker.
+    """Reads the rows that a `BlockAssigner`, local or an actor, assigns to this worker.
 
-    All loaders of a dataset share one, which counts its passes. `copy` is the number of this worker among those that
-    read the same rows.
+    All loaders of a dataset share one reader, which counts its passes. `copy` is the number of this worker among those
+    that read the same rows.
     """
 
     window_rows = WINDOW_ROWS
@@ -196,7 +196,7 @@ class StreamReader:
         return int(self._get(self._assigner.rows.remote()))
 
     def close(self) -> None:
-        """Stop an assigner of this process; an actor ends with the workers."""
+        """Stop an assigner in this process; an actor ends with the workers."""
         if isinstance(self._assigner, BlockAssigner):
             self._assigner.close()
 
@@ -230,7 +230,7 @@ class StreamReader:
             )
 
     def _shares(self, plan: ShardPlan, rank: int, seed: int | None) -> Iterator[Share]:
-        """Yield the shares of this worker, requesting the next while one is read."""
+        """Yield the shares of this worker, requesting the next one while one is read."""
         arguments = (self._passes, plan, rank, seed, self._copy)
         if isinstance(self._assigner, BlockAssigner):
             while (share := self._assigner.take(*arguments)) is not None:
@@ -242,7 +242,7 @@ class StreamReader:
             yield share
 
     def _get(self, reference: Any) -> Any:
-        """Return what the actor returned. Raises MlxError if it raised an exception, or was lost."""
+        """Return a result of the actor. Raises MlxError if the call raised an exception, or the actor was lost."""
         try:
             return ray.get(reference)
         except ray.exceptions.RayError as error:
@@ -260,7 +260,7 @@ def _concatenated(parts: Sequence[Batch]) -> Batch:
 
 
 def stream_readers(nodes: Mapping[str, Any], job: Job, topology: Topology, seed: int) -> dict[str, StreamReader]:
-    """Return the readers of streams by name. Rank 0 starts the assigners that share the rows out."""
+    """Return the readers of streams by name. Rank 0 starts their assigners. Every worker must call this."""
     if job.cluster.in_driver:
         return {name: StreamReader(BlockAssigner(node, name, seed, job.project), name) for name, node in nodes.items()}
     actors = broadcast({name: uuid.uuid4().hex for name in nodes})

@@ -1,6 +1,6 @@
-"""Streams of Ray Data: what `to_ray()` of a dataset returns, its blocks, and its errors.
+"""Streams of Ray Data: results of `to_ray()` of datasets, their blocks, and their errors.
 
-Ray is imported only for a stream, because runs without one do without Ray.
+Ray is imported only for streams, because other runs do not need it.
 """
 
 import inspect
@@ -23,7 +23,7 @@ Part = tuple[Any, int, int]
 
 
 def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -> Any:
-    """Construct the dataset that a node of conf.yaml describes, in any process of the cluster."""
+    """Construct the dataset of a node in conf.yaml, in any process of the cluster."""
     if project.is_dir() and str(project) not in sys.path:
         sys.path.insert(0, str(project))
     with constructing(node, seed):
@@ -31,9 +31,9 @@ def make_dataset(node: Mapping[str, Any], name: str, seed: int, project: Path) -
 
 
 def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
-    """Return the `ray.data.Dataset` that `to_ray` returns, with its order kept.
+    """Return the `ray.data.Dataset` from `to_ray`, set to preserve its order.
 
-    `to_ray` has an argument `seed` if it can shuffle; None is the order in which the data is stored.
+    `to_ray` has an argument `seed` if it can shuffle; None means the stored order.
     """
     import ray.data
 
@@ -48,7 +48,7 @@ def stream_of(dataset: Any, name: str, seed: int | None = None) -> Any:
 
 
 def keep_order(context: Any = None) -> None:
-    """Make Ray Data keep the order of blocks and raise user code's exceptions, in this process or for one dataset."""
+    """Make Ray Data preserve the order of blocks and raise user exceptions, in this process or for one dataset."""
     import ray.data
 
     context = context or ray.data.DataContext.get_current()
@@ -57,7 +57,7 @@ def keep_order(context: Any = None) -> None:
 
 
 def rows_of_stream(dataset: Any, stream: Any) -> int:
-    """Return the number of rows in one pass: the dataset's `__len__`, or else what Ray Data counts."""
+    """Return the number of rows in one pass: the dataset's `__len__`, by default Ray Data's count."""
     return len(dataset) if hasattr(dataset, "__len__") else int(stream.count())
 
 

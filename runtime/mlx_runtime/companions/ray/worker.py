@@ -1,4 +1,4 @@
-"""A worker that Ray Train has started."""
+"""A worker started by Ray Train."""
 
 import pickle
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Object stores that pyarrow reaches, and the conditional writes of S3, which it lacks."""
+"""Object stores supported by pyarrow, and the conditional writes of S3, which it lacks."""
 
 import contextlib
 from typing import Any, BinaryIO
@@ -14,7 +14,7 @@ from mlx_runtime.storage.files import Storage, Stored
 class ObjectStore(Storage):
     """Files below a URI like `s3://bucket/runs?region=eu-west-1`.
 
-    The options after `?` are those of pyarrow's file systems.
+    The options after `?` are passed to pyarrow's file systems.
     """
 
     def __init__(self, root: str) -> None:
@@ -42,7 +42,7 @@ class ObjectStore(Storage):
             raise StorageError(f"{self.root} does not support conditional writes")
         if not self._put_new(data, *parts):
             return False
-        if self._put_new(data, *parts):  # a store that ignores the condition would have accepted everyone
+        if self._put_new(data, *parts):  # a store that ignores the condition would accept every writer
             raise StorageError(f"{self.root} ignores the condition If-None-Match of S3's PutObject")
         return True
 

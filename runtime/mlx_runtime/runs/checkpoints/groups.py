@@ -37,10 +37,10 @@ def damaged(path: str, reason: object) -> DamagedError:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Translate the errors of reading a file of a checkpoint; the block raises ValueError if it is not what was saved.
+    """Translate errors of a block that reads a file of a checkpoint, and raises ValueError if the file has changed.
 
     Raises:
-        DamagedError: it is missing, or is not what was saved.
+        DamagedError: the file is missing or has changed.
         StorageError: the storage does not answer.
     """
     try:

@@ -247,7 +247,7 @@ class BackgroundSaver:
         self._start(partial(self._checkpoints.save, copy, checkpoint, self._allowed))
 
     def save_sharded(self, state: State | None, checkpoint: CheckpointInfo, parts: "Parts") -> None:
-        """Do the same with shards. Every worker must call this; rank 0 with what is not sharded."""
+        """Do the same with shards. Every worker must call this; rank 0 also passes the unsharded state."""
         self.wait()
         if self._group is None:
             # Workers may wait long for the slowest storage; the watchdog reports deadlocks.

@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face: from functions, classes with `to_hf()` and `load_dataset(...)` in a default."""
+"""Hugging Face datasets: from functions, classes with `to_hf()` and `load_dataset(...)` in a default."""
 
 import fcntl
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Mirrors of runs, on a Hub of the test's own (tests/hub_server.py)."""
+"""Mirrors of runs, on a local Hub (tests/hub_server.py)."""
 
 import contextlib
 import io

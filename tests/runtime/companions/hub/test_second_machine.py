@@ -1,4 +1,4 @@
-"""Runs that other machines continue from their mirrors alone, on a Hub of the test (tests/hub_server.py)."""
+"""Runs that other machines continue only from their mirrors, on a local Hub (tests/hub_server.py)."""
 
 import os
 import shutil

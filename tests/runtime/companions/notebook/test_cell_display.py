@@ -1,4 +1,4 @@
-"""The curve of a run in the cell of a notebook; the whole cell is tested in test_notebook.py."""
+"""The chart of a run in a notebook cell; test_notebook.py tests the whole cell."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""The module of `%%mlx` cells: their order, and what a cell that is run again replaces."""
+"""The module of `%%mlx` cells: their order, and the replacement of cells that are run again."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`Trainer`: functions on several workers, with all examples of the design papers that it comes from."""
+"""`Trainer`: functions on several workers, with all examples of the underlying design papers."""
 
 import json
 import os

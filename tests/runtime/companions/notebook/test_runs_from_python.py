@@ -1,6 +1,6 @@
-"""Runs from Python, as in a script: an iterator of epochs, stopped in several ways, and processes that are kept warm.
+"""Runs from Python, as in a script: an iterator of epochs, stopped in several ways, and warm processes.
 
-tests/template/test_notebook.py has the most important of this in an inner ring.
+tests/template/test_notebook.py covers the most important cases in an inner ring.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Prepared datasets are found if code, arguments and data are the same, and never otherwise."""
+"""Prepared datasets are found only if code, arguments and data are the same."""
 
 import contextlib
 import importlib

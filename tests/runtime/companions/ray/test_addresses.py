@@ -87,7 +87,7 @@ def test_a_port_without_http_is_told_apart_from_a_closed_one() -> None:
             connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(ClusterError, match=r"is not a Ray dashboard: what listens there closes the connection"):
+        with pytest.raises(ClusterError, match=r"is not a Ray dashboard: the server closes the connection"):
             Dashboard.connect(address)
     with pytest.raises(ClusterError, match=r"does not answer \(nothing listens there\)"):
         Dashboard.connect(address)

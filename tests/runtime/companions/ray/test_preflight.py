@@ -1,4 +1,4 @@
-"""Parts of the preflight checks that need no cluster."""
+"""Preflight checks that need no cluster."""
 
 from pathlib import Path
 from typing import NoReturn

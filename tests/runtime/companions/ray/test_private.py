@@ -1,4 +1,4 @@
-"""The private API of Ray that ray_private.py uses. A version of Ray that changes it fails here, not in a run."""
+"""The private API of Ray that private.py uses. A version of Ray that changes it fails here, not in a run."""
 
 import inspect
 import logging

@@ -1,4 +1,4 @@
-"""What ray_blocks.py relies on in this version of Ray; a new version that changes it fails here, and not in a run."""
+"""The developer API of Ray that ray_blocks.py uses. A version of Ray that changes it fails here, not in a run."""
 
 import inspect
 import typing

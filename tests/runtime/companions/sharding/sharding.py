@@ -1,4 +1,4 @@
-"""Small sharded models on groups of gloo workers, saved and restored. Run as a script, it keeps what each stage found.
+"""Small sharded models on groups of gloo workers, saved and restored. Run as a script, it stores each stage's results.
 
 The workers are forks of this process, which has imported the libraries once and computes nothing itself.
 """

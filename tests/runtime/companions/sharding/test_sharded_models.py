@@ -1,4 +1,4 @@
-"""Models of unusual forms are sharded, or refused in one line. A group of one worker is enough to see it."""
+"""Models with unusual structures are sharded, or rejected with one line, as a group of one worker suffices to show."""
 
 import warnings
 from collections.abc import Iterator

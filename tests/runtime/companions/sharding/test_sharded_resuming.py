@@ -1,4 +1,4 @@
-"""Runs of sharded models that are resumed: by other strategies, and from damaged checkpoints."""
+"""Resuming runs of sharded models: with other strategies, and from damaged checkpoints."""
 
 import shutil
 from collections.abc import Callable

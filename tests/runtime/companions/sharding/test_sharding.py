@@ -1,4 +1,4 @@
-"""Two workers that share the parameters of a model train it as one process does."""
+"""Two workers that share the parameters of a model train it like one process."""
 
 import copy
 import functools

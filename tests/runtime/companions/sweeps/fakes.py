@@ -1,4 +1,4 @@
-"""A sweep without training: an engine that writes what runs would write, and reports what they would report."""
+"""A sweep without training: an engine that writes the files of runs, and sends their reports."""
 
 import json
 from collections.abc import Callable

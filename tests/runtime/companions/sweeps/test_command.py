@@ -1,4 +1,4 @@
-"""`mlx train sweep` as a user types it: real runs, stopped, killed and resumed."""
+"""`mlx train sweep` as typed by a user: real runs, stopped, killed and resumed."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_xp_finds_a_sweep(swept: tuple[Path, str], mlx: Mlx) -> None:
         (["optimizers.adam.lr=0.1,fast", *COMMON], "optimizers.adam.lr"),
         ([LR, *COMMON, "--parallel=999"], "cannot run 999 trials at a time"),
         ([LR, *COMMON, "--force"], "--force goes with --resume"),
-        ([LR, *COMMON, "--max-time=soon"], "'soon' is no duration"),
+        ([LR, *COMMON, "--max-time=soon"], "'soon' is not a duration"),
         ([LR, *COMMON, "--fast-dev-run"], "there is no option --fast-dev-run"),
     ],
 )

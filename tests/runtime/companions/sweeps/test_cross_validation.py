@@ -1,4 +1,4 @@
-"""Runs of one fold: the rows they read, what they record, and what they keep when they resume."""
+"""Runs of one fold: their rows, their records, and how they resume."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Definitions of sweeps: what a command adds to a stored one, and which changes need `--force`."""
+"""Definitions of sweeps: additions of a command to a stored definition, and changes that need `--force`."""
 
 from dataclasses import replace
 

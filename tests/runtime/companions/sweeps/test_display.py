@@ -1,4 +1,4 @@
-"""What a sweep shows: the table of a terminal, lines in a pipe."""
+"""The display of a sweep: a table on a terminal, lines in a pipe."""
 
 import io
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cross-validation: which rows each fold reads, through which datasets, and what is refused."""
+"""Cross-validation: the rows of each fold, the datasets that read them, and errors."""
 
 import dataclasses
 import random

@@ -1,4 +1,4 @@
-"""Trials as processes of this machine: real runs, started, stopped, pruned and killed by the engine."""
+"""Trials as processes on this machine: real runs, started, stopped, pruned and killed by the engine."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How many runs of a sweep fit on a cluster. `TestSlots` is about one machine."""
+"""The number of runs of a sweep that fit on a cluster or, in `TestSlots`, on one machine."""
 
 from typing import Any
 

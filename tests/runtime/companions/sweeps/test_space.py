@@ -1,4 +1,4 @@
-"""Overrides in Hydra's sweep grammar become a space; what cannot be searched is refused in one line."""
+"""Parsing overrides in Hydra's sweep grammar into a search space; others are rejected with one line."""
 
 import re
 from dataclasses import dataclass, replace

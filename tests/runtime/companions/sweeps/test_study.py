@@ -1,4 +1,4 @@
-"""A search proposes values of its space, and continues the same after its history is replayed."""
+"""A search proposes values of its space, and continues identically after its history is replayed."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Sweeps with an engine that trains nothing: what runs next, what is recorded, and what a resumed sweep runs."""
+"""Sweeps with an engine that does not train: the choice of the next run, records, and resuming."""
 
 import dataclasses
 import json

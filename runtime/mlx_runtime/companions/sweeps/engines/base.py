@@ -48,7 +48,7 @@ class SweepEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill what is still running, and release what the engine holds."""
+        """Kill runs that are still running, and release the engine's resources."""
         ...
 
 

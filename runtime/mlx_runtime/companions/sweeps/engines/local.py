@@ -144,7 +144,7 @@ class Local:
 
 
 class _Trial(RunProcess):
-    """The process of a run, with what the engine knows of it."""
+    """The process of a run, and its state."""
 
     def __init__(self, job: TrialJob, slot: int, *started: Any) -> None:
         super().__init__(*started)
