@@ -20,7 +20,7 @@ class EarlyStopping:
         min_delta: minimum improvement over the best value.
         mode: `min` if lower values are better, `max` if higher values are better. NaN is never better.
 
-        Raises:
+    Raises:
         ValueError: `patience` is less than 1.
     """
 

@@ -52,8 +52,11 @@ class Checker:
                 yield Problem(name, f"{name}: missing; add it with: {commands()} bind")
             elif name == "cfg" and isinstance(tree[name], dict) and self._is_callable(tree[name].get("_target_")):
                 own, rest = split_cfg(tree[name], base)
-                yield from self._value(own, cls, name, path_of(cls))
-                yield from self._value(rest, base, name, path_of(base))
+                found = [*self._value(own, cls, name, path_of(cls)), *self._value(rest, base, name, path_of(base))]
+                hints = {item.name: item.annotation for item in parameters(base) or []}
+                for key in own.keys() & hints.keys() - {problem.key.split(".")[1] for problem in found}:
+                    found += self._value(own[key], hints[key], f"{name}.{key}", path_of(base))  # your type may be wider
+                yield from found
             else:  # the `params` of optimizers come from the models
                 free = {f"{name}.{optimizer}.params" for optimizer in tree[name]} if name == "optimizers" else ()
                 yield from (item for item in self._value(tree[name], cls, name, path_of(cls)) if item.key not in free)

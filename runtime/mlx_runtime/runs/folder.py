@@ -269,7 +269,7 @@ def claim_run(
     except OSError as error:
         raise StorageError(
             f"cannot write runs to {root}: {error.strerror or short_message(error)}. "
-            "Free or unlock it, or choose another with cfg.storage_path=FOLDER"
+            "Make room there, or choose another with cfg.storage_path=FOLDER"
         ) from error
     return folder
 

@@ -133,6 +133,8 @@ class ConsoleLines:
         if event.best and config.kept:
             path = event.best["path"].removeprefix(f"{run.place}/")
             rows[f"best {config.cfg.monitor}"] = f"{event.best['value']:.4f} ({position(event.best)}, {path})"
+        elif config.cfg.monitor and config.kept and event.status == "SUCCEEDED":
+            rows[f"best {config.cfg.monitor}"] = "none: no checkpoint has a value of it"
         rows["took"] = f"{time.monotonic() - self._started:.1f} s"
         if config.run is not None:
             from mlx_runtime.runs.listing import summarize  # here, because new runs do not need it

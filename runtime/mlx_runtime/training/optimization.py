@@ -52,7 +52,7 @@ class Optimization:
         self._scale_is_due = False  # optimizers have stepped since the scale was last updated
         self._managed = False  # the loop calls self.backward, so gradients may be scaled or incomplete
         self._stepping = False  # an optimizer steps on behalf of `step`
-        self._knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
+        self.knows_steps = False  # a loader of the runtime was read, so the last step of a pass is known
         self._updated: bool | None = None  # an optimizer has stepped since the last step; None before the first time
         self._owners: set[str] = set()  # optimizers for which `step` was ever called
         self._last_owners: set[str] = set()  # those since the last backward pass
@@ -71,7 +71,7 @@ class Optimization:
         self, loss: torch.Tensor, *, weight: Weight | None = None, optimizer: str | None = None, **options: Any
     ) -> None:
         """Add the gradients of a loss to those of the current update; see `BaseModule.backward`."""
-        if not self._knows_steps and self._context.cfg.accumulate_grad_batches > 1:
+        if not self.knows_steps and self._context.cfg.accumulate_grad_batches > 1:
             raise MlxError(
                 "cfg.accumulate_grad_batches needs the loaders of self.generate_loaders, which know the last step of a "
                 "pass; read one of them, or set it to 1"
@@ -211,7 +211,7 @@ class Optimization:
 
     def begin_step(self, part: WorkerPass, per_update: int) -> None:
         """Begin a training step; see `Accumulation.begin_step`. The steps before an interruption do not count."""
-        self._knows_steps = True
+        self.knows_steps = True
         self._update_scale()
         self._divisor = part.loss_divisor(per_update)
         if per_update > 1:

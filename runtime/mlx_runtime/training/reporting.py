@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.data.loaders import Loader
+from mlx_runtime.errors import suggest
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.training.channel import Sink
@@ -162,8 +163,8 @@ class Reporter:
             )
             self.events.send_once(WarningNotice(text))
         if monitor is not None and monitor not in self.latest:
-            names = f"Recorded: {', '.join(sorted(self.latest))}." if self.latest else "Nothing was recorded yet."
-            text = f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept. {names}"
+            names = suggest(monitor, self.latest, "mlx xp report") if self.latest else " Nothing was recorded yet."
+            text = f"cfg.monitor is {monitor!r}, which was not recorded; the newest checkpoints are kept.{names}"
             self.events.send_once(WarningNotice(text))
 
     def input_speed(self, item: Pass, samples_per_s: float, data_wait_pct: float) -> None:

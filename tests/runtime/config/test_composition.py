@@ -469,6 +469,7 @@ class OwnSettings:
     name: str = "own"
     num_epochs: int = 3
     pace: float = 0.5
+    mode: str = "min"  # wider than the runtime's
 
 
 class WithOwnSettings(BaseModule):
@@ -488,7 +489,7 @@ class TestSettingsThatInheritNothing:
     def test_missing_fields_take_the_runtimes_defaults(self, path: Path) -> None:
         cfg = load_config(WithOwnSettings, path=path).cfg
         assert type(cfg) is OwnSettings
-        own = {"name": "own", "num_epochs": 3, "pace": 0.5}
+        own = {"name": "own", "num_epochs": 3, "pace": 0.5, "mode": "min"}
         assert vars(cfg) == vars(TrainConfig()) | own
 
     def test_so_they_do_in_a_file_of_another_version(self, path: Path) -> None:
@@ -499,6 +500,8 @@ class TestSettingsThatInheritNothing:
     def test_all_of_them_can_be_overridden_and_are_checked(self, path: Path) -> None:
         cfg = load_config(WithOwnSettings, ["cfg.use_gpu=true", "cfg.pace=2.5", "cfg.secrets=[A]"], path).cfg
         assert (cfg.use_gpu, cfg.pace, cfg.secrets) == (True, 2.5, ("A",))
+        with pytest.raises(ConfigError, match=r"cfg\.mode is 'maximum'; .*TrainConfig takes .* Did you mean max\?"):
+            load_config(WithOwnSettings, ["cfg.mode=maximum"], path)
         with pytest.raises(ConfigError) as caught:
             load_config(WithOwnSettings, ["cfg.seed=x", "cfg.pace=x", "+cfg.nope=1"], path)
         lines = str(caught.value).splitlines()[1:]

@@ -284,7 +284,9 @@ def test_one_that_fails_is_told_once_and_goes_on() -> None:
         listeners.call("on_epoch_end", 0, {})
     assert failing.seen == [1, 2]
     (line,) = told
-    assert line.startswith("cfg.trackers.mine failed in on_report, the run continues: OSError: disk full (test_trackers.py:")
+    assert line.startswith(
+        "cfg.trackers.mine failed in on_report, the run continues: OSError: disk full (test_trackers.py:"
+    )
 
 
 def test_a_config_as_one_list() -> None:
