@@ -53,6 +53,17 @@ def test_a_file_is_created_once(storage: Storage) -> None:
     assert storage.read("x") == b"first"
 
 
+@pytest.mark.s3
+def test_a_bucket_that_does_not_exist_is_named(s3: str) -> None:
+    storage = storage_at(s3.format("runs").replace("://bucket/", "://lab-bucket/"))
+    message = "the bucket lab-bucket does not exist; create it, or correct the URI"
+    with pytest.raises(FileNotFoundError, match=message):
+        storage.names()
+    with pytest.raises(FileNotFoundError, match=message):
+        storage.write(b"", "digits", "mark")
+    assert storage_at(s3.format("none")).names() == []  # a folder that does not exist is empty
+
+
 def test_options_stay_at_the_end_of_a_uri() -> None:
     assert joined("s3://bucket/runs?region=x", "a", "b") == "s3://bucket/runs/a/b?region=x"
     storage, name = parent_of("file:///tmp/runs/digits/")

@@ -141,7 +141,10 @@ def check_nodes(
             found = dashboard.ask("mlx-check", spec, marker=probe.MARKER, timeout_s=PROBE_S + 2 * extra_s)
             written = sum(name.startswith(f"{file}-") for name in storage_at(root).names())
         except (ClusterError, OSError) as error:
-            return [Check("nodes", short_message(error), "Try again; the nodes are listed in the dashboard")]
+            cure = "Try again; the nodes are listed in the dashboard"
+            if "No module named 'ray'" in str(error):
+                cure = "Nodes run jobs with the python on their PATH: activate the environment of Ray before ray start"
+            return [Check("nodes", short_message(error), cure)]
     nodes = _node_checks(found["nodes"], root, written)
     return [*nodes, *_group_checks(found["groups"]), _capacity_check(found, cfg)]
 

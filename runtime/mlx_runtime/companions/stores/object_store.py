@@ -24,7 +24,10 @@ class ObjectStore(Storage):
 
     def listed(self, *parts: str, recursive: bool = False) -> list[Stored]:
         selector = pyarrow.fs.FileSelector(self.of(*parts), allow_not_found=True, recursive=recursive)
-        return [self._stored(info) for info in self._fs.get_file_info(selector)]
+        found = [self._stored(info) for info in self._fs.get_file_info(selector)]
+        if not found:
+            self._require_bucket()
+        return found
 
     def find(self, *parts: str) -> Stored | None:
         info = self._fs.get_file_info(self.of(*parts))
@@ -34,7 +37,11 @@ class ObjectStore(Storage):
         return self._fs.open_input_file(self.of(*parts))
 
     def create(self, *parts: str) -> BinaryIO:
-        stream: BinaryIO = self._fs.open_output_stream(self.of(*parts))
+        try:
+            stream: BinaryIO = self._fs.open_output_stream(self.of(*parts))
+        except OSError:
+            self._require_bucket()
+            raise
         return stream
 
     def create_exclusively(self, data: bytes, *parts: str) -> bool:
@@ -56,6 +63,11 @@ class ObjectStore(Storage):
     def remove_folder(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._fs.delete_dir(self.of(*parts))
+
+    def _require_bucket(self) -> None:
+        bucket = self.path.partition("/")[0]
+        if not self._fs.get_file_info(bucket).type:
+            raise FileNotFoundError(f"the bucket {bucket} does not exist; create it, or correct the URI")
 
     def _stored(self, info: pyarrow.fs.FileInfo) -> Stored:
         path = info.path.removeprefix(self.path).lstrip("/")
