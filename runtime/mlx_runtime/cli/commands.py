@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,7 @@ from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
+from mlx_runtime.runs.folder import names_run
 
 if TYPE_CHECKING:
     from mlx_runtime.training.request import RunConfig
@@ -36,6 +37,12 @@ class Group(click.Group):
             return self.commands.get(name)
         added: click.Command = getattr(companions.part(f"{companion}.commands"), f"{self.name}_{name}")
         return added
+
+
+def split_resume(resume: str | None, overrides: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the run after `--resume`, and the overrides, the first of which click may have taken for a run."""
+    named = resume is None or names_run(resume)
+    return (resume, overrides) if named else ("latest", (str(resume), *overrides))
 
 
 def variant_words(variants: tuple[str, ...]) -> list[str]:
@@ -70,16 +77,19 @@ def bind_command(kind: Kind) -> click.Command:
     return bind
 
 
-def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False) -> "RunConfig":
+def load_config(
+    kind: Kind, folder: Path, overrides: Sequence[str], *, look: bool = False, **fields: Any
+) -> "RunConfig":
     """Load and check the config, binding it first if necessary. With `look`, do not run code that conf.yaml names.
 
-    Rejects a run that is in use, and a data job whose output is in use or exists.
+    Further fields are those of `Request`. Rejects a run that is in use, and a data job whose output is in use or
+    exists.
     """
     projects.bind_first(kind, folder)
     main = main_class(kind, folder)
-    from mlx_runtime.training.request import load_config
+    from mlx_runtime.training.request import Request, load_config
 
-    config = load_config(main, overrides, look=look)
+    config = load_config(main, Request(tuple(overrides), **fields), look=look)
     if kind != AN_EXPERIMENT:
         companions.part("ray.datajob").refuse_present(config)
     return config

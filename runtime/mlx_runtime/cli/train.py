@@ -81,22 +81,20 @@ def run(
     if make and (never or fast):
         other = "--no-prepared" if never else "--fast-dev-run"
         raise UsageError(f"--prepare-batches and {other} contradict each other; pass one of them")
+    refuse_empty({"--resume": resume, "--from": origin})
+    resume, overrides = commands.split_resume(resume, overrides)
+    if code and not resume:
+        raise UsageError("--code=stored goes with --resume: it is the code of that run")
     # ++ adds a setting even if conf.yaml was bound before the setting existed, and lacks it
     implied = {
         "cfg.preparation.mode=make": make,
         "cfg.preparation.mode=never": never,
-        "--fast-dev-run": fast,
         f"++cfg.debug.overfit_batches={overfit}": overfit,
         "++cfg.debug.profile=true": profile,
-        f"--from={origin}": origin,
     }
-    refuse_empty({"--resume": resume, "--from": origin})
-    resumed = ["--resume", resume] if resume else []  # `resume` may be the first override
-    words = [*commands.variant_words(variants), *(option for option, given in implied.items() if given), *resumed]
-    if code and not resume:
-        raise UsageError("--code=stored goes with --resume: it is the code of that run")
-    named = resume if resume and names_run(resume) else "latest"
-    projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=lookup.resolve_run(named) if code else None)
+    overrides += (*commands.variant_words(variants), *(item for item, given in implied.items() if given))
+    stored = lookup.resolve_run(resume) if code and resume else None
+    projects.run(AN_EXPERIMENT, overrides, stored, resume=resume, origin=origin, fast=fast)
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -114,5 +112,6 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     """
     named = [item for item in arguments[:1] if names_run(item)]
     folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
-    words = [f"--from={folder.location}", f"--eval={checkpoint}", *commands.variant_words(variants)]
-    projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)
+    overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
+    stored = folder if code else None
+    projects.run(AN_EXPERIMENT, overrides, stored, origin=folder.location, checkpoint=checkpoint)

@@ -24,7 +24,7 @@ from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problem
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
 from mlx_runtime.config.interpolation import resolved
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import base_of, fitted, groups, parameters, settings_of
+from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.sections import Section
@@ -71,32 +71,25 @@ class Composition(NamedTuple):
     """conf.yaml with overrides applied, not checked against any signature; trees as in `Config`.
 
     `problems` are unknown keys in overrides and invalid interpolations; the trees do not contain them. `selection` is
-    the config with variants, before all other overrides.
+    the config with variants, before all other overrides. The other fields are the arguments of `read`.
     """
 
     tree: Tree
     unresolved: Tree
     problems: list[Problem]
     selection: Selection
+    path: Path
+    title: object
+    project: Path | None
 
 
-def load(
-    experiment: type,
-    overrides: Sequence[str],
-    path: Path,
-    *,
-    look: bool = False,
-    title: object = None,
-    project: Path | None = None,
-) -> Config:
-    """Compose and check a config; ConfigError has one line per problem.
+def check(experiment: type, composition: Composition, *, look: bool = False) -> Config:
+    """Check a config against the constructors of an experiment; ConfigError has one line per problem.
 
-    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class. `title` is the name of the
-    file in messages, by default its path. `project` is the same as for `read`.
+    `look` runs no code that conf.yaml names, and builds `cfg` from the runtime's own class.
     """
-    title = title or path
-    tree, unresolved, problems, selection = read(path, overrides, settings_of(experiment), title, project)
-    classes, base = groups(experiment), base_of(experiment)
+    tree, unresolved, found, selection, path, title, project = composition
+    classes, base, problems = groups(experiment), base_of(experiment), [*found]
     reported = {problem.key for problem in problems}
     checker = Checker(imports=not look, variants=selection.variants.nodes)
     for index, (key, _) in enumerate(problems):
@@ -145,9 +138,10 @@ def read(
 ) -> Composition:
     """Compose conf.yaml with variants, the environment and the overrides, through Hydra.
 
-    `settings` are the defaults of `cfg` for values that conf.yaml does not list. `project` is the conf.yaml of the
-    project if `path` is that of a run. Overrides then choose from the project's variants, while strings in the run's
-    file are only strings, because it contains the nodes of its variants.
+    `settings` are the defaults of `cfg` for values that conf.yaml does not list. `title` is the name of the file in
+    messages, by default its path. `project` is the conf.yaml of the project if `path` is that of a run. Overrides then
+    choose from the project's variants, while strings in the run's file are only strings, because it contains the nodes
+    of its variants.
     """
     title = title or path
     if not path.is_file():
@@ -187,7 +181,8 @@ def read(
                 problems.append(Problem(key, f"{key}: {short_message(error)}"))
                 OmegaConf.update(config, key, None)
         tree: Any = OmegaConf.to_container(config, resolve=True)
-        return Composition(tree, resolved(config, environment=False), problems, selection)
+        unresolved = resolved(config, environment=False)
+        return Composition(tree, unresolved, problems, selection, path, title, project)
     except ValueError as error:
         raise ConfigError(f"{title} is not valid YAML: {' '.join(str(error).split())}") from error
     except (HydraException, OmegaConfBaseException) as error:

@@ -21,7 +21,8 @@ def shown(path: Path, defaults: Mapping[str, Any], overrides: Sequence[str], key
     defaults.
     """
     settings = {name: value for name, value in defaults.get("cfg", {}).items() if not name.startswith("_")}
-    tree, _, _, selection = read(path, overrides, settings)
+    composition = read(path, overrides, settings)
+    tree, selection = composition.tree, composition.selection
     variants = Variants(path)
     named = {"--variant": variants.partial, **variants.nodes}
     listed = {

@@ -55,21 +55,21 @@ def lease(**fields: Any) -> dict[str, Any]:
     return this_process() | {"status": "RUNNING", "heartbeat": now()} | fields
 
 
-def is_alive(record: Mapping[str, Any]) -> bool:
+def is_alive(record: Mapping[str, Any], stale_s: float = STALE_S) -> bool:
     """Return True if the process that wrote a record is alive: here by its process id, elsewhere by its heartbeat."""
     boot = _boot()
     if boot is not None and record.get("boot") == boot:
         return _started(record.get("pid", 0)) == record.get("pid_started")
-    return _age_s(record) < STALE_S
+    return age_s(record) < stale_s
 
 
 def holder(record: Mapping[str, Any]) -> str:
     """Describe the holder of a lease in error messages: `process 123 on host, last heard from 5 s ago`."""
-    seconds = max(0, _age_s(record))
+    seconds = max(0, age_s(record))
     return f"process {record.get('pid')} on {record.get('host')}, last heard from {seconds:.0f} s ago"
 
 
-def _age_s(record: Mapping[str, Any]) -> float:
+def age_s(record: Mapping[str, Any]) -> float:
     """Return the seconds since the last heartbeat."""
     then = datetime.datetime.fromisoformat(record["heartbeat"])
     return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()

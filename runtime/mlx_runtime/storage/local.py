@@ -72,14 +72,6 @@ def discard_unfinished(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file while the block runs; other processes of this machine wait until it is released."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
 def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
     """Let one process on this machine at a time run the block for a subject, with a lock in a folder.
 
@@ -88,7 +80,8 @@ def one_at_a_time(folder: Path, subject: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(folder / f"{hashlib.sha256(subject.encode()).hexdigest()[:16]}.lock"))
+            path = folder / f"{hashlib.sha256(subject.encode()).hexdigest()[:16]}.lock"
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
 
 

@@ -19,7 +19,7 @@ from mlx_runtime.training.channel import Direct
 from mlx_runtime.training.engines import local
 from mlx_runtime.training.links import Link
 from mlx_runtime.training.planning import connect
-from mlx_runtime.training.request import RunConfig, load_config
+from mlx_runtime.training.request import Request, RunConfig, load_config
 from mlx_runtime.training.terminal import fit
 
 NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx train run cfg.start_workers=0"
@@ -31,7 +31,7 @@ class RunJob:
 
     module: str  # module of the experiment's class, like `src.experiment`
     name: str  # name of that class
-    overrides: tuple[str, ...]  # Hydra's overrides, and options of `load_config`
+    request: Request
     command: tuple[str, ...]  # command line of the requesting process, for the record
     function: str = ""  # import path of the training function, if `Trainer` requested the run
 
@@ -66,7 +66,7 @@ def work(job: RunJob, connection: Any) -> int:
             experiment = getattr(project_module(job.module, Path.cwd()), job.name)
             if job.function:  # report its errors before the run begins, and store its module with the run
                 companions.part("notebook.scripts").load(job.function)
-            config = loaded_config(experiment, job.overrides, job.title)
+            config = loaded_config(experiment, job.request, job.title)
             with connect(config.cfg) as cluster:
                 fit(experiment, config, cluster, listeners=[handle], control=link.control)
     except BaseException as caught:
@@ -79,12 +79,12 @@ def work(job: RunJob, connection: Any) -> int:
     return 0
 
 
-def loaded_config(experiment: type, overrides: tuple[str, ...], title: str) -> RunConfig:
+def loaded_config(experiment: type, request: Request, title: str) -> RunConfig:
     """Return the checked config of an experiment. If the project has no conf.yaml, write one first."""
     with conf_of(experiment) as conf:
         if not conf.is_file():
             bind(experiment, conf).write()
-        return load_config(experiment, overrides, conf, title=None if conf is CONF else title)
+        return load_config(experiment, request, conf, title=None if conf is CONF else title)
 
 
 @contextlib.contextmanager

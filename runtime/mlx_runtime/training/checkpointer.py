@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_runtime import companions
 from mlx_runtime.data.loaders import Loader
@@ -36,6 +36,14 @@ EVERYTHING = dict.fromkeys(SAVED_ONCE)
 """All members of these groups."""
 
 
+class _Unfinished(NamedTuple):
+    """A restored checkpoint until its first pass begins, when `resume` restores what the loop has made by then."""
+
+    state: State  # without models
+    names: dict[str, set[str]]  # members that `restore` found, by group of `MADE_BY_LOOP`
+    regrouped: set[str]  # optimizers to which the loop adds parameter groups before they are restored
+
+
 class Checkpointer:
     """Saves and restores an experiment. Every worker must make the same calls."""
 
@@ -47,10 +55,8 @@ class Checkpointer:
         self.step: int | None = None  # global step of the checkpoint saved or restored last
         self._values: dict[str, float] = {}  # numbers by which that checkpoint is ranked
         self._valued_at: tuple[int, int] | None = None  # epoch and global step of that checkpoint
-        self._to_resume: State | None = None
+        self._unfinished: _Unfinished | None = None
         self._from_shards = False  # the checkpoint to restore has shards
-        self._restored_names: dict[str, set[str]] = {}
-        self._regrouped: set[str] = set()  # optimizers to which the loop adds parameter groups before they are restored
         self._saver: BackgroundSaver | None = None
         if context.topology.writes:
             context.checkpoints.clean()
@@ -158,13 +164,13 @@ class Checkpointer:
             return None
         state, prepared = found
         context, progress = self._context, self._context.progress
-        self._regrouped = self._regrouped_by_loop(state)
+        regrouped = self._regrouped_by_loop(state)
         for name in SAVED_ONCE:
-            others = {*state[name], *context.groups.members(name)} - self._regrouped if name == "optimizers" else None
+            others = {*state[name], *context.groups.members(name)} - regrouped if name == "optimizers" else None
             self._load(name, prepared, only=others, owned=prepared is not state)
         self._set_group_values(state)
         self._load_per_worker(prepared, self._context.groups.members("per_worker"))
-        self._restored_names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
+        names = {name: set(context.groups.members(name)) for name in MADE_BY_LOOP}
         self._load_rank(prepared, metrics=True)
         self._optimization.load_state_dict(state["scaler"])
         self._reporter.restore(state)
@@ -173,10 +179,11 @@ class Checkpointer:
         self.positions = dict(state["loaders"])
         for name in self.loaders.keys() & self.positions.keys():
             self.loaders[name].load_state_dict(self.positions[name])
-        self._to_resume = {name: part for name, part in state.items() if name != "models"}
+        rest = {name: part for name, part in state.items() if name != "models"}
+        self._unfinished = _Unfinished(rest, names, regrouped)
         if context.evaluates:
             context.cfg.start_epoch = progress.epoch = state["epoch"] + 1  # also if that epoch had not ended
-            self._to_resume, self.positions = None, {}
+            self._unfinished, self.positions = None, {}
             self._reporter.forget()
         elif 0 < context.cfg.num_epochs <= context.cfg.start_epoch:  # 0: the training function decides
             epochs = f"{context.cfg.start_epoch} of {context.cfg.num_epochs}"
@@ -191,13 +198,15 @@ class Checkpointer:
         pass, and is undone before the rest of an interrupted one. An evaluation before the interrupted pass restores
         nothing. `loader` is the name of the loader whose pass begins.
         """
-        state = self._to_resume
-        if state is None or not (state["finished"] or state["loaders"].get(loader, {}).get("steps")):
+        if self._unfinished is None:
             return
-        self._to_resume = None
-        added = {name: set(self._context.groups.members(name)) - self._restored_names[name] for name in MADE_BY_LOOP}
+        state, names_before, regrouped = self._unfinished
+        if not (state["finished"] or state["loaders"].get(loader, {}).get("steps")):
+            return
+        self._unfinished = None
+        added = {name: set(self._context.groups.members(name)) - names_before[name] for name in MADE_BY_LOOP}
         wanted: dict[str, Collection[str] | None] = {**added}
-        if any(added.values()) or self._regrouped:
+        if any(added.values()) or regrouped:
             wanted["optimizers"] = None
         prepared = self._prepared(state, wanted)
         for name, names in wanted.items():

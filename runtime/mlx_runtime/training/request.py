@@ -2,13 +2,13 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime import companions
-from mlx_runtime.config.composition import Config, load, quoted, read, storage_override
+from mlx_runtime.config.composition import Composition, Config, check, quoted, read, storage_override
 from mlx_runtime.config.interpolation import parsed
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.config.signatures import settings_of
@@ -38,14 +38,49 @@ if TYPE_CHECKING:
 
 FAST_DEV_RUN = "--fast-dev-run"
 
-EVAL = "--eval="
-"""Prefix of the path of a checkpoint to evaluate; `--from=` names its run."""
+OPTIONS = {"--run": "claimed", "--from": "origin", "--resume": "resume", "--eval": "checkpoint"}
+"""The field of a `Request` for each other option of main.py."""
 
 FAST = (
     *("++cfg.debug.limit_batches=2", "cfg.start_epoch=0", "cfg.num_epochs=1"),
     *("cfg.resume=null", "cfg.restore_checkpoint_path=null"),
 )
 """Overrides implied by `--fast-dev-run`; those on the command line take precedence."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to start, resume or evaluate. Runs are given by name, path or URI, or as `latest`."""
+
+    overrides: tuple[str, ...] = ()  # Hydra's, and `--variant=NAME`
+    resume: str | None = None  # run to resume
+    origin: str | None = None  # run whose conf.yaml a new run starts with, or whose checkpoint is evaluated
+    claimed: str | None = None  # run to start in its claimed folder, or to resume if it has begun
+    checkpoint: str | None = None  # path or URI of the checkpoint to evaluate
+    fast: bool = False  # apply `FAST`, and keep nothing
+
+    def __post_init__(self) -> None:
+        refuse_empty({option: getattr(self, name) for option, name in OPTIONS.items()})
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> "Request":
+        """Parse arguments of main.py. The value of an option may be the next word; without one, it is `latest`."""
+        fields, overrides = dict[str, Any](), list[str]()
+        for before, word in zip(["", *words], words, strict=False):
+            option, mark, value = word.partition("=")
+            if option in OPTIONS:
+                fields[OPTIONS[option]] = value if mark else "latest"
+            elif before in OPTIONS and names_run(word):
+                fields[OPTIONS[before]] = word
+            elif word != FAST_DEV_RUN:
+                overrides.append(word)
+        return cls(tuple(overrides), **fields, fast=FAST_DEV_RUN in words)
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of main.py."""
+        options = [f"{option}={value}" for option, name in OPTIONS.items() if (value := getattr(self, name))]
+        return [*options, *[FAST_DEV_RUN] * self.fast, *self.overrides]
 
 
 @dataclass(frozen=True)
@@ -73,9 +108,8 @@ class RunConfig(Config):
 
 
 class _Choice(NamedTuple):
-    """The run that the command line and conf.yaml choose; `run`, `claimed` and `origin` are as in `RunConfig`."""
+    """The run that the request and conf.yaml choose; `run`, `claimed` and `origin` are as in `RunConfig`."""
 
-    overrides: tuple[str, ...]  # Hydra overrides, as typed
     run: RunFolder | None = None
     claimed: RunFolder | None = None
     origin: RunFolder | None = None
@@ -86,7 +120,7 @@ class _Choice(NamedTuple):
 
 def load_config(
     experiment: type,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | Request = (),
     path: Path = CONF,
     *,
     look: bool = False,
@@ -100,7 +134,7 @@ def load_config(
             starts a new run. Both read the conf.yaml of that run. `--run=RUN` starts a run that was only claimed, or
             else resumes it. `--fast-dev-run` means `FAST`, in temporary storage that is removed at the end.
             `--eval=CHECKPOINT` evaluates a checkpoint of the run after `--from`. `--variant=NAME` applies
-            `variants/NAME.yaml`.
+            `variants/NAME.yaml`. Commands pass all of these as one object.
         path: path of conf.yaml.
         look: run no code that is named only in conf.yaml. It is not imported, `cfg` has the runtime's class, without
             your own fields, and trackers and callbacks are not built.
@@ -112,29 +146,25 @@ def load_config(
         UsageError: there is no such run, or options exclude each other.
         RunFinished: the run to resume has succeeded, and no more epochs or steps are requested.
     """
-    fast = FAST_DEV_RUN in overrides
-    if fast:
-        overrides = [*FAST, *(item for item in overrides if item != FAST_DEV_RUN)]
-    checkpoint = next((item.removeprefix(EVAL) for item in overrides if item.startswith(EVAL)), None)
-
-    def check(typed: Sequence[str]) -> None:
-        load(experiment, typed, path, look=True, title=title, project=path)
-
-    typed = [item for item in overrides if not item.startswith(EVAL)]
-    choice = _choose(path, typed, settings_of(experiment), check, look=look or fast)
+    request = overrides if isinstance(overrides, Request) else Request.parse(overrides)
+    typed = (*FAST, *request.overrides) if request.fast else request.overrides
+    settings, checkpoint = settings_of(experiment), request.checkpoint
+    composition = read(path, typed, settings, title)
+    choice = _choose(request, experiment, composition, look=look or request.fast)
     implied, run = choice.implied, choice.run
     if checkpoint is not None:
         implied = (*implied, f"++cfg.restore_checkpoint_path={quoted(checkpoint)}", "++cfg.restore_strict=true")
-    if fast and run is not None:
+    if request.fast and run is not None:
         raise UsageError(f"{FAST_DEV_RUN} keeps nothing, so it cannot resume a run; leave out --resume")
     changes: tuple[Change, ...] = ()
     source = run or choice.origin
     with _conf_of(source) as conf:
         read_from = path if choice.declared or conf is None else conf
         title = f"{source.location}/{source.conf.name}" if source and read_from is not path else title
-        words = [*choice.overrides, *implied]
         with _way_out(experiment, run is not None or checkpoint is not None):
-            config = load(experiment, words, read_from, look=look, title=title, project=path)
+            if implied:
+                composition = read(read_from, [*typed, *implied], settings, title, path)
+            config = check(experiment, composition, look=look)
         if run is not None or choice.origin is not None:
             _refuse_hidden(config)
         if run is not None and conf is not None:
@@ -156,12 +186,12 @@ def load_config(
             if not choice.declared:
                 resuming.refuse_finished(run, conf, config.cfg, another, declared=False)
     return RunConfig(
-        **{**vars(config), "overrides": choice.overrides},
+        **{**vars(config), "overrides": typed},
         run=run,
         claimed=choice.claimed,
         origin=choice.origin,
         changes=changes,
-        fast=fast,
+        fast=request.fast,
         checkpoint=checkpoint,
         notes=choice.notes,
     )
@@ -178,39 +208,31 @@ def _way_out(experiment: type, has_code: bool) -> Iterator[None]:
         raise
 
 
-def _choose(
-    path: Path,
-    overrides: Sequence[str],
-    settings: Mapping[str, Any],
-    check: Callable[[Sequence[str]], object] = lambda typed: None,
-    *,
-    look: bool = False,
-) -> _Choice:
-    """Choose the run by `--resume`, `--from`, `--run` and `cfg.resume`, and download it if its mirror is ahead.
+def _choose(request: Request, cls: type, composition: Composition, *, look: bool = False) -> _Choice:
+    """Choose the run by the request and `cfg.resume`, and download it if its mirror is ahead.
 
-    `check` is called with the overrides before a download. With `look`, mirrors are ignored.
+    The config is checked before a download. With `look`, mirrors are ignored.
     """
-    options, typed = _options(overrides)
-    composed = read(path, typed, settings).tree.get("cfg")
+    composed = composition.tree.get("cfg")
     cfg = composed if isinstance(composed, dict) else {}  # its problems are reported later
     storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
-    root, choice = storage_root(storage), _Choice(tuple(typed))
-    claimed = named_run(options["--run"], root, experiment) if options["--run"] else None
+    root, choice = storage_root(storage), _Choice()
+    claimed = named_run(request.claimed, root, experiment) if request.claimed else None
     if claimed is not None and has_begun(claimed):
         claimed = None
-    if options["--from"] and options["--resume"]:
+    if request.origin and request.resume:
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
-    if options["--from"] or claimed:
+    if request.origin or claimed:
         origin = None
-        if remote.is_remote(options["--from"]):
-            origin = remote.reader_of(options["--from"]).find(options["--from"]).cached()
-        elif options["--from"]:
-            origin = named_run(options["--from"], root, experiment)
+        if request.origin and remote.is_remote(request.origin):
+            origin = remote.reader_of(request.origin).find(request.origin).cached()
+        elif request.origin:
+            origin = named_run(request.origin, root, experiment)
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
         return choice._replace(claimed=claimed, origin=origin, implied=implied)
-    name = options["--resume"] or options["--run"] or cfg.get("resume")
+    name = request.resume or request.claimed or cfg.get("resume")
     for companion in companions.asked_for(cfg) if name == "auto" and not look else ():
-        check(typed)
+        check(cls, composition, look=True)
         with sigterm_stops(StopRequests()):  # an interrupted download is removed
             latest, notes = companion.latest(cfg, root, experiment)
         choice = choice._replace(notes=(*choice.notes, *notes))
@@ -222,30 +244,8 @@ def _choose(
     if not name:
         return choice
     run = named_run(str(name), root, experiment)
-    declared = cfg.get("resume") == "auto" and not options["--resume"]
+    declared = cfg.get("resume") == "auto" and not request.resume
     return choice._replace(run=run, implied=(storage_override(run.root),), declared=declared)
-
-
-def _options(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the runs given by `--resume`, `--from` and `--run`, or empty strings, and the remaining overrides.
-
-    The name of the run may follow an option as a separate word; without a name, it is `latest`.
-    """
-    options = {"--resume": "", "--from": "", "--run": ""}
-    typed: list[str] = []
-    open_option = ""
-    for item in overrides:
-        name, mark, value = item.partition("=")
-        if name in options:
-            refuse_empty({name: value if mark else None})
-            options[name], open_option = value or "latest", "" if value else name
-        elif open_option and names_run(item):
-            refuse_empty({open_option: item})
-            options[open_option], open_option = item, ""
-        else:
-            typed.append(item)
-            open_option = ""
-    return options, typed
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ class Session:
         return self.reporter.latest
 
     def _end_epoch(self, values: Mapping[str, float] | None = None) -> None:
-        cfg, progress = self.context.cfg, self.progress
+        cfg = self.context.cfg
         trains = self.optimization.knows_steps and not self.context.evaluates
         if cfg.evaluate_every_steps is not None and trains and not self._calls_every:
             self.reporter.events.notice("cfg.evaluate_every_steps has no effect: the loop does not call self.every")

@@ -21,9 +21,9 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config.binding import FIRST_SETTINGS, Binding, bind, header, merge
 from mlx_runtime.config.building import build
-from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
 from mlx_runtime.errors import BindError, ConfigError
+from mlx_runtime.training.request import load_config
 
 pytestmark = pytest.mark.pure
 
@@ -156,13 +156,13 @@ def test_conf_yaml_lists_few_settings_and_a_run_has_all(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("  start_epoch:", "  seed: 3  # mine\n  start_epoch:"))
     binding = bind(WithDefaults, path)
     assert not binding.stale
-    config = load(WithDefaults, ["cfg.precision=bf16", "cfg.num_epochs=4"], path)
+    config = load_config(WithDefaults, ["cfg.precision=bf16", "cfg.num_epochs=4"], path)
     assert set(config.tree["cfg"]) == set(Description(Annotated).tree["cfg"])
     assert (config.cfg.seed, config.cfg.precision, config.cfg.num_epochs) == (3, "bf16", 4)
     path.write_text(path.read_text().replace("  num_epochs: 3\n", ""))
-    assert load(WithDefaults, [], path).cfg.num_epochs == 3
+    assert load_config(WithDefaults, [], path).cfg.num_epochs == 3
     with pytest.raises(ConfigError, match=r"there is no key 'cfg.presision' in .*. Did you mean 'cfg.precision'\?"):
-        load(WithDefaults, ["cfg.presision=bf16"], path)
+        load_config(WithDefaults, ["cfg.presision=bf16"], path)
 
 
 def test_nested_calls_are_written_with_their_real_arguments() -> None:

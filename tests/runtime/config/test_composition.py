@@ -20,7 +20,6 @@ from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config import origins
 from mlx_runtime.config.binding import bind
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.composition import load
 from mlx_runtime.config.nodes import Description
 from mlx_runtime.config.overrides import override
 from mlx_runtime.distributed.topology import Topology
@@ -535,7 +534,7 @@ def test_show_says_what_a_run_says(conf: Path, overrides: list[str]) -> None:
             return str(error)
         return ""
 
-    look = functools.partial(load, look=True)
+    look = functools.partial(load_config, look=True)
     assert said(look) == said(load_config)
     assert bool(said(look)) == bool(overrides)
 

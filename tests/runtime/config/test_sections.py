@@ -10,7 +10,6 @@ import yaml
 
 from mlx_runtime import BaseModule, TrainConfig
 from mlx_runtime.config.binding import bind
-from mlx_runtime.config.composition import load
 from mlx_runtime.config.suggestions import MOVED
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.sections import CrossValidation, Elastic, Hub, Section, Sharding
@@ -112,7 +111,7 @@ class TestOverrides:
         bound(Plain, conf)
         config = load_config(Plain, ["cfg.elastic.max_failures=1", "cfg.debug.limit_batches=2"], conf)
         assert (config.cfg.elastic, config.cfg.debug.limit_batches) == (Elastic(max_failures=1), 2)
-        assert config.cfg.elastic == load(Plain, ["cfg.elastic.max_failures=1"], conf, look=True).cfg.elastic
+        assert config.cfg.elastic == load_config(Plain, ["cfg.elastic.max_failures=1"], conf, look=True).cfg.elastic
 
     @pytest.mark.parametrize(
         ("override", "problem"),
@@ -173,7 +172,7 @@ class TestConfYaml:
         listed = yaml.safe_load(stored.read_text())["cfg"]
         for name, section in sections().items():
             assert listed[name].keys() == {"_target_", *vars(section)}
-        again = load(Plain, [], stored)
+        again = load_config(Plain, [], stored)
         assert (again.cfg, again.tree) == (config.cfg, config.tree)
 
 

@@ -16,8 +16,9 @@ from torch import nn
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
 from mlx_runtime.config import origins
 from mlx_runtime.config.binding import bind
-from mlx_runtime.config.composition import Config, load
+from mlx_runtime.config.composition import Config, check, read
 from mlx_runtime.config.nodes import Description
+from mlx_runtime.config.signatures import settings_of
 from mlx_runtime.errors import BindError, ConfigError, UsageError
 from mlx_runtime.storage.uploads import Upload
 from mlx_runtime.training.request import load_config
@@ -104,7 +105,7 @@ def name_in(conf: Path, name: str) -> None:
 
 def loaded(conf: Path, *overrides: str) -> Config:
     """Load as a run and as `show` do, which must agree."""
-    looked = load(Experiment, overrides, conf, look=True)
+    looked = load_config(Experiment, overrides, conf, look=True)
     config = load_config(Experiment, overrides, conf)
     assert looked.tree == config.tree
     return config
@@ -363,9 +364,9 @@ class TestChoosing:
         run.write_text(config.yaml())
         assert OmegaConf.create(config.yaml()).models.net == self.DEEP
         add(conf.parent, "tools.name/long", "_target_: builtins.str\n")
-        again = load(Experiment, [], run, project=conf)
+        again = check(Experiment, read(run, [], settings_of(Experiment), project=conf))
         assert (again.tree["models"]["net"], again.tree["tools"]["name"]) == (self.DEEP, "long")
-        changed = load(Experiment, ["models.net=small"], run, project=conf)
+        changed = check(Experiment, read(run, ["models.net=small"], settings_of(Experiment), project=conf))
         assert changed.tree["models"]["net"] == {"_target_": f"{HERE}.Net", "width": 2}
 
     def test_a_cluster_gets_them(self, conf: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_runtime import DataConfig
+from mlx_runtime import BaseModule, DataConfig, TrainConfig
 from mlx_runtime.companions.ray.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
@@ -220,6 +220,10 @@ def test_functions_train_in_the_folder_runs_without_a_conf(tmp_path: Path, monke
     assert lookup.storage_root() == str(tmp_path / "runs")
 
 
+class Plain(BaseModule):
+    cfg: TrainConfig
+
+
 @pytest.mark.parametrize("empty", ["", " ", "\t"])
 def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would mean the working directory. An empty variable counts as unset."""
@@ -233,7 +237,7 @@ def test_a_storage_without_a_name_is_refused(empty: str, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
         storage_root(empty)
     with pytest.raises(ConfigError, match=r"cfg.storage_path is empty"):
-        request._choose(conf, [composition.storage_override(empty)], {})
+        request.load_config(Plain, [composition.storage_override(empty)], conf)
     assert list(tmp_path.iterdir()) == [conf]
 
 

@@ -137,11 +137,12 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     folder = AN_EXPERIMENT.folder()
     from mlx_runtime.config import composition, origins
     from mlx_runtime.config.nodes import Description
+    from mlx_runtime.config.signatures import settings_of
 
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
     overrides = arguments[len(keys) :]
     experiment = main_class(AN_EXPERIMENT, folder)
-    composition.load(experiment, overrides, CONF, look=True)
+    composition.check(experiment, composition.read(CONF, overrides, settings_of(experiment)), look=True)
     defaults = Description(experiment).tree
     return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
@@ -181,15 +182,22 @@ def settings(keys: Sequence[str]) -> Iterator[str]:
         yield from textwrap.wrap(texts.get(name, ""), 96, initial_indent="    ", subsequent_indent="    ")
 
 
-def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None) -> None:
-    """Run `main.py` with overrides, from the working directory or from the code stored with a run."""
+def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None, **fields: Any) -> None:
+    """Call `main` of the `main.py` in the working directory, or in the code stored with a run.
+
+    Its argument is a `Request` with these overrides and further fields.
+    """
     folder, _ = load(kind, overrides, "run", code_of)  # explains import errors better than main.py would
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
+    from mlx_runtime.training.request import Request
+
     sys.path.insert(0, str(folder))
-    sys.argv = [str(main), *overrides]
-    runpy.run_path(str(main), run_name="__main__")
+    function = runpy.run_path(str(main), run_name="main").get("main")
+    if not callable(function):
+        raise UsageError(f"{main} has no function main(overrides); write one like that of a new {kind.title}")
+    function(Request(tuple(overrides), **fields))
 
 
 def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | None" = None) -> tuple[Path, type]:
@@ -217,11 +225,7 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
 
 def refuse_options(kind: Kind, overrides: Sequence[str], verb: str) -> None:
     """Raise an error for words that look like options, but are not options of the verb."""
-    known: tuple[str, ...] = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()
-    if kind == AN_EXPERIMENT and verb != "sweep":  # sweeps have a different option of this name
-        known += ("--resume",)
-    if kind == AN_EXPERIMENT and verb == "run":
-        known += ("--fast-dev-run", "--eval=")
+    known = ("--from=", "--variant=") if kind == AN_EXPERIMENT else ()  # these belong to the overrides of a sweep
     options = [item for item in overrides if item.startswith("-") and not item.startswith(known)]
     if options:
         cure = _instead(kind, options[0], overrides) or f"see: {kind.command} {verb} --help"

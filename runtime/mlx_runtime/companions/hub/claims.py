@@ -5,7 +5,6 @@ the claim of another. A claim expires if its driver has not committed for `LEASE
 """
 
 import contextlib
-import datetime
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from mlx_runtime.runs.records import LIVING
 from mlx_runtime.storage import documents
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, TIME, from_json, mapping_with
 from mlx_runtime.storage.files import to_json
-from mlx_runtime.storage.leases import is_alive, this_process
+from mlx_runtime.storage.leases import age_s, is_alive, this_process
 
 FILE = "mirror.json"
 
@@ -96,23 +95,16 @@ class Claim:
     @property
     def held(self) -> bool:
         """True while its driver may be alive: here by its process, elsewhere for `LEASE_S` after its last commit."""
-        if self.status not in LIVING:
-            return False
-        record = {**self.process, "heartbeat": self.time}
-        ours = this_process()["boot"]
-        if ours is not None and self.process.get("boot") == ours:
-            return is_alive(record)
-        return self._age_s < LEASE_S
+        return self.status in LIVING and is_alive(self._lease, LEASE_S)
 
     @property
-    def _age_s(self) -> float:
-        then = datetime.datetime.fromisoformat(self.time)
-        return (datetime.datetime.now(datetime.timezone.utc) - then).total_seconds()
+    def _lease(self) -> dict[str, Any]:
+        return {**self.process, "heartbeat": self.time}
 
     def refuse_held(self, repository: Repository) -> None:
         """Raise a UsageError if another driver mirrors the run."""
         if self.held:
-            left_s = max(0, LEASE_S - self._age_s)
+            left_s = max(0, LEASE_S - age_s(self._lease))
             raise UsageError(
                 f"{repository.address} belongs to process {self.process.get('pid')} on {self.host}, which trains "
                 f"{self.title} (attempt {self.attempt}). Stop it; if it is gone, wait {left_s:.0f} s, or run: "

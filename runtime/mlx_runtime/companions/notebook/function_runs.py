@@ -30,6 +30,7 @@ from mlx_runtime.settings import Settings
 from mlx_runtime.training.background import RunJob
 from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
 from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.request import Request
 
 Results = list[dict[str, float]]
 """Reports of all workers, by rank."""
@@ -219,14 +220,14 @@ class Trainer:
             values["checkpoint"] = dict(checkpoint)
         for name in [name for name, value in values.items() if isinstance(value, Section)]:
             values |= {f"{name}.{item}": value for item, value in vars(values.pop(name)).items()}
-        overrides = [override(f"cfg.{name}", value) for name, value in values.items()]
-        if resume is not None:
-            overrides.append(f"--resume={resume}" if resume != "auto" else "cfg.resume=auto")
+        if resume == "auto":
+            values["resume"], resume = resume, None
+        request = Request(tuple(override(f"cfg.{name}", value) for name, value in values.items()), resume=resume)
         if not isinstance(callbacks, Sequence):
             raise UsageError(f"callbacks is {callbacks!r:.60}; it takes a list")
         called = [_handler(item) for item in callbacks]
         adapter = FunctionExperiment.__module__, FunctionExperiment.__name__
-        self._latest = FunctionRun(RunJob(*adapter, tuple(overrides), tuple(sys.orig_argv), path), called, show)
+        self._latest = FunctionRun(RunJob(*adapter, request, tuple(sys.orig_argv), path), called, show)
         return self._latest
 
     @property

@@ -20,6 +20,7 @@ from mlx_runtime.tracking.console import Display
 from mlx_runtime.training.background import RunJob, work
 from mlx_runtime.training.engines.processes import exit_reason
 from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.request import Request
 from mlx_runtime.training.warm_server import warm_server
 
 Listener = Callable[[Event], None]
@@ -106,11 +107,11 @@ def run(
     Raises:
         UsageError, ConfigError, DatasetError: the run cannot start; nothing was written.
     """
-    words = listed(overrides)
+    request = Request.parse(listed(overrides))
     module, name = importable(experiment)
     if module == AN_EXPERIMENT.module:
         AN_EXPERIMENT.folder()
-    return Training(RunJob(module, name, words, tuple(sys.orig_argv)), listeners, show)
+    return Training(RunJob(module, name, request, tuple(sys.orig_argv)), listeners, show)
 
 
 def listed(overrides: Sequence[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from mlx_runtime.data.sampling import WorkerPass
 from mlx_runtime.errors import StorageError
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.files import storage_errors
-from mlx_runtime.storage.local import locked
+from mlx_runtime.storage.local import one_at_a_time
 from mlx_runtime.storage.publishing import Publication, recover
 
 CHUNK_BYTES = 1 << 20
@@ -172,9 +172,8 @@ def load_columns(store: Store, manifest: Manifest, cache: Path, *, max_bytes: fl
 
 def _copied(store: Store, manifest: Manifest, cache: Path, max_bytes: float) -> dict[str, torch.Tensor]:
     """Return the columns of a copy on this machine; of several processes, one fetches it while the others wait."""
-    cache.mkdir(parents=True, exist_ok=True)
     copies = Store(str(cache))
-    with locked(cache / f".{manifest.name}.lock"):
+    with one_at_a_time(cache / ".locks", manifest.name):
         if copies.find(manifest.name) == manifest:
             copies.note_use(manifest.name)
         else:

@@ -46,11 +46,12 @@ def launch_and_exit(
     check: bool,
     follow: bool,
     pip: bool,
+    **fields: str | None,
 ) -> None:
     """Run the experiment or data job in the working directory on a cluster, and exit.
 
-    Overrides of an experiment may contain options such as `--resume=RUN`. `sweep` contains the arguments of
-    `sweep_request`. The exit code is that of the job with `follow`, 130 after Ctrl-C, and 0 otherwise.
+    Further fields are those of `Request`. `sweep` is the result of `sweep_request`. The exit code is the job's with
+    `follow`, 130 after Ctrl-C, and 0 otherwise.
     """
     try:
         folder = kind.folder()
@@ -58,7 +59,7 @@ def launch_and_exit(
         from mlx_runtime.companions.ray.addresses import Address
         from mlx_runtime.companions.ray.launch import Launch, prepare
 
-        load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check)
+        load: Callable[[], RunConfig] = partial(commands.load_config, kind, folder, overrides, look=check, **fields)
         submit: Callable[[Launch], SubmittedJob] = Launch.submit_data_job
         if kind == AN_EXPERIMENT:
             submit = Launch.submit_run
@@ -112,14 +113,15 @@ def train_launch(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"
         )
-    implied = {"cfg.preparation.mode=make": make, f"{'--name' if many else 'cfg.name'}={name}": name}
-    implied |= {f"--resume={resume}": resume, f"--from={origin}": origin}
-    words = [*overrides, *commands.variant_words(variants), *(option for option, given in implied.items() if given)]
+    overrides += ("cfg.preparation.mode=make",) * make
     if many:  # words that are not options here are options of `sweep`
         sweeps = companions.part("sweeps.commands")
-        request = sweeps.sweep_request(**sweeps.train_sweep.make_context("launch --sweep", words).params)
+        typed = sweeps.train_sweep.make_context("launch --sweep", [*overrides]).params
+        typed |= {"resume": resume, "origin": origin, "variants": variants, "name": name}
+        request = sweeps.sweep_request(**typed)
         launch_and_exit(AN_EXPERIMENT, request[0], sweep=request, **settings)
-    launch_and_exit(AN_EXPERIMENT, words, **settings)
+    overrides += (*commands.variant_words(variants), *([f"cfg.name={name}"] if name else []))
+    launch_and_exit(AN_EXPERIMENT, overrides, resume=resume, origin=origin, **settings)
 
 
 @click.command("launch", context_settings=commands.OVERRIDES)

@@ -75,11 +75,14 @@ class Launch:
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
+        from mlx_runtime.training.request import Request
+
         config = self.config
         run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
         before = records.refuse_living(run) if config.run else {}
-        origin = [f"--from={config.origin.location}"] if config.origin else []
-        return self._submit_driver(run, before, ["main.py", f"--run={run.location}", *origin, *config.overrides])
+        origin = config.origin.location if config.origin else None
+        request = Request(config.overrides, origin=origin, claimed=run.location)
+        return self._submit_driver(run, before, ["main.py", *request.words])
 
     def submit_sweep(
         self, sweep: RunFolder | None, name: str, words: Sequence[str], definition: Mapping[str, Any]

@@ -11,7 +11,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.runs.folder import refuse_empty
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)
@@ -58,8 +58,7 @@ def sweep_request(
 ) -> tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]:
     """Return the overrides, the definition and the other settings of a sweep, from the options of `sweep`."""
     refuse_empty({"--resume": resume, "--from": origin})
-    if resume and not names_run(resume):  # an override; the sweep has no name
-        resume, overrides = "latest", (resume, *overrides)
+    resume, overrides = commands.split_resume(resume, overrides)
     if resume is None and (retry_failed or force):
         raise UsageError(f"{'--retry-failed' if retry_failed else '--force'} goes with --resume")
     words = (*overrides, *commands.variant_words(variants), *([f"--from={origin}"] if origin else []))

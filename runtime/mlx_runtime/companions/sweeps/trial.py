@@ -27,8 +27,11 @@ from mlx_runtime.training.console_lines import ConsoleLines
 from mlx_runtime.training.driver import Driver
 from mlx_runtime.training.engines.base import Cluster
 from mlx_runtime.training.planning import connect, planned
-from mlx_runtime.training.request import RunConfig, load_config
+from mlx_runtime.training.request import Request, RunConfig, load_config
 from mlx_runtime.training.stop_requests import StopRequests, held_signals, sigterm_stops
+
+BEGUN = ("++cfg.resume=null",)
+"""Overrides for resuming a run that has begun; its own conf.yaml contains all others."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class TrialJob:
     fold: int | None  # from 0; None without folds
     values: Mapping[str, str] = field(hash=False)  # by key, as in overrides
     run: str  # path or URI of its claimed folder
-    overrides: tuple[str, ...]  # all overrides of its config, and `--run=`
+    overrides: tuple[str, ...]  # all overrides of its config
     experiment: str = ""  # path of its class; empty for `src.experiment`
     gpus: float = 0  # reserved GPUs, or the share of one; there is no fallback to the CPU
 
@@ -54,11 +57,6 @@ class TrialJob:
     def facts(self) -> dict[str, Any]:
         """The facts about the sweep for the record of the run."""
         return {"name": self.sweep, "trial": self.trial, "fold": self.fold, "values": dict(self.values)}
-
-
-def begun_overrides(run: str) -> tuple[str, ...]:
-    """Return the overrides for resuming a run that has begun; its own conf.yaml contains all others."""
-    return "++cfg.resume=null", f"--run={run}"
 
 
 def run_trial(job: TrialJob, emit: Callable[[Event], None], control: StopRequests) -> RunEnded:
@@ -97,7 +95,8 @@ def _train(job: TrialJob, handle: Callable[[Event], None], control: StopRequests
     """Train like `mlx train run`, after the import of the experiment."""
     experiment = main_class(AN_EXPERIMENT, Path.cwd()) if not job.experiment else object_at(job.experiment)
     with conf_of(experiment) as conf:
-        config = replace(load_config(experiment, job.overrides, conf), sweep=job.facts)
+        request = replace(Request.parse(job.overrides), claimed=job.run)
+        config = replace(load_config(experiment, request, conf), sweep=job.facts)
     with connect(config.cfg) as cluster:
         _refuse_fallback(job, config, cluster)
         cluster = replace(cluster, use_gpu=cluster.use_gpu and job.gpus > 0, gpu_share=min(1.0, job.gpus))

@@ -31,6 +31,7 @@ from mlx_runtime.companions.hub.commands import xp_push as push
 from mlx_runtime.companions.hub.downloads import MirroredRun
 from mlx_runtime.companions.hub.mirror import Allowance, Mirror, SupersededError
 from mlx_runtime.companions.hub.repository import Address, Repository, UnreachableError
+from mlx_runtime.config import composition
 from mlx_runtime.errors import ConfigError, MissingLibraryError, MlxError, UsageError
 from mlx_runtime.events import Notice, WarningNotice
 from mlx_runtime.runs import lookup, records, snapshots
@@ -700,10 +701,11 @@ class TestContinuing:
 
         monkeypatch.setattr(MirroredRun, "download", terminated)
         (tmp_path / "conf.yaml").write_text(
-            f"cfg: {{name: digits, hub: {{mirror: '{URI}'}}, storage_path: '{tmp_path / 'b'}', resume: auto}}\n"
+            f"cfg: {{_target_: mlx_runtime.TrainConfig, name: digits, hub: {{mirror: '{URI}'}}, resume: auto, "
+            f"storage_path: '{tmp_path / 'b'}'}}\n"
         )
         with pytest.raises(KeyboardInterrupt):
-            request._choose(tmp_path / "conf.yaml", [], {})
+            request.load_config(Digits, [], tmp_path / "conf.yaml")
         assert list((tmp_path / "b" / "digits").iterdir()) == []
 
 
@@ -732,7 +734,8 @@ class TestReading:
         with pytest.raises(UsageError, match="hf://alice/digits has no checkpoint epoch_0009"):
             read(f"{URI}/checkpoints/epoch_0009")
         (tmp_path / "conf.yaml").write_text("cfg: {name: digits}\n")
-        origin = request._choose(tmp_path / "conf.yaml", [f"--from={URI}"], {}).origin
+        composed = composition.read(tmp_path / "conf.yaml", [])
+        origin = request._choose(request.Request(origin=URI), Digits, composed).origin
         assert origin is not None
         assert origin.conf.read_text() == CONF
         last = server.repositories["models/alice/digits"].commits[-1].sha

@@ -519,7 +519,7 @@ class TestBeforeARun:
         Trainer(storage_path="given").run_iterator(named)
         monkeypatch.setenv("MLX_STORAGE", "everywhere")
         Trainer().run_iterator(named)
-        stored = [[item for item in job.overrides if "storage_path" in item] for job in jobs]
+        stored = [[item for item in job.request.overrides if "storage_path" in item] for job in jobs]
         assert stored == [["++cfg.storage_path='elsewhere'"], ["++cfg.storage_path='given'"], []]
 
 

@@ -51,7 +51,7 @@ class Trials:
         self.epochs[number], self.started[number] = [], time.monotonic()
         self.running += 1
         self.most = max(self.most, self.running)
-        return TrialJob("sweep_001", number, None, {"cfg.seed": "0"}, run, (*overrides, f"--run={run}"))
+        return TrialJob("sweep_001", number, None, {"cfg.seed": "0"}, run, overrides)
 
     def handle(self, job, event):
         if not isinstance(event, EpochEnded):

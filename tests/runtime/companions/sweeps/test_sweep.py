@@ -87,15 +87,8 @@ def test_the_overrides_of_a_run_are_all_that_was_typed(tmp_path: Path) -> None:
     carry_out(plan_of(tmp_path, "a=1", "lr=1,2", "b=2", folds=2), engine)
     job = engine.seen[3]
     assert (job.sweep, job.trial, job.fold, dict(job.values)) == ("sweep_001", 2, 1, {"lr": "2"})
-    run = tmp_path / "digits" / "run_004"
-    assert job.overrides == (
-        "a=1",
-        "lr=2",
-        "b=2",
-        "++cfg.cross_validation.folds=2",
-        "++cfg.cross_validation.fold=1",
-        f"--run={run}",
-    )
+    assert job.run == str(tmp_path / "digits" / "run_004")
+    assert job.overrides == ("a=1", "lr=2", "b=2", "++cfg.cross_validation.folds=2", "++cfg.cross_validation.fold=1")
 
 
 def test_folds_are_runs_and_the_trial_ends_with_their_mean(tmp_path: Path) -> None:
@@ -195,7 +188,7 @@ def test_a_stop_leaves_the_rest_to_a_resumed_sweep(tmp_path: Path) -> None:
     again = FakeEngine(loss)
     carry_out(resumed(plan, tmp_path), again)
     begun, new = again.seen
-    assert (begun.trial, begun.overrides) == (2, ("++cfg.resume=null", f"--run={job_path(tmp_path, 2)}"))
+    assert (begun.trial, begun.overrides, begun.run) == (2, ("++cfg.resume=null",), str(job_path(tmp_path, 2)))
     assert (new.trial, new.overrides[0]) == (3, "lr=3")
     assert [len(metrics(job)) for job in again.seen] == [3, 3]
     assert record_of(tmp_path)["status"] == "SUCCEEDED"

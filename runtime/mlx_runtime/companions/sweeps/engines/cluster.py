@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
-from mlx_runtime.companions.sweeps.trial import TrialJob, begun_overrides, record_end, run_trial
+from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob, record_end, run_trial
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
 from mlx_runtime.runs import records
@@ -139,7 +139,7 @@ class _Driver:
         try:
             _wait_for_driver(job.folder, STALE_S + HEARTBEAT_S)
             if has_begun(job.folder):  # by the driver that was lost
-                job = replace(job, overrides=begun_overrides(job.run))
+                job = replace(job, overrides=BEGUN)
             ended = run_trial(job, self._emit, self._control)
             failed = ended.error if ended.status == "FAILED" else None
             self._found.put((ended.status, full_message(failed) if failed is not None else ""))

@@ -1,0 +1,70 @@
+"""Requests: what a command line, `mlx train run` and a job on a cluster ask a main.py for."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import Mlx, edit
+
+from mlx_runtime import BaseModule
+from mlx_runtime.config import composition
+from mlx_runtime.errors import UsageError
+from mlx_runtime.training import request
+from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.request import FAST, Request
+
+
+class Plain(BaseModule):
+    cfg: TrainConfig
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", Request()),
+        ("cfg.seed=1 --variant=small", Request(("cfg.seed=1", "--variant=small"))),
+        ("--resume", Request(resume="latest")),
+        ("--resume run_003 cfg.seed=1", Request(("cfg.seed=1",), resume="run_003")),
+        ("--resume cfg.seed=1 run_003", Request(("cfg.seed=1", "run_003"), resume="latest")),
+        ("--resume --fast-dev-run", Request(resume="latest", fast=True)),
+        ("--from=digits/run_003 --eval=s3://a/b=c", Request(origin="digits/run_003", checkpoint="s3://a/b=c")),
+        ("~tools.x --run=/runs/a/run_001", Request(("~tools.x",), claimed="/runs/a/run_001")),
+    ],
+)
+def test_arguments_of_main_are_a_request_and_back(line: str, expected: Request) -> None:
+    asked = Request.parse(shlex.split(line))
+    assert asked == expected
+    assert Request.parse(asked.words) == asked
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("field", ["resume", "origin", "claimed"])
+def test_an_empty_name_is_refused(field: str) -> None:
+    with pytest.raises(UsageError, match="names no run: ''"):
+        Request(**{field: ""})
+
+
+@pytest.mark.pure
+def test_conf_yaml_is_composed_once_for_a_new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "conf.yaml"
+    conf.write_text("cfg: {_target_: mlx_runtime.TrainConfig, name: plain, storage_path: runs}\n")
+    composed: list[object] = []
+
+    def read(*arguments: object) -> composition.Composition:
+        composed.append(arguments)
+        return composition.read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(request, "read", read)
+    config = request.load_config(Plain, Request(("cfg.seed=7",), fast=True), conf)
+    assert (config.cfg.seed, config.fast, config.overrides) == (7, True, (*FAST, "cfg.seed=7"))
+    assert len(composed) == 1
+
+
+@pytest.mark.process
+def test_a_main_py_without_main_is_refused_with_a_cure(digits: Path, mlx: Mlx) -> None:
+    edit(digits / "main.py", "def main(", "def train(")
+    edit(digits / "main.py", "        main(", "        train(")
+    done = mlx(digits, "train", "run", "cfg.start_workers=0")
+    cure = "has no function main(overrides); write one like that of a new experiment"
+    assert (done.returncode, cure in done.stderr) == (2, True), done.stderr
