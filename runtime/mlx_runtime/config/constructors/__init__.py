@@ -1,0 +1,1 @@
+"""Classes and functions of the code: their paths, signatures and declared calls."""

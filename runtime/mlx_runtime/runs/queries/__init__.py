@@ -1,0 +1,1 @@
+"""Questions about runs: listing, lookup, the best one, and reading one from Python."""
