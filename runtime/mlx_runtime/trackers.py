@@ -3,12 +3,10 @@
 from typing import TYPE_CHECKING
 
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard
+from mlx_runtime.tracking import JSONL, TensorBoard
 
 if TYPE_CHECKING:
-    from mlx_runtime.tracking.mlflow import MLflow
-    from mlx_runtime.tracking.tables import CSV
-    from mlx_runtime.tracking.weights_and_biases import WandB
+    from mlx_runtime.tracking import CSV, MLflow, WandB
 
 __all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
 

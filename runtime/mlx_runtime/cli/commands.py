@@ -12,7 +12,7 @@ from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.training import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Context settings of commands that take overrides, some of which begin with a dash."""
@@ -77,9 +77,9 @@ def load_config(kind: Kind, folder: Path, overrides: Sequence[str], *, look: boo
     """
     projects.bind_first(kind, folder)
     main = main_class(kind, folder)
-    from mlx_runtime.training.request import load_config
+    from mlx_runtime.training import load_config
 
     config = load_config(main, overrides, look=look)
     if kind != AN_EXPERIMENT:
-        companions.part("ray.datajob").refuse_present(config)
+        companions.part("ray").refuse_present(config)
     return config

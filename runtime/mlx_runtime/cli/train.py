@@ -8,8 +8,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import lookup
-from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.runs import names_run, queries, refuse_empty
 
 
 @click.group("train", cls=commands.Group)
@@ -96,7 +95,7 @@ def run(
     if code and not resume:
         raise UsageError("--code=stored goes with --resume: it is the code of that run")
     named = resume if resume and names_run(resume) else "latest"
-    projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=lookup.resolve_run(named) if code else None)
+    projects.run(AN_EXPERIMENT, [*overrides, *words], code_of=queries.resolve_run(named) if code else None)
 
 
 @group.command("eval", context_settings=commands.OVERRIDES)
@@ -113,6 +112,6 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
     """
     named = [item for item in arguments[:1] if names_run(item)]
-    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
+    folder, checkpoint = queries.resolve_checkpoint(named[0] if named else "latest", which)
     words = [f"--from={folder.location}", f"--eval={checkpoint}", *commands.variant_words(variants)]
     projects.run(AN_EXPERIMENT, [*words, *arguments[len(named) :]], code_of=folder if code else None)

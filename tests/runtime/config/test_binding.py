@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config.binding import FIRST_SETTINGS, Binding, bind, header, merge
+from mlx_runtime.config.binding.conf_file import FIRST_SETTINGS, Binding, bind, header, merge
+from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build
 from mlx_runtime.config.composition import load
-from mlx_runtime.config.nodes import Description
 from mlx_runtime.errors import BindError, ConfigError
 
 pytestmark = pytest.mark.pure

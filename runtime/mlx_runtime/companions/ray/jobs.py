@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import ConfigError, UsageError, short_message
+from mlx_runtime.runs import Upload
 from mlx_runtime.storage.documents import from_yaml
-from mlx_runtime.storage.uploads import Upload
 
 SIGNAL_S = 5.0
 """How long a job that ends waits for Ray's signal; none comes if that is why it ends."""

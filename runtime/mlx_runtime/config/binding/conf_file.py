@@ -18,29 +18,27 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import DUMMY_PARAMS, declare
-from mlx_runtime.config.checks import Checker
-from mlx_runtime.config.equality import unlike
-from mlx_runtime.config.expressions import recorded_default
-from mlx_runtime.config.following import Follow
-from mlx_runtime.config.interpolation import parsed, resolved
-from mlx_runtime.config.merging import Changes, Merge, NodeOfClass
-from mlx_runtime.config.nodes import Description, Node
-from mlx_runtime.config.projects import commands
-from mlx_runtime.config.schema import former_defaults, schema_of
-from mlx_runtime.config.signatures import (
+from mlx_runtime.config import DUMMY_PARAMS, Checker, declare, parsed, resolved
+from mlx_runtime.config.binding.equality import unlike
+from mlx_runtime.config.binding.expressions import recorded_default
+from mlx_runtime.config.binding.following import Follow
+from mlx_runtime.config.binding.merging import Changes, Merge, NodeOfClass
+from mlx_runtime.config.binding.nodes import Description, Node
+from mlx_runtime.config.binding.schema import former_defaults, schema_of
+from mlx_runtime.config.binding.text import commented_map, read_text, yaml_text
+from mlx_runtime.config.constructors import (
     MISSING,
     base_of,
     fitted,
     groups,
     is_factory,
+    names_repositories,
     own_default,
     parameters,
     plain_defaults,
     settings_of,
 )
-from mlx_runtime.config.targets import names_repositories
-from mlx_runtime.config.text import commented_map, read_text, yaml_text
+from mlx_runtime.config.projects import commands
 from mlx_runtime.config.variants import Selection, Variants, is_patch, values_by_key
 from mlx_runtime.errors import BindError, ConfigError, short_message, suggest
 from mlx_runtime.storage.local import read_regular, write_atomic

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_runtime.config.declarations import deferred
-from mlx_runtime.config.signatures import statements
+from mlx_runtime.config.constructors import statements
+from mlx_runtime.config.constructors.declarations import deferred
 
 _RECORDING = "__mlx_recording__"
 

@@ -6,11 +6,10 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config.merging import Changes, Merge
-from mlx_runtime.config.nodes import Description
-from mlx_runtime.config.signatures import parameters, takes_any_keyword
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.config.text import rename_key
+from mlx_runtime.config.binding.merging import Changes, Merge
+from mlx_runtime.config.binding.nodes import Description
+from mlx_runtime.config.binding.text import rename_key
+from mlx_runtime.config.constructors import object_at, parameters, takes_any_keyword
 from mlx_runtime.config.variants import values_by_key
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config.nodes import Node
-from mlx_runtime.config.signatures import convert, parameters, takes_any_keyword
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.config.text import remove_key, rename_key, written
+from mlx_runtime.config.binding.nodes import Node
+from mlx_runtime.config.binding.text import remove_key, rename_key, written
+from mlx_runtime.config.constructors import convert, object_at, parameters, takes_any_keyword
 from mlx_runtime.errors import BindError
 
 NodeOfClass = Callable[[str, str], Node | None]

@@ -7,8 +7,8 @@ from typing import Any
 
 from ruamel.yaml.comments import CommentedMap
 
-from mlx_runtime.config.composition import read
-from mlx_runtime.config.text import yaml_text
+from mlx_runtime.config import read
+from mlx_runtime.config.binding.text import yaml_text
 from mlx_runtime.config.variants import Variants, values_by_key
 from mlx_runtime.errors import UsageError, suggest
 from mlx_runtime.settings import Settings

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.config.nodes import Node
-from mlx_runtime.config.signatures import groups, parameters, takes_any_keyword
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.binding.nodes import Node
+from mlx_runtime.config.constructors import groups, object_at, parameters, takes_any_keyword
 
 Schema = dict[str, Any]
 

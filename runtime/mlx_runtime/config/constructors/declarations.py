@@ -267,7 +267,7 @@ def defer_loading(package: str) -> None:
 
 
 class _Finder:
-    """Finds the modules of top-level packages whose loading is deferred. `runs/snapshots.py` finds those of others."""
+    """Finds the modules of top-level packages whose loading is deferred. `runs.snapshots` finds others."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

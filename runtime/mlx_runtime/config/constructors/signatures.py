@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_runtime.config.targets import object_at, path_of
+from mlx_runtime.config.constructors.targets import object_at, path_of
 from mlx_runtime.errors import BindError
 from mlx_runtime.sections import Section
 

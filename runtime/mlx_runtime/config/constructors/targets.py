@@ -12,7 +12,7 @@ from typing import Any
 from mlx_runtime.errors import BindError, ConfigError
 
 PUBLIC = {
-    "mlx_runtime.training.losses": "mlx_runtime.losses",
+    "mlx_runtime.training.loop.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
     "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
     "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
@@ -92,7 +92,7 @@ def named_class(setting: str, name: str, known: Mapping[str, str], needs: Iterab
     try:
         found = object_at(path)
     except (ImportError, AttributeError) as error:
-        from mlx_runtime.config.suggestions import namesake
+        from mlx_runtime.config.constructors.suggestions import namesake
 
         there = f". Did you mean {near!r}?" if (near := namesake(path)) else ""
         raise ConfigError(f"{title} cannot be imported: {str(error).splitlines()[-1]}{there}") from error

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import StorageError, UsageError, suggest
-from mlx_runtime.runs import lookup, records
-from mlx_runtime.runs.folder import RunFolder, find_run, list_runs, run_folder
-from mlx_runtime.runs.remote import is_remote, reader_of
+from mlx_runtime.runs import RunFolder, find_run, list_runs, records, run_folder
+from mlx_runtime.runs.queries import lookup
 from mlx_runtime.runs.tables import counted, format_duration, format_number
 from mlx_runtime.storage import documents
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.config.projects import CONF
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
-from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo, best_first, list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, find_run, named_run, reading
-from mlx_runtime.runs.remote import is_remote, reader_of
+from mlx_runtime.runs import RunFolder, find_run, named_run, reading, records
+from mlx_runtime.runs.checkpoints import CheckpointInfo, best_first, list_checkpoints
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import files
+from mlx_runtime.storage import Storage, is_uri, joined, storage_at, storage_errors
+from mlx_runtime.storage import storage_root as root_of
 from mlx_runtime.storage.documents import selected
-from mlx_runtime.storage.files import Storage, is_uri, joined, storage_at, storage_errors
 
 NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
 
@@ -43,7 +42,7 @@ def storage_root(warn: Callable[[str], object] | None = None) -> str:
         path = RUNS
     if path is None:
         raise UsageError(NO_STORAGE)
-    return files.storage_root(path)
+    return root_of(path)
 
 
 def conf_value(key: str) -> str | None:

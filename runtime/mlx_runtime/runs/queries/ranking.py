@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints, position
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.checkpoints import best_first, list_checkpoints, position
+from mlx_runtime.runs.queries.listing import Row, list_rows, map_concurrently, mode_of, suggest_metric, summarize
 from mlx_runtime.runs.tables import format_number
-from mlx_runtime.storage.files import joined
+from mlx_runtime.storage import joined
 
 
 def best(

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import build, build_group
-from mlx_runtime.config.interpolation import parsed, unset_variables
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.config import build, build_group, parsed, unset_variables
 from mlx_runtime.config.pretrained import built_to_be_restored
 from mlx_runtime.config.projects import EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
-from mlx_runtime.runs import checkpoints, lookup, records, snapshots
+from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, reading, records, snapshots
 from mlx_runtime.runs.checkpoints import CheckpointStore, State
-from mlx_runtime.runs.folder import EVALUATIONS, SWEEP, RunFolder, reading
-from mlx_runtime.runs.remote import RemoteRun, is_remote, reader_of
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.storage import is_uri, storage_at
 from mlx_runtime.storage.documents import from_json
-from mlx_runtime.storage.files import is_uri, storage_at
 
 if TYPE_CHECKING:
     import pandas

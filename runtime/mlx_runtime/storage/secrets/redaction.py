@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlx_runtime.storage.detection import HIDDEN, find, is_random, is_secret, may_be_text, reveals
+from mlx_runtime.storage.secrets.detection import HIDDEN, find, is_random, is_secret, may_be_text, reveals
 
 FILES = (
     *(".env*", "*.env", "!.env.example", ".netrc", ".pgpass", ".npmrc", ".pypirc", ".git-credentials", "kaggle.json"),

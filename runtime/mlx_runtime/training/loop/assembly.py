@@ -11,22 +11,28 @@ import torch
 from torch.optim import Optimizer
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import build, build_group, build_optimizers
-from mlx_runtime.config.declarations import is_pretrained
-from mlx_runtime.config.targets import object_at, targets_of
-from mlx_runtime.data.definitions import constructing_each, stream_names
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions, reading_processes
-from mlx_runtime.distributed.collectives import broadcast
+from mlx_runtime.config import build, build_group, build_optimizers
+from mlx_runtime.config.constructors import object_at, targets_of
+from mlx_runtime.config.constructors.declarations import is_pretrained
+from mlx_runtime.data import (
+    DatasetShard,
+    DatasetShards,
+    Loader,
+    LoaderOptions,
+    constructing_each,
+    reading_processes,
+    stream_names,
+)
+from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.distributed.randomness import seed_everything
-from mlx_runtime.distributed.topology import Topology
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.runs.checkpoints import CheckpointStore, members
-from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import Job
+from mlx_runtime.training.loop.experiment import BaseModule
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.strategies.base import Strategy
+    from mlx_runtime.training.strategies import Strategy
 
 
 def build_experiment(
@@ -123,7 +129,7 @@ def dataset_shards(
     topology = strategy.topology
     nodes = {name: node for name, node in job.tree.get("datasets", {}).items() if not name.startswith("_")}
     streamed = {name: nodes[name] for name in stream_names(job.tree) if name not in job.prepared}
-    streams = companions.part("ray.stream_reader").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
+    streams = companions.part("ray").stream_readers(streamed, job, topology, cfg.seed) if streamed else {}
     keeps_global_batch = cfg.elastic.keep_global_batch and not job.cluster.in_driver
     limits = [limit for limit in (cfg.debug.limit_batches, cfg.debug.overfit_batches) if limit is not None]
     options = LoaderOptions(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_runtime.events import Notice
-from mlx_runtime.training.channel import Sink
+from mlx_runtime.training.loop.channel import Sink
 
 
 @contextlib.contextmanager

@@ -6,19 +6,17 @@ from dataclasses import asdict
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.data.loaders import Loader
-from mlx_runtime.data.sampling import mix_seeds
-from mlx_runtime.distributed import collectives, randomness
+from mlx_runtime.data import Loader, mix_seeds
+from mlx_runtime.distributed import broadcast, gather, randomness
 from mlx_runtime.errors import MlxError, StorageError
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import checkpoints
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import BackgroundSaver, State
+from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, State
 from mlx_runtime.runs.metric_states import is_mergeable, is_metric
-from mlx_runtime.storage.redaction import filled, hidden_texts
-from mlx_runtime.training.context import RunContext, is_per_worker
-from mlx_runtime.training.optimization import Optimization
-from mlx_runtime.training.reporting import Reporter
+from mlx_runtime.storage.secrets import filled, hidden_texts
+from mlx_runtime.training.loop.context import RunContext, is_per_worker
+from mlx_runtime.training.loop.optimization import Optimization
+from mlx_runtime.training.loop.reporting import Reporter
 
 SAVED_ONCE = ("models", "optimizers", "tools", "own")
 """Groups saved from rank 0; `own` contains the objects that `worker_loop` assigns to the experiment itself."""
@@ -68,14 +66,14 @@ class Checkpointer:
         self._values = {**(self._values if before == self._valued_at else {}), **self._reporter.unsaved}
         self._reporter.unsaved = {}
         self.requested, self.step = False, self._context.progress.global_step
-        parts = companions.part("sharding.shards").Parts() if self._has_shards() else None
+        parts = companions.part("sharding").Parts() if self._has_shards() else None
         own_parts: dict[str, Any] = {"random": randomness.random_state_dict(self._context.topology.device)}
         for name in SAVED_PER_RANK:
             own_parts[name] = checkpoints.state_of(self._context.groups[name])[0]
         own_parts["per_worker"] = self._states("per_worker")
         if parts is not None:
             own_parts = {name: parts.without(part, name) for name, part in own_parts.items()}
-        ranks = collectives.gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
+        ranks = gather(checkpoints.copied(own_parts))  # on the CPU: rank 0 may not have their GPU
         checkpoint = CheckpointInfo(epoch, finished, self._context.progress.global_step, dict(self._values))
         ends: State = {"epoch": epoch, "finished": finished}
         groups: State = {}
@@ -233,7 +231,7 @@ class Checkpointer:
         notice = self._reporter.events.notice
         while True:
             newest = saved.newest(notice) if self._context.topology.writes else None
-            fields = collectives.broadcast(None if newest is None else asdict(newest))
+            fields = broadcast(None if newest is None else asdict(newest))
             if fields is None:
                 break
             latest = CheckpointInfo(**fields)
@@ -284,8 +282,8 @@ class Checkpointer:
             layouts.reads.run()
         except MlxError as caught:
             error = isinstance(caught, checkpoints.DamagedError), str(caught)
-        errors = [item for item in collectives.gather(error) or () if item is not None]
-        if (first := collectives.broadcast(errors[0] if errors else None)) is not None:
+        errors = [item for item in gather(error) or () if item is not None]
+        if (first := broadcast(errors[0] if errors else None)) is not None:
             damaged, text = first
             raise (checkpoints.DamagedError if damaged else StorageError)(text)
         return prepared
@@ -294,7 +292,7 @@ class Checkpointer:
         """Return the layouts of the tensors of a state, or None if neither the state nor the run is sharded."""
         if not self._from_shards and not self._has_shards():
             return None
-        layouts = companions.part("sharding.layouts").Layouts
+        layouts = companions.part("sharding").Layouts
         return layouts(self._context.groups.members("models"), whole=not self._from_shards)
 
     def _load_what_fits(self, saved: State) -> list[str]:
@@ -330,7 +328,7 @@ class Checkpointer:
         before, now = (config.get("tools") or {} for config in self._configs(state))
         if name not in before or name not in now:
             return part
-        from mlx_runtime.training.resuming import with_settings
+        from mlx_runtime.training import with_settings
 
         return with_settings(part, before[name], now[name], f"tools.{name}")
 
@@ -359,7 +357,7 @@ class Checkpointer:
         """Apply changed values of the config to optimizers, and to schedulers."""
         before, now = (config.get("optimizers") for config in self._configs(state))
         kept = [item for name in MADE_BY_LOOP for item in self._context.groups.members(name).values()]
-        from mlx_runtime.training.resuming import set_group_values
+        from mlx_runtime.training import set_group_values
 
         set_group_values(self._context.groups.optimizers, kept, before, now)
 

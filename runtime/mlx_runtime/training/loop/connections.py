@@ -13,7 +13,7 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from typing import Any
 
 from mlx_runtime.events import Event, WorkerConnected, WorkerPosition, decode, encode
-from mlx_runtime.training.channel import LOCATE, STOP
+from mlx_runtime.training.loop.channel import LOCATE, STOP
 
 HANDSHAKE_S = 10.0
 """Time limit for the authentication of a connection, in seconds."""
@@ -50,7 +50,7 @@ class Remote:
                     self._connection = None  # the driver is gone; the engine ends this worker soon
             if self._rank == 0:
                 if self._display is None:
-                    from mlx_runtime.tracking.console import Display  # rarely needed, and rich is slow to import
+                    from mlx_runtime.tracking import Display  # rarely needed, and rich is slow to import
 
                     self._display = Display(sys.stdout)
                 self._display.handle(event)

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data.loaders import Loader
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.data import Loader
+from mlx_runtime.distributed import Topology, unwrap
+from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.checkpoints import CheckpointStore, members
-from mlx_runtime.runs.folder import RunFolder
 
 GROUPS = ("cfg", "datasets", "models", "optimizers", "losses", "metrics", "tools")
 """The groups of objects in an experiment, by their names in conf.yaml."""

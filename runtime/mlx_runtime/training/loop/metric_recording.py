@@ -8,22 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mlx_runtime.distributed.collectives import agree
-from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.distributed import agree, unwrap
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import State, is_metric, is_updated, load_state, state_of, state_since
-from mlx_runtime.tracking.metric_sync import (
-    UPDATED_ON_SOME,
-    MetricSync,
-    Snapshot,
-    SyncedMetric,
-    SyncMessage,
-    numbers,
-    snapshots,
-)
-from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.passes import Pass
-from mlx_runtime.training.reporting import Reporter
+from mlx_runtime.tracking import UPDATED_ON_SOME, MetricSync, Snapshot, SyncedMetric, SyncMessage, numbers, snapshots
+from mlx_runtime.training.loop.context import RunContext
+from mlx_runtime.training.loop.passes import Pass
+from mlx_runtime.training.loop.reporting import Reporter
 
 
 @dataclass
@@ -252,7 +243,7 @@ class MetricRecorder:
         if item.step > record.sent_step:
             rates["time/step_s"] = (time.monotonic() - record.sent_at) / (item.step - record.sent_step)
         if self._context.topology.device.type == "cuda":
-            from mlx_runtime.training.utilization import busy
+            from mlx_runtime.training.loop.utilization import busy
 
             rates |= busy(self._context.topology.device)
         return rates
@@ -262,7 +253,7 @@ class MetricRecorder:
         counted = [model for model in map(unwrap, self._context.groups.modules) if hasattr(model, "flops_per_row")]
         if not counted:
             return {}
-        from mlx_runtime.training.utilization import flops_per_row, operations
+        from mlx_runtime.training.loop.utilization import flops_per_row, operations
 
         topology = self._context.topology
         flops_per_s = flops_per_row(counted) * samples_per_s / topology.world_size

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.wrapping import is_sharded, local_part, unwrap
+from mlx_runtime.data import WorkerPass
+from mlx_runtime.distributed import is_sharded, local_part, unwrap
 from mlx_runtime.errors import MlxError, suggest
 from mlx_runtime.runs.checkpoints import members
-from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.losses import Mean
-from mlx_runtime.training.reporting import Reporter
-from mlx_runtime.training.weighting import Weight, WeightedLosses, checked_weight, without_gradient
+from mlx_runtime.training.loop.context import RunContext
+from mlx_runtime.training.loop.losses import Mean
+from mlx_runtime.training.loop.reporting import Reporter
+from mlx_runtime.training.loop.weighting import Weight, WeightedLosses, checked_weight, without_gradient
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.gradients import GradientMonitor
-    from mlx_runtime.training.strategies.base import Strategy
+    from mlx_runtime.training.loop.gradients import GradientMonitor
+    from mlx_runtime.training.strategies import Strategy
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Optimization:
         self._without: set[str] = set()  # optimizers without gradients just before that pass
 
     def _gradient_monitor(self) -> "GradientMonitor":
-        from mlx_runtime.training.gradients import GradientMonitor
+        from mlx_runtime.training.loop.gradients import GradientMonitor
 
         debug, topology = self._context.cfg.debug, self._context.topology
         report = self._report_norms if topology.writes or self.strategy.shards else None
@@ -311,7 +311,7 @@ def prepare_models(models: Iterable[Any], cfg: Any, device: torch.device) -> Non
     """
     if cfg.precision == 32 and not cfg.compile:
         return
-    from mlx_runtime.training.forward import compile_forward, in_half_precision
+    from mlx_runtime.training.loop.forward import compile_forward, in_half_precision
 
     for model in models:
         if isinstance(model, nn.Module) and not is_sharded(model):

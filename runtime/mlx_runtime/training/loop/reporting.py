@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_runtime.data.loaders import Loader
+from mlx_runtime.data import Loader
 from mlx_runtime.events import EpochEnded, Event, LoaderOpened, LoopStarted, Notice, StepProgress, WarningNotice
-from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.training.channel import Sink
-from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.passes import Pass
+from mlx_runtime.tracking import ReportWriter
+from mlx_runtime.training.loop.channel import Sink
+from mlx_runtime.training.loop.context import RunContext
+from mlx_runtime.training.loop.passes import Pass
 
 SECONDS_PER_EVENT = 0.1
 """Minimum time between two progress events of a worker."""

@@ -13,28 +13,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mlx_runtime.data.batches import Batch
-from mlx_runtime.data.loaders import Loader, trains
-from mlx_runtime.data.sampling import WorkerPass
-from mlx_runtime.distributed.collectives import agree, gather
+from mlx_runtime.data import Batch, Loader, WorkerPass, trains
+from mlx_runtime.distributed import agree, gather, is_sharded, whole
 from mlx_runtime.distributed.randomness import seed_everything
-from mlx_runtime.distributed.wrapping import is_sharded, whole
 from mlx_runtime.errors import MlxError
 from mlx_runtime.events import FunctionReport
 from mlx_runtime.runs.tables import counted
-from mlx_runtime.tracking.callbacks import hooks_in_workers
-from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.training.channel import Sink
-from mlx_runtime.training.checkpointer import Checkpointer
-from mlx_runtime.training.context import RunContext
-from mlx_runtime.training.metric_recording import MetricRecorder
-from mlx_runtime.training.optimization import Optimization, prepare_models
-from mlx_runtime.training.passes import Pass, PassTracker
-from mlx_runtime.training.reporting import EventSender, Reporter
-from mlx_runtime.training.stopping import LoopStopped, StopPoll
+from mlx_runtime.tracking import ReportWriter, hooks_in_workers
+from mlx_runtime.training.loop.channel import Sink
+from mlx_runtime.training.loop.checkpointer import Checkpointer
+from mlx_runtime.training.loop.context import RunContext
+from mlx_runtime.training.loop.metric_recording import MetricRecorder
+from mlx_runtime.training.loop.optimization import Optimization, prepare_models
+from mlx_runtime.training.loop.passes import Pass, PassTracker
+from mlx_runtime.training.loop.reporting import EventSender, Reporter
+from mlx_runtime.training.loop.stopping import LoopStopped, StopPoll
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.strategies.base import Strategy
+    from mlx_runtime.training.strategies import Strategy
 
 
 class Session:

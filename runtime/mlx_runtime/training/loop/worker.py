@@ -12,29 +12,27 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import build_cfg
-from mlx_runtime.data.loaders import DatasetShards
-from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import raised_by_shards
+from mlx_runtime.config import build_cfg
+from mlx_runtime.data import DatasetShards
+from mlx_runtime.distributed import Topology, broadcast, raised_by_shards
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
 from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
 from mlx_runtime.importing import after_import
 from mlx_runtime.runs.checkpoints import members
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.tracking.report_writer import ReportWriter
-from mlx_runtime.training.assembly import build_experiment, dataset_shards
-from mlx_runtime.training.channel import Direct, Sink, address_towards
-from mlx_runtime.training.context import Groups, RunContext
-from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.session import Session
-from mlx_runtime.training.stopping import LoopStopped
-from mlx_runtime.training.strategies.selection import strategy_of
+from mlx_runtime.tracking import ReportWriter
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import Job
+from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
+from mlx_runtime.training.loop.channel import Direct, Sink, address_towards
+from mlx_runtime.training.loop.context import Groups, RunContext
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.loop.session import Session
+from mlx_runtime.training.loop.stopping import LoopStopped
+from mlx_runtime.training.strategies import strategy_of
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.connections import Remote
+    from mlx_runtime.training.loop.connections import Remote
 
 
 def train_to(sink: Sink, job: Job, topology: Topology) -> None:
@@ -55,7 +53,7 @@ def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
         if not job.cluster.captures_output:
             stack.enter_context(Log(job.folder, topology.rank))
         if not isinstance(sink, Direct):
-            from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
+            from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
 
             stack.enter_context(at_breakpoint(no_pdb(sink)))
         with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
@@ -118,8 +116,8 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
     """
 
     def translate(error: BaseException, summary: str, trace: str) -> MlxError:
-        from mlx_runtime.distributed.peers import lost_peer
-        from mlx_runtime.training.memory import out_of_memory
+        from mlx_runtime.distributed import lost_peer
+        from mlx_runtime.training.loop.memory import out_of_memory
 
         if lost_peer(error):
             return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
@@ -132,7 +130,7 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
         with user_errors(project, translate):
             yield
     except MlxError as error:
-        from mlx_runtime.training.memory import out_of_memory
+        from mlx_runtime.training.loop.memory import out_of_memory
 
         if not out_of_memory(error):
             raise
@@ -141,14 +139,14 @@ def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> It
 
 def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
     """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot."""
-    from mlx_runtime.training.memory import snapshot
+    from mlx_runtime.training.loop.memory import snapshot
 
     stored = snapshot(job.folder, topology)  # first, because the next line frees memory
     return f"{needed()}\n{stored}".rstrip()
 
 
 def _needed_here(groups: Mapping[str, Any]) -> str:
-    from mlx_runtime.training.memory import memory_needs, ways_to_save
+    from mlx_runtime.training.loop.memory import memory_needs, ways_to_save
 
     needs = memory_needs(groups.get("models"), groups.get("optimizers"))
     return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
@@ -156,7 +154,7 @@ def _needed_here(groups: Mapping[str, Any]) -> str:
 
 def _needed_in_all(job: Job) -> str:
     """Return the same as `_needed_here` for an experiment that could not be built."""
-    from mlx_runtime.training.memory import needs_of_config, ways_to_save
+    from mlx_runtime.training.loop.memory import needs_of_config, ways_to_save
 
     lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
     with contextlib.suppress(Exception):  # constructors may need real tensors
@@ -185,12 +183,12 @@ def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack
         record_allocations(enabled=True)
         stack.callback(record_allocations, enabled=False)
     if cfg.debug.profile and topology.writes:
-        from mlx_runtime.training.profiling import profiled
+        from mlx_runtime.training.loop.profiling import profiled
 
         notify = session.reporter.events.notice
         session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
     if not isinstance(sink, Direct):
-        from mlx_runtime.training.watchdog import Watchdog  # imported here, because a single process cannot deadlock
+        from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
 
         watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
         stack.callback(watchdog.close)

@@ -13,13 +13,10 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, project_module
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event, RunEnded
 from mlx_runtime.settings import prepare_fork
-from mlx_runtime.training.breakpoints import at_breakpoint, no_pdb
-from mlx_runtime.training.channel import Direct
-from mlx_runtime.training.engines import local
-from mlx_runtime.training.links import Link
-from mlx_runtime.training.planning import connect
-from mlx_runtime.training.request import RunConfig, load_config
-from mlx_runtime.training.terminal import fit
+from mlx_runtime.training import RunConfig, connect, fit, load_config
+from mlx_runtime.training.engines import cool_down, warm_up
+from mlx_runtime.training.loop import Direct, at_breakpoint, no_pdb
+from mlx_runtime.training.processes.links import Link
 
 NO_TERMINAL = "a run started from Python has no terminal; to debug, use mlx train run cfg.start_workers=0"
 
@@ -50,7 +47,7 @@ def work(job: RunJob, connection: Any) -> int:
     """Train a run in this process, which the server has just started, in the folder of the experiment."""
     prepare_fork()
     sys.orig_argv = list(job.command)
-    local.warm_up()  # before anything starts threads
+    warm_up()  # before anything starts threads
     link = Link(connection)
     ended: RunEnded | None = None
 
@@ -70,7 +67,7 @@ def work(job: RunJob, connection: Any) -> int:
         error = caught
         if isinstance(caught, MlxError) and "--resume" in caught.hint and ended is not None:
             caught.hint = f"Resume from the last checkpoint: {job.resume_call}"
-    local.cool_down()  # an unused server would keep this process from exiting
+    cool_down()  # an unused server would keep this process from exiting
     unbegun = RunEnded("STOPPED" if isinstance(error, KeyboardInterrupt | RunStopped) else "FAILED", {})
     link.finish(replace(ended or unbegun, error=error))
     return 0

@@ -21,13 +21,13 @@ DEFAULT_PREFETCH = 2
 
 
 def read_ahead(
-    batches: Iterator[Batch], count: int, *, draws: Callable[[], bool] = lambda: False, pin_memory: bool = False
+    batches: Iterator[Batch], count: int | None, *, draws: Callable[[], bool] = lambda: False, pin_memory: bool = False
 ) -> Iterator[Batch]:
     """Yield batches, of which a thread reads up to `count` ahead. Closing the iterator ends the thread.
 
     Args:
         batches: The first is read by the loop itself. If that draws from the global generators, so are all others.
-        count: Batches to hold, 1 or more.
+        count: Batches to hold, 1 or more; None for `DEFAULT_PREFETCH`.
         draws: Called after the first batch; returns True if it drew random numbers that are not those of the loop.
         pin_memory: Move tensors to pinned memory, for the GPU of this worker.
     """
@@ -39,6 +39,7 @@ def read_ahead(
         yield first
         yield from batches
         return
+    count = DEFAULT_PREFETCH if count is None else count
     thread = ReadingThread(batches, count, torch.cuda.current_device() if pin_memory else None)
     thread.start()
     batch: Batch | None = first

@@ -14,9 +14,8 @@ from mlx_runtime.companions.sweeps.study import Study
 from mlx_runtime.companions.sweeps.trial import TrialJob, begun_overrides
 from mlx_runtime.errors import MlxError, StorageError, UsageError
 from mlx_runtime.events import EpochEnded, Event, StepProgress, StopRequested
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RUN, RunFolder, claim_run, has_begun, run_folder
-from mlx_runtime.training.stop_requests import StopRequests
+from mlx_runtime.runs import RUN, RunFolder, claim_run, records, run_folder
+from mlx_runtime.training import StopRequests
 
 Listener = Callable[[Event], None]
 
@@ -179,7 +178,7 @@ class Sweep:
         fold = index if folds else None
         folder = self._claimed(trial, index)
         overrides = begun_overrides(folder.location)
-        if not has_begun(folder):
+        if not folder.has_begun():
             of_fold = fold_overrides(folds, index) if folds else ()
             overrides = (*self.plan.space.applied(trial.values), *of_fold, f"--run={folder.location}")
         trial.statuses[index] = "RUNNING"

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.training.engines.fork_server import ForkServer
-from mlx_runtime.training.links import RunProcess
+from mlx_runtime.training.processes.fork_server import ForkServer
+from mlx_runtime.training.processes.links import RunProcess
 
-PRELOADED = ("mlx_runtime.training.background", "mlx_runtime.training.engines.in_process")
+PRELOADED = ("mlx_runtime.training.processes.background", "mlx_runtime.training.engines.in_process")
 """Modules that runs import in addition to those of workers."""
 
 Key = tuple[str, tuple[str, ...], Mapping[str, str]]
