@@ -76,7 +76,7 @@ HOMES = {
     "hydra": {"config.composition"},
     "jinja2": {"companions.views.report"},
     "matplotlib": {"training.loop.gradients"},
-    "mlflow": {"tracking.mlflow"},
+    "mlflow": {"companions.services.mlflow"},
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
     "pathspec": {"runs.snapshots", "runs.uploads"},
@@ -94,7 +94,7 @@ HOMES = {
     "sklearn": {"companions.sweeps.folds"},
     "tensorboard": {"tracking.trackers"},
     "transformers": {"config.pretrained"},
-    "wandb": {"tracking.weights_and_biases"},
+    "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }
 """The rooms or modules that import each outside library."""

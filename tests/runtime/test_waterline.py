@@ -22,8 +22,7 @@ MAX_MODULES, MAX_LINES = 99, 15_300
 ONLY_SOME_RUNS = (
     *("config.binding", "config.pretrained", "data.errors", "distributed.messages", "extras"),
     *("runs.outputs", "runs.queries", "runs.remote"),
-    *("tracking.mlflow", "tracking.tables", "tracking.weights_and_biases"),
-    *("training.engines.local", "training.processes", "training.watchdog"),
+    *("tracking.tables", "training.engines.local", "training.processes", "training.watchdog"),
 )
 """The beginnings of names of modules that a plain run does without, besides companions."""
 

@@ -27,6 +27,7 @@ COMPANIONS = {
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
+    "services": Companion(),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),

@@ -4,13 +4,11 @@ from mlx_runtime.importing import door
 
 __all__, __getattr__ = door(
     __name__,
-    callbacks="HOOKS Listeners hooks_in_workers",
+    callbacks="HOOKS Listeners Report RunInfo hooks_in_workers",
     console="Display TimeLeft",
     epoch_table="EpochTable format_number",
     metric_sync="UPDATED_ON_SOME MetricSync Snapshot SyncMessage SyncedMetric numbers snapshots",
-    mlflow="MLflow",
     report_writer="ReportWriter",
     tables="CSV",
-    trackers="JSONL TensorBoard",
-    weights_and_biases="WandB",
+    trackers="JSONL TensorBoard flatten remembered",
 )

@@ -1,6 +1,8 @@
 # Written by runtime/stubs.py.
 from mlx_runtime.tracking.callbacks import HOOKS as HOOKS
 from mlx_runtime.tracking.callbacks import Listeners as Listeners
+from mlx_runtime.tracking.callbacks import Report as Report
+from mlx_runtime.tracking.callbacks import RunInfo as RunInfo
 from mlx_runtime.tracking.callbacks import hooks_in_workers as hooks_in_workers
 from mlx_runtime.tracking.console import Display as Display
 from mlx_runtime.tracking.console import TimeLeft as TimeLeft
@@ -13,9 +15,9 @@ from mlx_runtime.tracking.metric_sync import SyncMessage as SyncMessage
 from mlx_runtime.tracking.metric_sync import SyncedMetric as SyncedMetric
 from mlx_runtime.tracking.metric_sync import numbers as numbers
 from mlx_runtime.tracking.metric_sync import snapshots as snapshots
-from mlx_runtime.tracking.mlflow import MLflow as MLflow
 from mlx_runtime.tracking.report_writer import ReportWriter as ReportWriter
 from mlx_runtime.tracking.tables import CSV as CSV
 from mlx_runtime.tracking.trackers import JSONL as JSONL
 from mlx_runtime.tracking.trackers import TensorBoard as TensorBoard
-from mlx_runtime.tracking.weights_and_biases import WandB as WandB
+from mlx_runtime.tracking.trackers import flatten as flatten
+from mlx_runtime.tracking.trackers import remembered as remembered

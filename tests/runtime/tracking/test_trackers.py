@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mlx_runtime.companions.services import MLflow, WandB
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
 from mlx_runtime.runs import RunFolder
@@ -20,11 +21,9 @@ from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.storage import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.mlflow import MLflow
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.tables import CSV
 from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, remembered
-from mlx_runtime.tracking.weights_and_biases import WandB
 
 pytestmark = pytest.mark.pure
 

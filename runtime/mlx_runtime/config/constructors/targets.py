@@ -14,10 +14,10 @@ from mlx_runtime.errors import BindError, ConfigError
 PUBLIC = {
     "mlx_runtime.training.loop.losses": "mlx_runtime.losses",
     "mlx_runtime.training.options": "mlx_runtime",
-    "mlx_runtime.tracking.mlflow": "mlx_runtime.trackers",
+    "mlx_runtime.companions.services.mlflow": "mlx_runtime.trackers",
     "mlx_runtime.tracking.tables": "mlx_runtime.trackers",
     "mlx_runtime.tracking.trackers": "mlx_runtime.trackers",
-    "mlx_runtime.tracking.weights_and_biases": "mlx_runtime.trackers",
+    "mlx_runtime.companions.services.weights_and_biases": "mlx_runtime.trackers",
     "mlx_runtime.companions.hub.datasets": "mlx_runtime.datasets",
     "timm.models._factory": "timm",
     "torch.jit._serialization": "torch.jit",

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mlx_runtime.tracking.callbacks import Report, RunInfo
-from mlx_runtime.tracking.trackers import flatten, remembered
+from mlx_runtime.tracking import Report, RunInfo, flatten, remembered
 
 
 class MLflow:

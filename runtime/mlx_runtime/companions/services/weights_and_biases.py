@@ -12,8 +12,7 @@ from mlx_runtime.extras import require
 from mlx_runtime.runs.checkpoints import best_first, list_checkpoints
 from mlx_runtime.settings import environment
 from mlx_runtime.storage import is_uri, parent_of
-from mlx_runtime.tracking.callbacks import Report, RunInfo
-from mlx_runtime.tracking.trackers import remembered
+from mlx_runtime.tracking import Report, RunInfo, remembered
 
 DATA_DIR = "WANDB_DATA_DIR"
 """Environment variable with the folder where W&B keeps copies until they are sent, by default in HOME."""
