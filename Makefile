@@ -42,7 +42,8 @@ check: $(VENV)/.dev ## check style, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/.dev ## fix style and formatting for `make check`
+format: $(VENV)/.dev ## fix style, formatting and the stubs of doors for `make check`
+	$(BIN)/python runtime/stubs.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

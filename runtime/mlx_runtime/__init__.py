@@ -10,31 +10,26 @@ from mlx_runtime.importing import many_imports
 from mlx_runtime.settings import prepare_fork
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.notebook.function_runs import Trainer
-    from mlx_runtime.companions.notebook.functions import (
+    from mlx_runtime.companions.notebook import (
+        Trainer,
         load_checkpoint,
         local_rank,
         report,
+        run,
         save_checkpoint,
         world_rank,
         world_size,
     )
-    from mlx_runtime.companions.notebook.runs import run
-    from mlx_runtime.companions.ray.datajob import DataJob, run_job
-    from mlx_runtime.companions.sweeps.api import kfold, sweep
-    from mlx_runtime.companions.sweeps.results import open_sweep
-    from mlx_runtime.config.building import DUMMY_PARAMS
-    from mlx_runtime.config.declarations import defer_loading
-    from mlx_runtime.distributed.topology import get_device
-    from mlx_runtime.distributed.wrapping import prepare_model
+    from mlx_runtime.companions.ray import DataJob, run_job
+    from mlx_runtime.companions.sweeps import kfold, open_sweep, sweep
+    from mlx_runtime.config import DUMMY_PARAMS
+    from mlx_runtime.config.constructors.declarations import defer_loading
+    from mlx_runtime.distributed import get_device, prepare_model
     from mlx_runtime.errors import MlxError
     from mlx_runtime.exits import clean_exit
-    from mlx_runtime.runs.reader import open_run
-    from mlx_runtime.training.experiment import BaseModule
-    from mlx_runtime.training.options import DataConfig, TrainConfig
-    from mlx_runtime.training.planning import connect
-    from mlx_runtime.training.request import load_config
-    from mlx_runtime.training.terminal import fit
+    from mlx_runtime.runs.queries import open_run
+    from mlx_runtime.training import DataConfig, TrainConfig, connect, fit, load_config
+    from mlx_runtime.training.loop import BaseModule
 
 __version__ = "0.1.0"
 
@@ -68,38 +63,38 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseModule": "training.experiment",
-    "DUMMY_PARAMS": "config.building",
-    "DataConfig": "training.options",
-    "DataJob": "companions.ray.datajob",
+    "BaseModule": "training.loop",
+    "DUMMY_PARAMS": "config",
+    "DataConfig": "training",
+    "DataJob": "companions.ray",
     "MlxError": "errors",
-    "TrainConfig": "training.options",
-    "Trainer": "companions.notebook.function_runs",
+    "TrainConfig": "training",
+    "Trainer": "companions.notebook",
     "clean_exit": "exits",
-    "connect": "training.planning",
-    "defer_loading": "config.declarations",
-    "fit": "training.terminal",
-    "get_device": "distributed.topology",
-    "kfold": "companions.sweeps.api",
-    "load_checkpoint": "companions.notebook.functions",
-    "load_config": "training.request",
-    "local_rank": "companions.notebook.functions",
-    "open_run": "runs.reader",
-    "open_sweep": "companions.sweeps.results",
-    "prepare_model": "distributed.wrapping",
-    "report": "companions.notebook.functions",
-    "run": "companions.notebook.runs",
-    "run_job": "companions.ray.datajob",
-    "save_checkpoint": "companions.notebook.functions",
-    "sweep": "companions.sweeps.api",
-    "world_rank": "companions.notebook.functions",
-    "world_size": "companions.notebook.functions",
+    "connect": "training",
+    "defer_loading": "config.constructors.declarations",
+    "fit": "training",
+    "get_device": "distributed",
+    "kfold": "companions.sweeps",
+    "load_checkpoint": "companions.notebook",
+    "load_config": "training",
+    "local_rank": "companions.notebook",
+    "open_run": "runs.queries",
+    "open_sweep": "companions.sweeps",
+    "prepare_model": "distributed",
+    "report": "companions.notebook",
+    "run": "companions.notebook",
+    "run_job": "companions.ray",
+    "save_checkpoint": "companions.notebook",
+    "sweep": "companions.sweeps",
+    "world_rank": "companions.notebook",
+    "world_size": "companions.notebook",
 }
 
 
 def load_ipython_extension(shell: Any) -> None:
     """Register `%%mlx`; IPython calls this for `%load_ext mlx_runtime`."""
-    from mlx_runtime.companions.notebook.magic import register
+    from mlx_runtime.companions.notebook import register
 
     register(shell)
 

@@ -2,20 +2,28 @@
 
 from typing import TYPE_CHECKING
 
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed import Topology
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.training.connections import Remote
-from mlx_runtime.training.engines.base import Cluster, Job, lost
-from mlx_runtime.training.engines.placement import changing_size, this_machine
-from mlx_runtime.training.engines.protocol import Engine, EngineClass, Group
-from mlx_runtime.training.engines.worker import WorkerJob, load_results, run_worker
-from mlx_runtime.training.worker import train_to
+from mlx_runtime.training.engines import (
+    Cluster,
+    Engine,
+    EngineClass,
+    Group,
+    Job,
+    WorkerJob,
+    changing_size,
+    load_results,
+    lost,
+    run_worker,
+    this_machine,
+)
+from mlx_runtime.training.loop import Remote, train_to
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sweeps.engines.base import STOP, SweepEngine, SweepEngineClass, Trials
-    from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
-    from mlx_runtime.training.engines.local import Local
-    from mlx_runtime.training.links import PRUNE, Link
+    from mlx_runtime.companions.sweeps import TrialJob, record_end, run_trial
+    from mlx_runtime.companions.sweeps.engines import STOP, SweepEngine, SweepEngineClass, Trials
+    from mlx_runtime.training.engines import Local
+    from mlx_runtime.training.processes import PRUNE, Link
 
 _SWEEPS = "mlx_runtime.companions.sweeps"
 
@@ -51,7 +59,7 @@ __getattr__ = imports_on_use(
     {
         **dict.fromkeys(("STOP", "SweepEngine", "SweepEngineClass", "Trials"), f"{_SWEEPS}.engines.base"),
         **dict.fromkeys(("TrialJob", "record_end", "run_trial"), f"{_SWEEPS}.trial"),
-        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.training.links"),
+        **dict.fromkeys(("PRUNE", "Link"), "mlx_runtime.training.processes.links"),
         "Local": "mlx_runtime.training.engines.local",
     },
 )

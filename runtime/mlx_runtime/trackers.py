@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING
 
 from mlx_runtime.importing import imports_on_use
-from mlx_runtime.tracking.trackers import JSONL, TensorBoard
+from mlx_runtime.tracking import JSONL, TensorBoard
 
 if TYPE_CHECKING:
-    from mlx_runtime.tracking.mlflow import MLflow
-    from mlx_runtime.tracking.tables import CSV
-    from mlx_runtime.tracking.weights_and_biases import WandB
+    from mlx_runtime.companions.services import MLflow, WandB
+    from mlx_runtime.tracking import CSV
 
 __all__ = ["CSV", "JSONL", "MLflow", "TensorBoard", "WandB"]
 
@@ -16,7 +15,7 @@ __getattr__ = imports_on_use(
     __name__,
     {
         "CSV": "mlx_runtime.tracking.tables",
-        "MLflow": "mlx_runtime.tracking.mlflow",
-        "WandB": "mlx_runtime.tracking.weights_and_biases",
+        "MLflow": "mlx_runtime.companions.services.mlflow",
+        "WandB": "mlx_runtime.companions.services.weights_and_biases",
     },
 )

@@ -9,7 +9,9 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "runtime"))
-from test_layers import COMPANION_FOLDERS, ON_OTHERS, PACKAGE, ROOMS
+from test_layers import ON_OTHERS, PACKAGE, ROOMS, companion, doors
+
+from mlx_runtime.companions import COMPANIONS
 
 pytestmark = pytest.mark.pure
 
@@ -73,11 +75,17 @@ def test_its_table_of_rooms_is_that_of_the_package() -> None:
     assert re.findall(r"^\| `\w+/` \|.*$", PAGE, re.MULTILINE) == rows
 
 
+def test_its_table_of_packages_within_rooms_is_complete() -> None:
+    inner = [name.replace(".", "/") for name in doors() if name.count(".") == 1 and not companion(name)]
+    sentences = {name: ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in inner}
+    rows = {f"| `{name}/` | {(text or '').splitlines()[0]} |" for name, text in sentences.items()}
+    assert {*re.findall(r"^\| `(?!companions)\w+/\w+/` \|.*$", PAGE, re.MULTILINE)} == rows
+
+
 def test_it_lists_the_companions_and_says_why_some_use_others() -> None:
-    sentences = [
-        ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in COMPANION_FOLDERS
-    ]
-    rows = [f"| `{name}/` | {text} |" for name, text in zip(COMPANION_FOLDERS, sentences, strict=True)]
+    folders = [f"companions/{name}" for name in COMPANIONS]
+    sentences = [ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())) for name in folders]
+    rows = [f"| `{name}/` | {text} |" for name, text in zip(folders, sentences, strict=True)]
     assert re.findall(r"^\| `companions/\w+/` \|.*$", PAGE, re.MULTILINE) == rows
     said = [
         set(re.findall(r"`(\w+)`", line.partition(":")[0])) for line in re.findall(r"^- `\w+` .*$", PAGE, re.MULTILINE)

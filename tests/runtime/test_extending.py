@@ -17,7 +17,7 @@ from conftest import TIMEOUT_S, Mlx, Start
 from faults import wait_for
 from forkserver import Commands
 
-from mlx_runtime.distributed.messages import encode
+from mlx_runtime.distributed import encode
 from mlx_runtime.runs import checkpoints
 
 ROOT = Path(__file__).parents[2]

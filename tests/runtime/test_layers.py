@@ -2,12 +2,14 @@
 
 import ast
 import functools
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +39,7 @@ ROOMS = (
 )
 """From highest to lowest. A room imports only from those after it."""
 
-DOORS = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "strategies", "trackers"}
+PUBLIC = {"__init__", "__main__", "datasets", "engines", "losses", "storages", "strategies", "trackers"}
 """Public names: they import from any room, and no room imports them."""
 
 ON_OTHERS = {
@@ -57,7 +59,11 @@ ON_OTHERS = {
 }
 """The companions that use another one. docs/architecture.md says why."""
 
-COMPANION_FOLDERS = [f"companions/{name}" for name in COMPANIONS]
+MOST_NAMES = 26
+"""Names and modules that a door may export. A room with more to offer is several rooms."""
+
+OPEN_MODULES = {"cli", "cli.commands", "cli.options", "companions"}
+"""Modules outside doors whose names may be imported: two packages have code in their `__init__`."""
 
 HOMES = {
     "IPython": {"companions.notebook.cell_display"},
@@ -65,15 +71,15 @@ HOMES = {
     "botocore": {"companions.stores.object_store"},
     "click": {"cli", *(f"companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands)},
     "cookiecutter": {"cli.verbs.projects"},
-    "detect_secrets": {"storage.detection"},
+    "detect_secrets": {"storage.secrets.detection"},
     "huggingface_hub": {"companions.hub.pins", "companions.hub.repository", "config.pretrained"},
     "hydra": {"config.composition"},
     "jinja2": {"companions.views.report"},
-    "matplotlib": {"training.gradients"},
-    "mlflow": {"tracking.mlflow"},
+    "matplotlib": {"training.loop.gradients"},
+    "mlflow": {"companions.services.mlflow"},
     "omegaconf": {"config", "storage.documents"},
     "optuna": {"companions.sweeps.charts", "companions.sweeps.study"},
-    "pathspec": {"runs.snapshots", "storage.uploads"},
+    "pathspec": {"runs.snapshots", "runs.uploads"},
     "plotly": {"companions.views.report"},
     "pyarrow": {"companions.prepared.mapping", "companions.stores.object_store"},
     "ray": {
@@ -88,38 +94,83 @@ HOMES = {
     "sklearn": {"companions.sweeps.folds"},
     "tensorboard": {"tracking.trackers"},
     "transformers": {"config.pretrained"},
-    "wandb": {"tracking.weights_and_biases"},
+    "wandb": {"companions.services.weights_and_biases"},
     "yaml": {"storage.documents"},
 }
 """The rooms or modules that import each outside library."""
 
 
 @functools.cache
+def stubs() -> Any:
+    """The script that writes the stubs of doors."""
+    spec = importlib.util.spec_from_file_location("stubs", PACKAGE.with_name("stubs.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@functools.cache
+def doors() -> dict[str, tuple[list[str], dict[str, str]]]:
+    """The modules that each package exports, and the module of each name that it exports."""
+    found = {name: stubs().exports(file_of(name)) for name in modules() if file_of(name).name == "__init__.py"}
+    return {name: exported for name, exported in found.items() if exported is not None}
+
+
+@functools.cache
 def modules() -> dict[str, frozenset[str]]:
     """Return the names that each module imports, anywhere in its code, by its dotted name in the package."""
+    return {name: frozenset(imports(tree, for_types=False)) for name, tree in trees().items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = frozenset(imports(ast.parse(file.read_text())))
+        found[name.removesuffix(".__init__")] = ast.parse(file.read_text())
     return found
 
 
-def imports(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
+def imports(tree: ast.Module, for_types: bool) -> set[str]:
+    """Return the imported names, and the attributes of imported modules that are used."""
     checking = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
-    for_types = {inner for node in checking for inner in ast.walk(node)}
-    for node in set(ast.walk(tree)) - for_types:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    left_out = set() if for_types else {inner for node in checking for inner in ast.walk(node)}
+    nodes = set(ast.walk(tree)) - left_out
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    bound = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
+    return {
+        *names,
+        *bound.values(),
+        *(f"{bound[node.value.id]}.{node.attr}" for node in attributes if node.value.id in bound),  # type: ignore[attr-defined]
+    }
 
 
 def edges(name: str) -> set[str]:
-    """Return the modules of the package that a module imports."""
+    """Return the modules of the package that a module imports, also through doors."""
     used = {path.removeprefix("mlx_runtime.") for path in modules()[name] if path.startswith("mlx_runtime.")}
-    return {path if path in modules() else path.rpartition(".")[0] for path in used} & set(modules())
+    return {home for path in used if (home := module_of(path)) in modules()}
+
+
+def module_of(path: str) -> str:
+    """Return the module that an imported name is defined in."""
+    if path in modules():
+        return path
+    module, _, name = path.rpartition(".")
+    _, names = doors().get(module, ((), {}))
+    return (
+        f"{module}.{names[name]}"
+        if name in names
+        else module
+        if module in modules() or not module
+        else module_of(module)
+    )
 
 
 def room(name: str) -> str:
@@ -132,7 +183,7 @@ def companion(name: str) -> str:
 
 
 def test_every_module_is_in_a_room() -> None:
-    assert {room(name) for name in modules()} == {*ROOMS, *DOORS, "companions"}
+    assert {room(name) for name in modules()} == {*ROOMS, *PUBLIC, "companions"}
     assert {companion(name) for name in modules()} == {*COMPANIONS, ""}
 
 
@@ -147,7 +198,7 @@ def file_of(name: str) -> Path:
 
 
 def test_the_core_imports_no_companion() -> None:
-    core = [name for name in modules() if not companion(name) and name not in DOORS and name != "companions"]
+    core = [name for name in modules() if not companion(name) and name not in PUBLIC and name != "companions"]
     assert {(name, used) for name in core for used in edges(name) if companion(used)} == set()
     assert {used for name in core for used in parts(name)} != set()
 
@@ -165,10 +216,79 @@ def test_companions_stand_on_others_only_where_the_docs_say_why() -> None:
 
 def test_what_is_asked_for_by_name_exists() -> None:
     asked = {used for name in modules() if name != "companions" for used in parts(name)}
-    assert {used for used in asked if f"companions.{used}" not in modules()} == set()
+    assert {used for used in asked if used not in COMPANIONS and not is_public(f"companions.{used}")} == set()
     for item, facts in COMPANIONS.items():
         for command in facts.commands:
             assert hasattr(companions.part(f"{item}.commands"), command.replace(" ", "_"))
+
+
+def package(name: str) -> str:
+    return name if file_of(name).name == "__init__.py" else name.rpartition(".")[0]
+
+
+def is_public(name: str) -> bool:
+    """Return True if the names of a module may be imported from it."""
+    above, _, last = name.rpartition(".")
+    return above == "" or name in OPEN_MODULES or last in doors().get(above, ((), {}))[0]
+
+
+def is_exported(path: str) -> bool:
+    """Return True if a neighbour may import a name, like `storage.files.Storage`."""
+    if path in modules():
+        return package(path) == path or is_public(path)
+    module, _, name = path.rpartition(".")
+    if module in doors():
+        own = (node.targets for node in trees()[module].body if isinstance(node, ast.Assign))
+        return name in doors()[module][1] or any(
+            getattr(target, "id", "") == name for targets in own for target in targets
+        )
+    return is_public(module) if module in modules() or not module else is_exported(module)
+
+
+def test_neighbours_come_in_by_the_door() -> None:
+    """A package imports from others what they export, also for annotations."""
+    past = {
+        (name, path)
+        for name, tree in trees().items()
+        for path in (
+            used.removeprefix("mlx_runtime.") for used in imports(tree, for_types=True) if used.startswith("mlx_")
+        )
+        if package(module_of(path)) != package(name) and not is_exported(path)
+    }
+    assert past == set()
+
+
+@pytest.mark.parametrize("name", sorted(doors()))
+def test_a_door_exports_few_names_that_are_used(name: str) -> None:
+    public, names = doors()[name]
+    assert len(public) + len(names) <= MOST_NAMES
+    assert {item for item in names if f"{name}.{item}" in modules()} == set(), "hidden once the module is imported"
+    assert {item for item in public if f"{name}.{item}" not in modules()} == set()
+    used = {path for other, tree in trees().items() if package(other) != name for path in imports(tree, for_types=True)}
+    asked = {
+        node.attr
+        for other, tree in trees().items()
+        if companion(name) in {used.partition(".")[0] for used in parts(other)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    }
+    assert {item for item in names if f"mlx_runtime.{name}.{item}" not in used and item not in asked} == set()
+
+
+def test_stubs_of_doors_are_current() -> None:
+    assert {file: file.read_text() for file in PACKAGE.rglob("*.pyi")} == dict(stubs().stubs()), "run: make format"
+
+
+@pytest.mark.process
+def test_doors_load_nothing() -> None:
+    rooms = [f"mlx_runtime.{name}" for name in doors()]
+    script = f"import importlib, sys\nfor name in {rooms}: importlib.import_module(name)\n"
+    script += "print(*(name for name in sys.modules if name.startswith('mlx_runtime.')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert {*done.stdout.split()} - {*rooms} <= {f"mlx_runtime.{name}" for name in LOADED_BY_DOORS}
+
+
+LOADED_BY_DOORS = ("cli", "companions", "errors", "exits", "extras", "importing", "settings")
 
 
 @pytest.mark.parametrize("above", ROOMS)
@@ -181,14 +301,14 @@ def test_imports_go_down(above: str) -> None:
 
 
 def test_no_imports_in_circles() -> None:
-    graph = {name: edges(name) - {name} for name in modules() if name not in DOORS}
+    graph = {name: edges(name) - {name} for name in modules() if name not in PUBLIC}
     graph = {name: {used for used in found if not name.startswith(f"{used}.")} for name, found in graph.items()}
     assert set(TopologicalSorter(graph).static_order()) >= set(graph)
 
 
-@pytest.mark.parametrize("name", [*(name for name in ROOMS if (PACKAGE / name).is_dir()), *COMPANION_FOLDERS])
+@pytest.mark.parametrize("name", sorted({*doors(), "cli"}))
 def test_a_room_says_what_it_is_for(name: str) -> None:
-    said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+    said = ast.get_docstring(trees()[name])
     assert said is not None
     assert said.partition("\n")[0].endswith(".")
 
@@ -222,7 +342,15 @@ def test_only_the_topology_is_asked_for_ranks() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("", ".cli", ".cli.data", ".cli.train", ".cli.xp", ".training.engines.local", ".training.engines.fork_server"),
+        *(
+            "",
+            ".cli",
+            ".cli.data",
+            ".cli.train",
+            ".cli.xp",
+            ".training.engines.local",
+            ".training.processes.fork_server",
+        ),
         *(f".companions.{name}.commands" for name, item in COMPANIONS.items() if item.commands),
     ],
 )

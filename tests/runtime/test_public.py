@@ -21,7 +21,7 @@ def test_every_lazy_name_is_public() -> None:
 
 
 def test_the_class_is_the_one_from_its_module() -> None:
-    from mlx_runtime.training.experiment import BaseModule
+    from mlx_runtime.training.loop import BaseModule
 
     assert mlx_runtime.BaseModule is BaseModule
 

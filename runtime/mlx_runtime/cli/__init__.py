@@ -17,6 +17,8 @@ from mlx_runtime.errors import UsageError, located
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.importing import exit_quickly
 
+__all__ = ["commands", "main", "options"]
+
 GROUPS = {
     "data": "Fill, inspect and clean up the storage.",
     "train": "Create, bind and run an experiment.",
@@ -130,7 +132,7 @@ def new(context: click.Context, name: str, output: str) -> None:
 def doctor(as_json: bool) -> None:
     """Check this machine and the experiment in the working directory."""
     checks = []
-    for check in companions.part("ray.doctor").checks():
+    for check in companions.part("ray").checks():
         checks.append(check)
         if not as_json:
             click.echo(check.line())

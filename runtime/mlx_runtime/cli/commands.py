@@ -10,10 +10,10 @@ from mlx_runtime import companions
 from mlx_runtime.cli import options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
-from mlx_runtime.runs.folder import names_run
+from mlx_runtime.runs import names_run
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.training import RunConfig
 
 OVERRIDES = {"ignore_unknown_options": True}
 """Context settings of commands with overrides, some of which begin with a dash."""
@@ -87,9 +87,9 @@ def load_config(
     """
     projects.bind_first(kind, folder)
     main = main_class(kind, folder)
-    from mlx_runtime.training.request import Request, load_config
+    from mlx_runtime.training import Request, load_config
 
     config = load_config(main, Request(tuple(overrides), **fields), look=look)
     if kind != AN_EXPERIMENT:
-        companions.part("ray.datajob").refuse_present(config)
+        companions.part("ray").refuse_present(config)
     return config

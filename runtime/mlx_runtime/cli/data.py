@@ -10,8 +10,8 @@ from mlx_runtime.cli.options import confirm, say, word
 from mlx_runtime.cli.verbs import data, projects
 from mlx_runtime.config.projects import DATA_JOB
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.storage.files import size_text
-from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.storage import size_text
+from mlx_runtime.training.engines import JOB_FLAG
 
 
 @click.group("data", cls=commands.Group)

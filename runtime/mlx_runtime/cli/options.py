@@ -14,8 +14,7 @@ import click
 
 from mlx_runtime import companions
 from mlx_runtime.errors import MlxError, UsageError, printable
-from mlx_runtime.runs import lookup
-from mlx_runtime.runs.folder import list_runs
+from mlx_runtime.runs import list_runs, queries
 from mlx_runtime.settings import be_quiet, be_verbose
 
 Function = TypeVar("Function", bound=Callable[..., None])
@@ -78,7 +77,7 @@ def confirm(question: str) -> None:
 
 def job_statuses(jobs: set[tuple[str, str]]) -> Mapping[tuple[str, str], str]:
     """Return the status of jobs by address and id, asking their clusters, whose client is imported only here."""
-    statuses: Mapping[tuple[str, str], str] = companions.part("ray.dashboard").job_statuses(jobs) if jobs else {}
+    statuses: Mapping[tuple[str, str], str] = companions.part("ray").job_statuses(jobs) if jobs else {}
     return statuses
 
 
@@ -111,9 +110,9 @@ def _complete(context: click.Context, parameter: click.Parameter, incomplete: st
     """Return completions of a word: experiments, or runs of the experiment already typed."""
     with contextlib.suppress(Exception):  # a shell cannot show errors
         if parameter.name == "name":
-            names = sorted({run.experiment for run in list_runs(lookup.storage_root())})
+            names = sorted({run.experiment for run in list_runs(queries.storage_root())})
         else:
-            runs = list_runs(lookup.storage_root(), context.params["name"])
+            runs = list_runs(queries.storage_root(), context.params["name"])
             names = ["latest", *(run.name for run in reversed(runs))]
         return [name for name in names if name.startswith(incomplete)]
     return []

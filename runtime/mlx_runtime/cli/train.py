@@ -8,8 +8,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import lookup
-from mlx_runtime.runs.folder import names_run, refuse_empty
+from mlx_runtime.runs import names_run, queries, refuse_empty
 
 
 @click.group("train", cls=commands.Group)
@@ -93,7 +92,7 @@ def run(
         "++cfg.debug.profile=true": profile,
     }
     overrides += (*commands.variant_words(variants), *(item for item, given in implied.items() if given))
-    stored = lookup.resolve_run(resume) if code and resume else None
+    stored = queries.resolve_run(resume) if code and resume else None
     projects.run(AN_EXPERIMENT, overrides, stored, resume=resume, origin=origin, fast=fast)
 
 
@@ -111,7 +110,7 @@ def evaluate(which: str | None, code: str | None, variants: tuple[str, ...], arg
     RUN is run_003, 3 or latest (the default), or name/run_003. PATH is the folder or URI of a run or of a checkpoint.
     """
     named = [item for item in arguments[:1] if names_run(item)]
-    folder, checkpoint = lookup.resolve_checkpoint(named[0] if named else "latest", which)
+    folder, checkpoint = queries.resolve_checkpoint(named[0] if named else "latest", which)
     overrides = [*commands.variant_words(variants), *arguments[len(named) :]]
     stored = folder if code else None
     projects.run(AN_EXPERIMENT, overrides, stored, origin=folder.location, checkpoint=checkpoint)

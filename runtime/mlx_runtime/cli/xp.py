@@ -10,13 +10,11 @@ from mlx_runtime import companions
 from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.options import PAGE, confirm, job_statuses, say, word
 from mlx_runtime.cli.verbs import xp
+from mlx_runtime.companions import is_remote
 from mlx_runtime.errors import UsageError, printable
-from mlx_runtime.runs import best as ranking
-from mlx_runtime.runs import listing, lookup
-from mlx_runtime.runs.folder import SWEEP
-from mlx_runtime.runs.remote import is_remote
+from mlx_runtime.runs import SWEEP, queries
 from mlx_runtime.runs.tables import print_table
-from mlx_runtime.storage.files import to_json
+from mlx_runtime.storage import to_json
 
 MODES = click.Choice(["max", "min"])
 
@@ -28,7 +26,7 @@ def group() -> None:
 
 @group.command()
 @options.name(required=False)
-@click.option("--status", type=click.Choice(listing.STATUSES, case_sensitive=False), help="Only runs in this state.")
+@click.option("--status", type=click.Choice(queries.STATUSES, case_sensitive=False), help="Only runs in this state.")
 @click.option(
     "--sort",
     metavar="METRIC",
@@ -56,17 +54,17 @@ def ls(
     def warn(text: str) -> None:
         say(f"warning: {text}", err=True)
 
-    rows = listing.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
+    rows = queries.list_rows(name, status=status, sweep=sweep, sort=sort, mode=mode, ask=job_statuses, warn=warn)
     if html is not None:
-        report = companions.part("views.report")
+        report = companions.part("views")
         report.write(report.render_runs(rows), html)
         say(html)
     elif as_json:
         click.echo(to_json([row.fields() for row in rows]), nl=False)
     elif rows:
-        print_table(listing.table(rows, sort=sort, sweep=sweep), sys.stdout)
+        print_table(queries.table(rows, sort=sort, sweep=sweep), sys.stdout)
     else:
-        say(listing.empty_message(status), err=True)
+        say(queries.empty_message(status), err=True)
 
 
 @group.command()
@@ -81,17 +79,17 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
     With a RUN (run_003, 3 or latest), print its best checkpoint; with a sweep (sweep_001), its best trial.
     """
     one = run is not None or ("/" in name and not is_remote(name))
-    folder = lookup.resolve_run(name, run) if one else None
+    folder = queries.resolve_run(name, run) if one else None
     if folder is not None and folder.name.startswith(SWEEP):
         if metric or mode:
             raise UsageError("a sweep has its own metric; leave out --metric and --mode")
-        found = companions.part("sweeps.results").SweepResult(folder).summary()
+        found = companions.part("sweeps").SweepResult(folder).summary()
     else:
-        found = ranking.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
+        found = queries.best(name, metric, mode, folder, warn=lambda text: say(text, err=True))
     if as_json:
         click.echo(to_json(found), nl=False)
     else:
-        for line in ranking.best_lines(found):
+        for line in queries.best_lines(found):
             say(line)
 
 
@@ -102,16 +100,16 @@ def best(name: str, run: str | None, metric: str | None, mode: str | None, as_js
 @click.option("--force", is_flag=True, help="With -y, remove even a run with an unreadable record. It may be training.")
 def rm(name: str, run: str | None, yes: bool, force: bool) -> None:
     """Remove a RUN (run_003, 3 or latest) of NAME with its checkpoints, unless it is training."""
-    from mlx_runtime.runs import removal
+    from mlx_runtime.runs import outputs
 
-    plan = removal.plan_run(lookup.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
+    plan = outputs.plan_run(queries.resolve_run(name, _require_run(name, run, "rm")), job_statuses)
     if plan.warning and yes and not force:
         raise UsageError(f"{plan.warning}. To remove it anyway, add --force")
     if plan.warning:
         say(f"warning: {plan.warning}", err=True)
     if not yes:
         confirm(f"remove {plan.title}?")
-    removal.remove_run(plan, job_statuses)
+    outputs.remove_run(plan, job_statuses)
     say(f"removed {plan.title}")
 
 

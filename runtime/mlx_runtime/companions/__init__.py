@@ -6,9 +6,12 @@ companion, delete its folder and its line in this module.
 
 import importlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime.errors import MlxError
+
+if TYPE_CHECKING:
+    from mlx_runtime.runs import RemoteReader
 
 
 class Companion(NamedTuple):
@@ -24,6 +27,7 @@ COMPANIONS = {
     "notebook": Companion(),
     "prepared": Companion(("train prepare",)),
     "ray": Companion(("train launch", "data launch", "xp ray")),
+    "services": Companion(),
     "sharding": Companion(("xp consolidate",)),
     "stores": Companion(),
     "sweeps": Companion(("train sweep",)),
@@ -61,12 +65,17 @@ def asked_for(cfg: Mapping[str, Any]) -> list[Any]:
     return [part(f"{name}.extension") for name, value in settings.items() if value is not None]
 
 
-def scheme_of(uri: str) -> str | None:
-    """Return the scheme of a URI if a companion reads it, otherwise None."""
+def is_remote(text: str) -> bool:
+    """Return True if a companion can read runs or checkpoints from this URI."""
+    return _reader_of(text) is not None
+
+
+def reader_of(uri: str) -> "RemoteReader":
+    """Return the module `remote` of the companion that reads a URI for which `is_remote` is True."""
+    reader: RemoteReader = part(f"{_reader_of(uri)}.remote")
+    return reader
+
+
+def _reader_of(uri: str) -> str | None:
     scheme, mark, _ = uri.partition("://")
-    return scheme if mark and any(scheme == companion.scheme for companion in COMPANIONS.values()) else None
-
-
-def remote_of(scheme: str) -> Any:
-    """Return the module `remote` of the companion that reads URIs with this scheme."""
-    return next(part(f"{name}.remote") for name, item in COMPANIONS.items() if item.scheme == scheme)
+    return next((name for name, item in COMPANIONS.items() if mark and item.scheme == scheme), None)

@@ -1,10 +1,17 @@
 """From constructors to conf.yaml and back: bind, compose, check and build.
 
-Writing: `nodes` describes the defaults of the code (with `signatures` and `expressions`), and `binding` writes them
-(with `merging`, `text` and `schema`) if they can be built again without a difference (`equality`).
-
-Reading: `composition` applies variants (`variants`) and overrides and checks the result (`checks`), and `building`
-builds it.
-
-This package exports nothing: most commands start without OmegaConf, Hydra and torch.
+`binding/` writes the file. `composition` reads it: it applies variants (`variants`) and overrides and checks the result
+(`checks`), and `building` builds it. Both use `constructors/`, which knows the classes and functions of the code.
 """
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    "pretrained projects variants",
+    building="DUMMY_PARAMS Context Tree build build_cfg build_group build_optimizers declare declare_group",
+    checks="Checker",
+    composition="Composition Config check parse_overrides quoted raise_if read storage_override",
+    interpolation="parsed resolved unset_variables",
+    overrides="override",
+)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.config.declarations import (
+from mlx_runtime.config.constructors import fitted, object_at, parameters, path_of, statements
+from mlx_runtime.config.constructors.declarations import (
     Declaration,
     declared,
     declared_with_arguments,
@@ -18,8 +19,6 @@ from mlx_runtime.config.declarations import (
     is_pretrained,
     made_on_read,
 )
-from mlx_runtime.config.signatures import fitted, parameters, statements
-from mlx_runtime.config.targets import object_at, path_of
 from mlx_runtime.errors import USER_ERRORS, ConfigError, full_message, suggest
 
 Tree = dict[str, Any]

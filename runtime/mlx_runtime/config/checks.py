@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlx_runtime.config.building import Tree, split_cfg
-from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import (
+from mlx_runtime.config.constructors import (
     MISSING,
     alternatives,
     choices,
     convert,
+    loaded_object_at,
+    object_at,
     parameters,
+    path_of,
     takes_any_keyword,
     type_name,
 )
-from mlx_runtime.config.targets import loaded_object_at, object_at, path_of
+from mlx_runtime.config.projects import commands
 from mlx_runtime.errors import suggest
-from mlx_runtime.extras import cure
 
 
 class Problem(NamedTuple):
@@ -114,7 +115,8 @@ class Checker:
         try:
             target = self._object_at(path)
         except (ImportError, AttributeError) as error:
-            from mlx_runtime.config.suggestions import namesake
+            from mlx_runtime.config.constructors import namesake
+            from mlx_runtime.extras import cure
 
             why = "; ".join(filter(None, [str(error).splitlines()[-1], cure(error)]))
             there = f". Did you mean {found!r}?" if (found := namesake(path)) else ""
@@ -146,7 +148,7 @@ class Checker:
                 for index, argument in enumerate(value):
                     yield from self._value(argument, Any, f"{here}[{index}]", path)
             elif not takes_any_keyword(items) and name not in ("_target_", "_partial_"):
-                from mlx_runtime.config.suggestions import renamed
+                from mlx_runtime.config.constructors import renamed
 
                 text = f"{here}: {path} has no such argument.{suggest(name, by_name)}"
                 yield Problem(here, renamed(here) or text)

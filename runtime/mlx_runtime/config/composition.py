@@ -22,15 +22,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mlx_runtime.config.building import Tree, build_cfg, literal_mapping_problems
 from mlx_runtime.config.checks import Checker, Problem, ambiguous_words
+from mlx_runtime.config.constructors import base_of, fitted, groups, parameters
 from mlx_runtime.config.interpolation import resolved
 from mlx_runtime.config.projects import commands
-from mlx_runtime.config.signatures import base_of, fitted, groups, parameters
 from mlx_runtime.config.variants import OPTION, Selection, Variants, values_by_key
 from mlx_runtime.errors import ConfigError, short_message, suggest
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.documents import DEPTH
-from mlx_runtime.storage.redaction import redacted_tree
+from mlx_runtime.storage.secrets import redacted_tree
 
 SELECTED = "mlx-selected"
 """Name under which Hydra finds conf.yaml with its variants; must not be that of a file in `src`."""
@@ -164,7 +164,7 @@ def read(
             if item.is_add() or item.is_force_add() or key in keys:
                 known.append(str(item.input_line))
             else:
-                from mlx_runtime.config.suggestions import renamed
+                from mlx_runtime.config.constructors import renamed
 
                 above = next((top for top in _parents(key) if top in values), "")
                 free = isinstance(node := values.get(above), dict) and "_target_" not in node and "." in above

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from mlx_runtime.config.declarations import FROM_PRETRAINED, library_of
+from mlx_runtime.config.constructors.declarations import FROM_PRETRAINED, library_of
 from mlx_runtime.errors import short_message
 from mlx_runtime.settings import Settings
 from mlx_runtime.storage.local import one_at_a_time

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 from mlx_runtime.errors import USER_ERRORS, MlxError, UsageError, raised_in, short_message
-from mlx_runtime.extras import cure
 from mlx_runtime.importing import many_imports
 
 CONF = Path("src/conf.yaml")
@@ -77,6 +76,8 @@ def project_module(name: str, folder: Path) -> ModuleType:
     except USER_ERRORS as error:
         if isinstance(error, MlxError) and not raised_in(error, folder):
             raise
+        from mlx_runtime.extras import cure
+
         files = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         lines = [f"src/{file.name}:{line}" for file, line in files if file.parent == folder / "src"]
         at = lines[-1] if lines else f"{name.replace('.', '/')}.py"

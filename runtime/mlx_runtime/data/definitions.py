@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlx_runtime import companions
-from mlx_runtime.config.building import Context
-from mlx_runtime.config.declarations import is_hf_dataset, returns_hf_dataset
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config import Context
+from mlx_runtime.config.constructors import object_at
+from mlx_runtime.config.constructors.declarations import is_hf_dataset, returns_hf_dataset
 from mlx_runtime.distributed.randomness import seeded
 
 
@@ -32,7 +32,7 @@ def constructing(node: Mapping[str, Any] | None, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(seeded(seed))
         if node is not None and loads_hf(object_at(node["_target_"])):
-            stack.enter_context(companions.part("hub.datasets").loading(node))
+            stack.enter_context(companions.part("hub").loading(node))
         yield
 
 
@@ -59,4 +59,4 @@ def adopted(dataset: Any, name: str, node: Mapping[str, Any] | None = None) -> A
     """
     if "datasets" not in sys.modules and not hasattr(type(dataset), "to_hf"):
         return dataset
-    return companions.part("hub.datasets").adopted(dataset, name, node)
+    return companions.part("hub").adopted(dataset, name, node)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from mlx_runtime.data.batches import Batch, BatchReader, note, rows_of
-from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, ReadingThread, read_ahead
+from mlx_runtime.data.prefetching import DEFAULT_PREFETCH, ReadingThread, read_ahead
 from mlx_runtime.data.sampling import WorkerPass, mix_seeds
 from mlx_runtime.distributed.randomness import (
     random_state,

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed.messages import decode, encode
 from mlx_runtime.distributed.topology import Topology
 
 
@@ -43,6 +42,8 @@ def broadcast(value: Any) -> Any:
     """Return the value of rank 0; those of other ranks are ignored. See `messages.encode` for its types."""
     if not torch.distributed.is_initialized():
         return value
+    from mlx_runtime.distributed.messages import decode, encode  # here, because a single worker sends nothing
+
     message = encode(value) if torch.distributed.get_rank() == 0 else b""
     size = torch.tensor(len(message))
     torch.distributed.broadcast(size, src=0)
@@ -55,6 +56,8 @@ def gather(value: Any) -> list[Any] | None:
     """Return the values of all workers by rank on rank 0, None elsewhere. See `messages.encode` for their types."""
     if not torch.distributed.is_initialized():
         return [value]
+    from mlx_runtime.distributed.messages import decode, encode
+
     world_size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     message = encode(value)
     sizes = [torch.tensor(0) for _ in range(world_size)]

@@ -33,8 +33,8 @@ from typing import Any
 
 from mlx_runtime.errors import ConfigError, StorageError, UsageError, short_message, suggest
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import Storage, is_uri, joined, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import NAME_BYTES, Kind, from_json, is_name
-from mlx_runtime.storage.files import Storage, is_uri, joined, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.leases import claim_folder
 from mlx_runtime.storage.local import open_regular, regular
 
@@ -160,6 +160,40 @@ class RunFolder:
                     "cfg.restore_checkpoint_path=CHECKPOINT"
                 ) from error
 
+    def ask_to_stop(self) -> None:
+        """Ask the driver of the run, on any machine, to stop."""
+        with storage_errors(f"cannot write {self.location}"):
+            storage_at(self.location).write(b"", STOP_NOTE)
+
+    def asked_to_stop(self) -> bool:
+        with contextlib.suppress(OSError, StorageError):
+            return storage_at(self.location).size_bytes(STOP_NOTE) is not None
+        return False
+
+    def withdraw_stop(self) -> None:
+        """Withdraw a request to stop."""
+        with contextlib.suppress(OSError, StorageError):
+            storage_at(self.location).remove_file(STOP_NOTE)
+
+    def has_begun(self) -> bool:
+        """Return True if the run has a config, so that it can be resumed, or if the storage does not answer."""
+        with contextlib.suppress(OSError):
+            return storage_at(self.location).size_bytes(self.conf.name) is not None
+        return True
+
+    def in_sweep(self) -> bool:
+        """Return True if the run belongs to a sweep, according to its record."""
+        with contextlib.suppress(OSError, ValueError):
+            return bool(from_json(self.document(self.record.name), {}).get("sweep"))
+        return False
+
+    def reserve_space(self) -> None:
+        """Reserve a megabyte for recording the end of the run: a full disk still accepts empty files and folders."""
+        with open(self.path / RESERVE, "wb", opener=regular) as stream:
+            stream.write(b"\0" * (1 << 20))
+            stream.flush()
+            os.fsync(stream.fileno())
+
 
 @contextlib.contextmanager
 def reading(run: RunFolder, name: str) -> Iterator[None]:
@@ -169,46 +203,6 @@ def reading(run: RunFolder, name: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or short_message(error)
         raise StorageError(f"cannot read {run.location}/{name}: {why}") from error
-
-
-def ask_to_stop(run: RunFolder) -> None:
-    """Ask the driver of a run, on any machine, to stop."""
-    with storage_errors(f"cannot write {run.location}"):
-        storage_at(run.location).write(b"", STOP_NOTE)
-
-
-def asked_to_stop(run: RunFolder) -> bool:
-    with contextlib.suppress(OSError, StorageError):
-        return storage_at(run.location).size_bytes(STOP_NOTE) is not None
-    return False
-
-
-def withdraw_stop(run: RunFolder) -> None:
-    """Withdraw a request to stop."""
-    with contextlib.suppress(OSError, StorageError):
-        storage_at(run.location).remove_file(STOP_NOTE)
-
-
-def has_begun(run: RunFolder) -> bool:
-    """Return True if a run has a config, so that it can be resumed, or if the storage does not answer."""
-    with contextlib.suppress(OSError):
-        return storage_at(run.location).size_bytes(run.conf.name) is not None
-    return True
-
-
-def in_sweep(run: RunFolder) -> bool:
-    """Return True if a run belongs to a sweep, according to its record."""
-    with contextlib.suppress(OSError, ValueError):
-        return bool(from_json(run.document(run.record.name), {}).get("sweep"))
-    return False
-
-
-def reserve_space(run: RunFolder) -> None:
-    """Reserve a megabyte for recording the end of a run: a full disk still accepts empty files and folders."""
-    with open(run.path / RESERVE, "wb", opener=regular) as stream:
-        stream.write(b"\0" * (1 << 20))
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def run_folder(root: str, experiment: str, run: str) -> RunFolder:
@@ -262,7 +256,7 @@ def claim_run(
                 folder.path.mkdir(parents=True)
             elif kind == RUN:
                 (folder.path / "checkpoints").mkdir(exist_ok=again)
-            reserve_space(folder)
+            folder.reserve_space()
         except OSError:
             shutil.rmtree(folder.path, ignore_errors=True)
             raise
@@ -307,7 +301,7 @@ def find_run(root: str, experiment: str, run: str = "latest") -> RunFolder:
         raise UsageError(f"no runs of {experiment!r} in {root}.{suggest(experiment, known)}")
     if run == "latest":
         for folder in reversed(runs):
-            if not in_sweep(folder):
+            if not folder.in_sweep():
                 return folder
         raise UsageError(f"all runs of {experiment} belong to sweeps, which latest ignores; name one: {runs[-1].title}")
     wanted = f"run_{int(run):03d}" if run.isdecimal() else run

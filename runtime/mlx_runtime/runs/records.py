@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import MlxError, StorageError, UsageError
-from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, reading, withdraw_stop
+from mlx_runtime.runs.folder import RESERVE, RUN_NAME, RunFolder, attempt_name, reading
 from mlx_runtime.settings import Settings
+from mlx_runtime.storage import joined, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.documents import (
     COUNT,
     FLAG,
@@ -29,7 +30,6 @@ from mlx_runtime.storage.documents import (
     now,
     one_of,
 )
-from mlx_runtime.storage.files import joined, split_options, storage_at, storage_errors, to_json
 from mlx_runtime.storage.leases import heartbeat, holder, is_alive, lease
 from mlx_runtime.storage.local import discard_unfinished, write_atomic
 
@@ -326,7 +326,7 @@ def take_over(folder: RunFolder) -> int:
         UsageError: the driver of the run is alive, or another one has just taken over.
     """
     refuse_living(folder)
-    withdraw_stop(folder)  # before the claim: a request after it is for this driver
+    folder.withdraw_stop()  # before the claim: a request after it is for this driver
     number = folder.attempts() + 1
     if not folder.claim_attempt(number, lease()):
         raise UsageError(

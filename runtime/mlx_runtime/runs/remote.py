@@ -1,8 +1,7 @@
 """Runs and checkpoints in remote repositories, read by companions: `hf://user/name` is the mirror of a run."""
 
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from mlx_runtime import companions
 from mlx_runtime.runs.folder import RunFolder
 
 
@@ -41,15 +40,3 @@ class RemoteReader(Protocol):
 
     def pinned_checkpoint(self, uri: str) -> str:
         """Download a checkpoint. Return a URI of its current state, so that all workers read the same."""
-
-
-def is_remote(text: str) -> bool:
-    """Return True if a companion can read this URI."""
-    return companions.scheme_of(text) is not None
-
-
-def reader_of(uri: str) -> RemoteReader:
-    """Return the reader of a URI for which `is_remote` is True."""
-    scheme = companions.scheme_of(uri)
-    assert scheme is not None
-    return cast(RemoteReader, companions.remote_of(scheme))

@@ -1,1 +1,14 @@
 """Files in a folder or an object store: published whole or not at all, read within limits, free of secrets."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    "documents leases local",
+    files=(
+        "Storage Stored is_uri joined parent_of prepared_root size_text split_options storage_at storage_errors "
+        "storage_root to_json"
+    ),
+    hashing="BlockReader BlockWriter HashingReader HashingWriter",
+    publishing="Publication leftovers recover unpublish",
+)

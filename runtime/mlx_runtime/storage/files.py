@@ -263,7 +263,7 @@ def storage_at(root: str) -> Storage:
     if scheme == "file":
         opened_by: Callable[[str], Storage] = LocalStorage
     elif scheme in SCHEMES:
-        opened_by = companions.part("stores.object_store").ObjectStore
+        opened_by = companions.part("stores").ObjectStore
     else:
         opened_by = _of_others(root, scheme)
     try:

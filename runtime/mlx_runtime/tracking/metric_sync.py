@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from mlx_runtime.distributed.collectives import data_parallel_group
-from mlx_runtime.distributed.messages import decode, encode
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed import Topology, data_parallel_group
 from mlx_runtime.errors import MlxError
 from mlx_runtime.runs.metric_states import (
     AnyMetric,
@@ -63,6 +61,8 @@ class MetricSync:
         if self._group is None:
             self._local = [message]
             return
+        from mlx_runtime.distributed import encode  # here, because a single worker sends nothing
+
         head = encode((message.position, sorted(message.groups), message.numbers))
         body = encode(dict(message.snapshots))
         buffer = torch.zeros(self._buffer_bytes, dtype=torch.uint8)
@@ -77,6 +77,8 @@ class MetricSync:
         """Wait for the exchange. Return the messages by rank, with snapshots on rank 0 only. Call once after `send`."""
         if self._in_flight is None:
             return self._local
+        from mlx_runtime.distributed import decode
+
         (work, received, body), self._in_flight = self._in_flight, None
         work.wait()
         messages, sizes, bodies, needed = [], [], [], 0

@@ -12,27 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mlx_runtime import companions
-from mlx_runtime.config.building import build, build_cfg
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.data import batches, loaders
-from mlx_runtime.data.definitions import stream_names
+from mlx_runtime import companions, data
+from mlx_runtime.config import build, build_cfg
+from mlx_runtime.config.constructors import object_at
+from mlx_runtime.data import reading_processes, stream_names
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import checkpoints, records, snapshots
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs import RunFolder, checkpoints, records, snapshots
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.placement import engine_class, engine_for, errors_of
-from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.storage import is_uri, storage_at
+from mlx_runtime.training import strategies
+from mlx_runtime.training.engines import Cluster, engine_class, engine_for, errors_of
 from mlx_runtime.training.extensions import RunExtension
+from mlx_runtime.training.loop import BaseModule
 from mlx_runtime.training.options import DataConfig, TrainConfig
 from mlx_runtime.training.request import RunConfig, new_run
-from mlx_runtime.training.strategies import selection
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.sweeps.folds import Fold
-    from mlx_runtime.training.engines.protocol import Engine
+    from mlx_runtime.training.engines import Engine
 
 OPEN_FILES = 48, 16
 """Number of files that a driver has open: without workers, and per worker."""
@@ -82,7 +79,7 @@ def planned(experiment: type[BaseModule], config: RunConfig, cluster: Cluster) -
         UsageError: the experiment has no `eval_loop` for an evaluation, or the limit of open files is too low.
     """
     _refuse_too_few_files(config.cfg)
-    if problems := selection.problems(config.cfg):
+    if problems := strategies.problems(config.cfg):
         raise ConfigError("\n".join(problems))
     if config.cfg.cross_validation.fold is not None:
         folds = companions.part("sweeps.folds")
@@ -118,10 +115,10 @@ def check_datasets(config: RunConfig) -> None:
     for name, node in config.tree.get("datasets", {}).items():
         target = object_at(node["_target_"]) if isinstance(node, dict) else None
         if isinstance(target, type):
-            batches.check(target, f"datasets.{name}")
+            data.check(target, f"datasets.{name}")
         if isinstance(node, dict) and isinstance(size := node.get("batch_size"), int) and size < 1:
             raise ConfigError(f"datasets.{name}.batch_size is {size}; the minimum is 1")
-    loaders.reading_processes(config.cfg.loader)
+    reading_processes(config.cfg.loader)
 
 
 def check_optimizers(config: RunConfig) -> None:
@@ -152,7 +149,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
     with contextlib.ExitStack() as stack:
         streams = []
         if not cluster.reads_streams and stream_names(config.tree):
-            ray, prepared = companions.part("ray.start"), companions.part("prepared.datasets")
+            ray, prepared = companions.part("ray"), companions.part("prepared")
             streams = prepared.unprepared_streams(
                 config, project, lambda: stack.enter_context(ray.start_ray(config.cfg))
             )
@@ -163,7 +160,7 @@ def _able_to_read(config: RunConfig, cluster: Cluster, project: Path) -> Iterato
                     f"cfg.engine={config.cfg.engine} cannot train this: {why}; run mlx train prepare first, "
                     "or use cfg.engine=auto"
                 )
-            cluster = stack.enter_context(companions.part("ray.start").on_ray(config.cfg, why))
+            cluster = stack.enter_context(companions.part("ray").on_ray(config.cfg, why))
         yield cluster
 
 

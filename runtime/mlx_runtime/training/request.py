@@ -8,28 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_runtime import companions
-from mlx_runtime.config.composition import Composition, Config, check, quoted, read, storage_override
-from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.config import Composition, Config, check, parsed, quoted, read, storage_override
+from mlx_runtime.config.constructors import names_repositories, settings_of
 from mlx_runtime.config.projects import CONF
-from mlx_runtime.config.signatures import settings_of
-from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.config.variants import values_by_key
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
-from mlx_runtime.runs import remote, snapshots
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.folder import (
-    RunFolder,
-    has_begun,
-    in_sweep,
-    list_runs,
-    named_run,
-    names_run,
-    reading,
-    refuse_empty,
-)
-from mlx_runtime.storage.detection import LEFT_OUT
-from mlx_runtime.storage.files import joined, prepared_root, storage_root
+from mlx_runtime.runs import RunFolder, list_runs, named_run, names_run, reading, refuse_empty, snapshots
+from mlx_runtime.runs.checkpoints import list_checkpoints
+from mlx_runtime.storage import joined, prepared_root, storage_root
 from mlx_runtime.storage.local import IrregularError
+from mlx_runtime.storage.secrets import LEFT_OUT
 from mlx_runtime.training.options import TrainConfig
 from mlx_runtime.training.stop_requests import StopRequests, sigterm_stops
 
@@ -171,7 +160,7 @@ def load_config(
             from mlx_runtime.training import resuming
 
             resuming.check_stored(run, conf)
-        if not look and remote.is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
+        if not look and is_remote(str(getattr(config.cfg, "restore_checkpoint_path", None))):
             _pin_checkpoint(config)
         if not look and names_repositories(config.tree):
             file = parsed(read_from.read_text(encoding="utf-8"))
@@ -218,14 +207,14 @@ def _choose(request: Request, cls: type, composition: Composition, *, look: bool
     storage, experiment = str(cfg.get("storage_path", "runs")), str(cfg.get("name", "experiment"))
     root, choice = storage_root(storage), _Choice()
     claimed = named_run(request.claimed, root, experiment) if request.claimed else None
-    if claimed is not None and has_begun(claimed):
+    if claimed is not None and claimed.has_begun():
         claimed = None
     if request.origin and request.resume:
         raise UsageError("--resume resumes a run and --from starts a new one; give one of them")
     if request.origin or claimed:
         origin = None
-        if request.origin and remote.is_remote(request.origin):
-            origin = remote.reader_of(request.origin).find(request.origin).cached()
+        if request.origin and is_remote(request.origin):
+            origin = reader_of(request.origin).find(request.origin).cached()
         elif request.origin:
             origin = named_run(request.origin, root, experiment)
         implied = ("cfg.resume=null", storage_override(claimed.root if claimed else storage))
@@ -239,7 +228,7 @@ def _choose(request: Request, cls: type, composition: Composition, *, look: bool
         name = latest.name if latest is not None else name
     if name in ("auto", "latest"):
         runs = reversed(list_runs(root, experiment))
-        begun = (run.name for run in runs if has_begun(run) and not in_sweep(run))  # others died in their first second
+        begun = (run.name for run in runs if run.has_begun() and not run.in_sweep())  # others died at once
         name = next(begun, "" if name == "auto" else name)
     if not name:
         return choice
@@ -277,7 +266,7 @@ def _conf_of(folder: RunFolder | None) -> Iterator[Path | None]:
 def _pin_checkpoint(config: Config) -> None:
     """Pin a mirror to start from to its current state, because a new one may be uploaded while workers start."""
     uri = str(config.cfg.restore_checkpoint_path)
-    pinned_uri = remote.reader_of(uri).pinned_checkpoint(uri)
+    pinned_uri = reader_of(uri).pinned_checkpoint(uri)
     config.cfg.restore_checkpoint_path = pinned_uri
     for tree in (config.tree, config.unresolved):
         tree["cfg"]["restore_checkpoint_path"] = pinned_uri

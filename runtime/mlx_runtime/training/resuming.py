@@ -21,22 +21,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from mlx_runtime.config.building import build
-from mlx_runtime.config.composition import Config
-from mlx_runtime.config.interpolation import parsed
-from mlx_runtime.config.signatures import MISSING, parameters, plain
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config import Config, build, parsed
+from mlx_runtime.config.constructors import MISSING, object_at, parameters, plain
 from mlx_runtime.distributed import randomness
 from mlx_runtime.errors import ConfigError, MlxError, RunFinished, StorageError
-from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.checkpoint_index import best_first, list_checkpoints
-from mlx_runtime.runs.checkpoints import State, state_of
-from mlx_runtime.runs.folder import RunFolder, reading
-from mlx_runtime.storage.detection import HIDDEN, LEFT_OUT, is_secret
+from mlx_runtime.runs import RunFolder, reading, records, snapshots
+from mlx_runtime.runs.checkpoints import State, best_first, list_checkpoints, state_of
+from mlx_runtime.storage import joined
 from mlx_runtime.storage.documents import COUNT, misfit
-from mlx_runtime.storage.files import joined
 from mlx_runtime.storage.local import IrregularError
-from mlx_runtime.storage.redaction import redacted, redacted_override
+from mlx_runtime.storage.secrets import HIDDEN, LEFT_OUT, is_secret, redacted, redacted_override
 from mlx_runtime.training.options import TrainConfig
 
 FIXED = {

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime import companions, events
+from mlx_runtime.config.constructors import names_repositories
 from mlx_runtime.config.projects import AN_EXPERIMENT
-from mlx_runtime.config.targets import names_repositories
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
-from mlx_runtime.runs import records, snapshots
-from mlx_runtime.runs.checkpoint_index import score
-from mlx_runtime.runs.folder import EVALUATIONS, claim_run, reserve_space
-from mlx_runtime.runs.provenance import provenance
-from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import joined, storage_at, storage_root, to_json
-from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.runs import EVALUATIONS, claim_run, provenance, records, snapshots
+from mlx_runtime.runs.checkpoints import score
+from mlx_runtime.storage import documents, joined, leases, storage_at, storage_root, to_json
+from mlx_runtime.storage.secrets import redacted
 from mlx_runtime.training.planning import RunPlan
 from mlx_runtime.training.request import RunConfig
 
@@ -147,7 +144,7 @@ def claim(plan: RunPlan, before_alive: Callable[[], object]) -> records.Record:
             facts["from"] = config.origin.title
     folder.path.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
-        reserve_space(folder)
+        folder.reserve_space()
     previous = {name: value for name, value in previous.items() if name not in ("end", "error")}
     before_alive()
     return records.Record(folder, previous, held=config.run is not None, **facts, attempt=attempt)

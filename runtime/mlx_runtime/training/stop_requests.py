@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.folder import RunFolder, asked_to_stop, withdraw_stop
+from mlx_runtime.runs import RunFolder
 
 GRACE_S = 25.0
 """Time for workers to finish the current step and a checkpoint. Kubernetes kills 30 s after SIGTERM."""
@@ -100,11 +100,11 @@ class StopRequests:
             yield
         finally:
             done.set()
-            withdraw_stop(folder)
+            folder.withdraw_stop()
 
     def _watch(self, folder: RunFolder, attempt: int, done: threading.Event) -> None:
         while not done.wait(POLL_S * (10 if folder.uri else 1)):
-            if self.reason is None and asked_to_stop(folder):
+            if self.reason is None and folder.asked_to_stop():
                 self.request("mlx xp stop")
             with contextlib.suppress(StorageError):
                 if folder.attempts() > attempt:

@@ -20,13 +20,10 @@ from conftest import Mlx, Start, edit
 from storages import files, put
 
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import filling
-from mlx_runtime.runs.filling import Filling, job_record
-from mlx_runtime.runs.lookup import StoragePath
-from mlx_runtime.runs.removal import remove
-from mlx_runtime.runs.survey import survey
-from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.files import joined, storage_at, to_json
+from mlx_runtime.runs.outputs import Filling, filling, remove, survey
+from mlx_runtime.runs.outputs.filling import job_record
+from mlx_runtime.runs.queries import StoragePath
+from mlx_runtime.storage import documents, joined, leases, storage_at, to_json
 
 pytestmark = pytest.mark.process
 

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config import origins
-from mlx_runtime.config.binding import bind
+from mlx_runtime.config.binding import origins
+from mlx_runtime.config.binding.conf_file import bind
+from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.building import build, build_optimizers
-from mlx_runtime.config.nodes import Description
 from mlx_runtime.config.overrides import override
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import BindError, ConfigError
-from mlx_runtime.training.assembly import build_experiment
-from mlx_runtime.training.request import load_config
-from mlx_runtime.training.strategies.ddp import DDP
+from mlx_runtime.training import load_config
+from mlx_runtime.training.loop.assembly import build_experiment
+from mlx_runtime.training.strategies import DDP
 
 pytestmark = pytest.mark.pure
 

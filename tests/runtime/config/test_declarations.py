@@ -11,7 +11,7 @@ import pytest
 from torch.utils.data import Subset
 
 from mlx_runtime.config.building import build, build_group, declare, declare_group
-from mlx_runtime.config.declarations import Declaration, defer_loading
+from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.errors import ConfigError
 
 pytestmark = pytest.mark.pure

@@ -18,16 +18,16 @@ from torch import nn
 
 from mlx_runtime.companions.hub import pins
 from mlx_runtime.companions.hub.pins import Pin, pin_defaults, pinned, recorded
-from mlx_runtime.config import declarations
-from mlx_runtime.config.binding import bind
+from mlx_runtime.config.binding.conf_file import bind
+from mlx_runtime.config.binding.equality import unlike
+from mlx_runtime.config.binding.text import commented_map
 from mlx_runtime.config.building import build
-from mlx_runtime.config.declarations import Declaration, defer_loading
-from mlx_runtime.config.equality import unlike
+from mlx_runtime.config.constructors import declarations
+from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
 from mlx_runtime.config.pretrained import built_to_be_restored, without_weights
 from mlx_runtime.config.projects import project_module
-from mlx_runtime.config.text import commented_map
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.training.assembly import silence_load_reports
+from mlx_runtime.training.loop.assembly import silence_load_reports
 
 pytestmark = pytest.mark.process
 

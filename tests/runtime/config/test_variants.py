@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config import origins
-from mlx_runtime.config.binding import bind
+from mlx_runtime.config.binding import origins
+from mlx_runtime.config.binding.conf_file import bind
+from mlx_runtime.config.binding.nodes import Description
 from mlx_runtime.config.composition import Config, check, read
-from mlx_runtime.config.nodes import Description
-from mlx_runtime.config.signatures import settings_of
+from mlx_runtime.config.constructors.signatures import settings_of
 from mlx_runtime.errors import BindError, ConfigError, UsageError
-from mlx_runtime.storage.uploads import Upload
-from mlx_runtime.training.request import load_config
+from mlx_runtime.runs import Upload
+from mlx_runtime.training import load_config
 
 pytestmark = pytest.mark.pure
 

@@ -11,14 +11,14 @@ import torch
 from omegaconf import OmegaConf
 
 from mlx_runtime import DUMMY_PARAMS, BaseModule, TrainConfig
-from mlx_runtime.config.binding import bind
+from mlx_runtime.config.binding.conf_file import bind
+from mlx_runtime.config.binding.equality import unlike
+from mlx_runtime.config.binding.expressions import recorded_default
 from mlx_runtime.config.building import build, declare
 from mlx_runtime.config.checks import Checker
-from mlx_runtime.config.declarations import Declaration, defer_loading
-from mlx_runtime.config.equality import unlike
-from mlx_runtime.config.expressions import recorded_default
+from mlx_runtime.config.constructors.declarations import Declaration, defer_loading
+from mlx_runtime.config.constructors.signatures import groups
 from mlx_runtime.config.interpolation import parsed
-from mlx_runtime.config.signatures import groups
 from mlx_runtime.errors import BindError
 
 pytestmark = pytest.mark.pure

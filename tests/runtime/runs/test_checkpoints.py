@@ -18,24 +18,17 @@ import torchmetrics
 from torch import nn
 
 from mlx_runtime import open_run
-from mlx_runtime.companions.sharding.consolidation import consolidate
+from mlx_runtime.companions.sharding import consolidate
 from mlx_runtime.errors import ConfigError, StorageError
-from mlx_runtime.runs import best as ranking
-from mlx_runtime.runs import checkpoints, lookup
-from mlx_runtime.runs.checkpoint_index import ABOUT, STATE, CheckpointInfo
-from mlx_runtime.runs.checkpoints import (
-    PARTS,
-    BackgroundSaver,
-    CheckpointStore,
-    load_into,
-    load_what_fits,
-    merged,
-    read,
-    state_of,
-    store,
-)
+from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints import store
+from mlx_runtime.runs.checkpoints.groups import load_into, load_what_fits, merged, state_of
+from mlx_runtime.runs.checkpoints.index import ABOUT, STATE, CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
 from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage.hashing import HashingReader
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries import ranking as ranking
+from mlx_runtime.storage import HashingReader
 
 pytestmark = pytest.mark.pure
 
@@ -354,7 +347,7 @@ def test_a_kill_while_saving_leaves_the_one_before(tmp_path: Path) -> None:
     """
     script = (
         "import os, sys, torch\n"
-        "from mlx_runtime.runs.checkpoint_index import CheckpointInfo\n"
+        "from mlx_runtime.runs.checkpoints.index import CheckpointInfo\n"
         "from mlx_runtime.runs.checkpoints import *\n"
         "saved = CheckpointStore(sys.argv[1])\n"
         "state = dict.fromkeys(PARTS) | {'models': {'net': torch.zeros(300_000)}}\n"

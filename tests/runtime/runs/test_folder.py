@@ -13,21 +13,13 @@ from mlx_runtime.companions.ray.datajob import output_path
 from mlx_runtime.config import composition
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import ConfigError, StorageError, UsageError
-from mlx_runtime.runs import checkpoints, lookup
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.folder import (
-    RESERVE,
-    ask_to_stop,
-    asked_to_stop,
-    claim_run,
-    find_run,
-    list_runs,
-    named_run,
-    withdraw_stop,
-)
-from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.runs import checkpoints
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.folder import RESERVE, claim_run, find_run, list_runs, named_run
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.queries.lookup import StoragePath
 from mlx_runtime.runs.records import recorded
-from mlx_runtime.storage.files import storage_at, storage_root
+from mlx_runtime.storage import storage_at, storage_root
 from mlx_runtime.storage.local import write_atomic
 from mlx_runtime.training import request
 
@@ -144,11 +136,11 @@ class TestObjectStore:
 
     def test_a_note_asks_to_stop(self, root: str) -> None:
         run = claim_run(root, "digits")
-        assert not asked_to_stop(run)
-        ask_to_stop(run)
-        assert asked_to_stop(run)
-        withdraw_stop(run)
-        assert not asked_to_stop(run)
+        assert not run.asked_to_stop()
+        run.ask_to_stop()
+        assert run.asked_to_stop()
+        run.withdraw_stop()
+        assert not run.asked_to_stop()
 
 
 def test_the_latest_run_is_none_of_a_sweep(tmp_path: Path) -> None:

@@ -24,12 +24,14 @@ from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.cli.verbs import xp
 from mlx_runtime.companions.views import difference
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import best as ranking
-from mlx_runtime.runs import listing, records, removal, tables
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import CheckpointStore
+from mlx_runtime.runs import records, tables
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.store import CheckpointStore
 from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
-from mlx_runtime.runs.lookup import resolve_run
+from mlx_runtime.runs.outputs import removal
+from mlx_runtime.runs.queries import listing
+from mlx_runtime.runs.queries import ranking as ranking
+from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.storage import leases
 
 pytestmark = pytest.mark.process

@@ -6,7 +6,7 @@ import pytest
 
 from mlx_runtime.errors import UsageError
 from mlx_runtime.runs.folder import names_run
-from mlx_runtime.runs.lookup import resolve_checkpoint
+from mlx_runtime.runs.queries.lookup import resolve_checkpoint
 
 pytestmark = pytest.mark.pure
 

@@ -16,8 +16,8 @@ from mlx_runtime import MlxError, open_run
 from mlx_runtime.companions.hub import card
 from mlx_runtime.companions.views import report
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs import best as ranking
-from mlx_runtime.runs import listing
+from mlx_runtime.runs.queries import listing
+from mlx_runtime.runs.queries import ranking as ranking
 
 pytestmark = pytest.mark.process
 

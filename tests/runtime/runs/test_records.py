@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from mlx_runtime.cli.verbs import xp
-from mlx_runtime.companions.stores.object_store import ObjectStore
+from mlx_runtime.companions.stores import ObjectStore
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import provenance, records
-from mlx_runtime.runs.folder import RunFolder, ask_to_stop, asked_to_stop, claim_run, run_folder
+from mlx_runtime.runs import records
+from mlx_runtime.runs import versions as provenance
+from mlx_runtime.runs.folder import RunFolder, claim_run, run_folder
 from mlx_runtime.runs.logs import LogFile
-from mlx_runtime.runs.lookup import resolve_run
-from mlx_runtime.runs.removal import plan_run
+from mlx_runtime.runs.outputs.removal import plan_run
+from mlx_runtime.runs.queries.lookup import resolve_run
 from mlx_runtime.storage import files, leases
 
 pytestmark = pytest.mark.pure
@@ -176,14 +177,14 @@ class TestOneDriver:
         self, run: RunFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         records.Record(run, status="STOPPED", attempt=1)
-        ask_to_stop(run)
+        run.ask_to_stop()
         records.take_over(run)
-        assert not asked_to_stop(run)
+        assert not run.asked_to_stop()
         records.Record(run, status="STOPPED", attempt=2)
         claim = RunFolder.claim_attempt
-        monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), ask_to_stop(run)][0])
+        monkeypatch.setattr(RunFolder, "claim_attempt", lambda *args: [claim(*args), run.ask_to_stop()][0])
         records.take_over(run)
-        assert asked_to_stop(run)
+        assert run.asked_to_stop()
 
     def test_one_that_restores_can_be_stopped(self, run: RunFolder) -> None:
         records.Record(run, status="SUCCEEDED", attempt=1)
@@ -191,7 +192,7 @@ class TestOneDriver:
         record = records.Record(run, records.recorded(run), held=True, status="RUNNING", attempt=number)
         with ThreadPoolExecutor(1) as pool:
             stopped = pool.submit(xp.stop, str(run.path), "latest")
-            while not asked_to_stop(run) and not stopped.done():
+            while not run.asked_to_stop() and not stopped.done():
                 time.sleep(0.01)
             record.withdraw()
             assert stopped.result() == "digits run_001 is SUCCEEDED"

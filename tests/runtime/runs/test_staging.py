@@ -9,9 +9,9 @@ import torch
 from test_checkpoints import a_state
 
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointStore
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver, CheckpointStore
 
 pytestmark = pytest.mark.pure
 

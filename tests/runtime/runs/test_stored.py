@@ -14,9 +14,10 @@ import torch
 import torchmetrics
 from torch import nn
 
+from mlx_runtime.companions.prepared import Store
 from mlx_runtime.companions.prepared.columns import load_columns
-from mlx_runtime.companions.prepared.store import Store
-from mlx_runtime.runs.checkpoints import CheckpointStore, load_into, read
+from mlx_runtime.runs.checkpoints.groups import load_into
+from mlx_runtime.runs.checkpoints.store import CheckpointStore, read
 
 pytestmark = pytest.mark.pure
 

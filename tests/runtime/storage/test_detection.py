@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from mlx_runtime.storage import detection
-from mlx_runtime.storage.redaction import redacted, redacted_override, redacted_tree
+from mlx_runtime.storage.secrets import detection
+from mlx_runtime.storage.secrets.redaction import redacted, redacted_override, redacted_tree
 
 pytestmark = pytest.mark.pure
 

@@ -11,11 +11,11 @@ from conftest import Mlx, edit
 from mlx_runtime import open_run
 from mlx_runtime.companions.views import difference
 from mlx_runtime.config import interpolation
-from mlx_runtime.runs import provenance, records
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage import redaction
-from mlx_runtime.storage.detection import is_secret
-from mlx_runtime.storage.redaction import filled, hidden_texts, redacted, redacted_override, redacted_tree
+from mlx_runtime.runs import RunFolder, records
+from mlx_runtime.runs import versions as provenance
+from mlx_runtime.storage.secrets import redaction
+from mlx_runtime.storage.secrets.detection import is_secret
+from mlx_runtime.storage.secrets.redaction import filled, hidden_texts, redacted, redacted_override, redacted_tree
 
 pytestmark = pytest.mark.pure
 

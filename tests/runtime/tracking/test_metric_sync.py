@@ -15,7 +15,7 @@ from sessions import attach
 from torchmetrics import Metric, MetricCollection
 
 from mlx_runtime import BaseModule, TrainConfig
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import MlxError
 from mlx_runtime.tracking.metric_sync import (
     BUFFER_BYTES,
@@ -26,7 +26,7 @@ from mlx_runtime.tracking.metric_sync import (
     numbers,
     snapshots,
 )
-from mlx_runtime.training.passes import Pass
+from mlx_runtime.training.loop.passes import Pass
 
 pytestmark = pytest.mark.pure
 

@@ -13,19 +13,17 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mlx_runtime.companions.services import MLflow, WandB
 from mlx_runtime.companions.views.report import FACTS
 from mlx_runtime.events import CheckpointSaved
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import CheckpointStore
-from mlx_runtime.runs.folder import RunFolder, reserve_space
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
 from mlx_runtime.runs.logs import Log
-from mlx_runtime.storage.files import joined
+from mlx_runtime.storage import joined
 from mlx_runtime.tracking.callbacks import Listeners, Report, RunInfo
-from mlx_runtime.tracking.mlflow import MLflow
 from mlx_runtime.tracking.report_writer import ReportWriter
 from mlx_runtime.tracking.tables import CSV
 from mlx_runtime.tracking.trackers import JSONL, TensorBoard, flatten, remembered
-from mlx_runtime.tracking.weights_and_biases import WandB
 
 pytestmark = pytest.mark.pure
 
@@ -340,7 +338,7 @@ def test_a_pipe_in_place_of_a_file_blocks_no_run(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     with pytest.raises(OSError, match="not a regular file"):
-        reserve_space(RunFolder(tmp_path))
+        RunFolder(tmp_path).reserve_space()
     with pytest.raises(OSError, match="not a regular file"):
         JSONL("more.jsonl").on_run_start(RunInfo("digits", "run_001", tmp_path, str(tmp_path), CONFIG, 2))
     with pytest.raises(OSError, match="not a regular file"):

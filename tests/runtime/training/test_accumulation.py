@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_runtime.data.sampling import micro_batches
-from mlx_runtime.training.optimization import Accumulation
+from mlx_runtime.training.loop.optimization import Accumulation
 
 pytestmark = pytest.mark.pure
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import Mlx, edit
 
-from mlx_runtime.training.breakpoints import at_breakpoint
+from mlx_runtime.training.loop.breakpoints import at_breakpoint
 
 pytestmark = pytest.mark.process
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mlx_runtime.events import Event, Notice, StepProgress, WorkerConnected, decode, encode
-from mlx_runtime.training import connections
-from mlx_runtime.training.channel import STOP
-from mlx_runtime.training.connections import Receiver, Remote
+from mlx_runtime.training.loop import connections
+from mlx_runtime.training.loop.channel import STOP
+from mlx_runtime.training.loop.connections import Receiver, Remote
 
 pytestmark = pytest.mark.pure
 

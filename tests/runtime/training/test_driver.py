@@ -14,8 +14,8 @@ from conftest import Mlx
 
 from mlx_runtime.errors import WorkerLoopError
 from mlx_runtime.events import Event, Notice, WorkerConnected
-from mlx_runtime.training.connections import Receiver, Remote
 from mlx_runtime.training.driver import Driver
+from mlx_runtime.training.loop.connections import Receiver, Remote
 
 pytestmark = pytest.mark.process
 

@@ -30,16 +30,17 @@ from leftovers import marked
 
 from mlx_runtime.companions.notebook import actors
 from mlx_runtime.distributed import topology
-from mlx_runtime.runs.folder import run_folder
+from mlx_runtime.runs import run_folder
 from mlx_runtime.runs.logs import read_log
 from mlx_runtime.sections import Elastic
-from mlx_runtime.training.engines import processes, worker
+from mlx_runtime.training.engines import worker
 from mlx_runtime.training.engines.base import backend_of
-from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import CHUNK_BYTES, Output
 from mlx_runtime.training.engines.placement import engine_for
 from mlx_runtime.training.engines.scratch import Scratch
 from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training.processes import children as processes
+from mlx_runtime.training.processes.fork_server import ForkServer
 
 pytestmark = pytest.mark.local
 
@@ -53,7 +54,7 @@ THREAD = """
 import json, os, signal, threading, time
 from functools import partial
 from pathlib import Path
-from mlx_runtime.training.engines.fork_server import ForkServer
+from mlx_runtime.training.processes.fork_server import ForkServer
 
 
 def start(number):

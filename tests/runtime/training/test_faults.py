@@ -36,7 +36,7 @@ from faults import (
 )
 
 from mlx_runtime import open_run
-from mlx_runtime.storage.files import joined
+from mlx_runtime.storage import joined
 
 pytestmark = [
     pytest.mark.kills,
@@ -200,7 +200,7 @@ def test_weights_that_fit_start_another_run(mlx: Mlx, folder: Path, whole_here: 
 
 @pytest.mark.pure
 def test_deterministic_algorithms_while_a_run_lasts() -> None:
-    from mlx_runtime.training.assembly import deterministic
+    from mlx_runtime.training.loop.assembly import deterministic
 
     with deterministic():
         assert torch.are_deterministic_algorithms_enabled()

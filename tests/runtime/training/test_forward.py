@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mlx_runtime.training.forward import compile_forward, recompute
+from mlx_runtime.training.loop.forward import compile_forward, recompute
 
 pytestmark = pytest.mark.pure
 

@@ -22,16 +22,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mlx_runtime.companions.ray.failures import error_of
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.distributed import Topology
 from mlx_runtime.errors import ConfigError, WorkerLoopError
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs import RunFolder
 from mlx_runtime.sections import Sharding
-from mlx_runtime.training.engines import processes
 from mlx_runtime.training.engines.local import _ProcessDied
-from mlx_runtime.training.engines.processes import memory_kills
-from mlx_runtime.training.memory import memory_needs, out_of_memory, snapshot, ways_to_save
+from mlx_runtime.training.loop.memory import memory_needs, out_of_memory, snapshot, ways_to_save
+from mlx_runtime.training.loop.worker import _needed_here, loop_errors
 from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.worker import _needed_here, loop_errors
+from mlx_runtime.training.processes import children as processes
+from mlx_runtime.training.processes.children import memory_kills
 
 FULL = 1 << 50
 """Bytes that no machine has."""

@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
+from mlx_runtime.data import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import ConfigError
 from mlx_runtime.events import Notice
 from mlx_runtime.runs.tables import format_duration
 from mlx_runtime.sections import Elastic
-from mlx_runtime.training.assembly import matmul_precision
-from mlx_runtime.training.forward import in_half_precision
+from mlx_runtime.training.loop.assembly import matmul_precision
+from mlx_runtime.training.loop.forward import in_half_precision
 from mlx_runtime.training.strategies.ddp import DDP
 
 pytestmark = pytest.mark.pure

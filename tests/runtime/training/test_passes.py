@@ -15,11 +15,11 @@ from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards, Loader, LoaderOptions
+from mlx_runtime.data import DatasetShard, DatasetShards, Loader, LoaderOptions
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.events import Notice
-from mlx_runtime.training.passes import PassTracker
-from mlx_runtime.training.stopping import LoopStopped
+from mlx_runtime.training.loop.passes import PassTracker
+from mlx_runtime.training.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
 

@@ -19,10 +19,8 @@ from torch.optim import lr_scheduler as schedules
 
 import mlx_runtime
 from mlx_runtime.errors import ConfigError, RunFinished
-from mlx_runtime.runs import records
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import CheckpointStore, load_into, state_of
-from mlx_runtime.runs.folder import claim_run
+from mlx_runtime.runs import claim_run, records
+from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore, load_into, state_of
 from mlx_runtime.training.resuming import changes, refusals, refuse_finished, set_group_values, with_settings
 
 pytestmark = pytest.mark.pure

@@ -17,10 +17,10 @@ from torch.utils.data import Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 
 from mlx_runtime import BaseModule, MlxError, TrainConfig
-from mlx_runtime.data.loaders import DatasetShard, DatasetShards, LoaderOptions
+from mlx_runtime.data import DatasetShard, DatasetShards, LoaderOptions
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Notice, StepProgress
 from mlx_runtime.sections import Debug
-from mlx_runtime.training.stopping import LoopStopped
+from mlx_runtime.training.loop.stopping import LoopStopped
 
 pytestmark = pytest.mark.pure
 
@@ -283,7 +283,7 @@ class TestEvaluationWithinAnEpoch:
             for name, value in values.items():
                 recorded.setdefault(name, []).append((step, value))
 
-        monkeypatch.setattr("mlx_runtime.training.reporting.Reporter.record", record)
+        monkeypatch.setattr("mlx_runtime.training.loop.reporting.Reporter.record", record)
         return recorded
 
     def test_records_are_those_of_a_run_without_it(self, tmp_path: Path, recorded: dict[str, Any]) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from sessions import ALONE
 
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.training import stopping
-from mlx_runtime.training.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopConsensus, StopPoll
+from mlx_runtime.distributed import Topology
+from mlx_runtime.training.loop import stopping
+from mlx_runtime.training.loop.stopping import MAX_STEPS_PER_VOTE, VOTES_PER_PREEMPTION_CHECK, StopConsensus, StopPoll
 
 pytestmark = pytest.mark.pure
 
@@ -66,7 +66,7 @@ STEPS_OF_TWO = """
 import os, sys, time, torch
 import torch.distributed as dist
 from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.training.stopping import StopPoll
+from mlx_runtime.training.loop.stopping import StopPoll
 rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
 step = 0

@@ -16,7 +16,7 @@ from torch import nn
 
 from mlx_runtime import TrainConfig
 from mlx_runtime.errors import ConfigError
-from mlx_runtime.training.assembly import build_experiment
+from mlx_runtime.training.loop.assembly import build_experiment
 from mlx_runtime.training.strategies.base import Strategy
 from mlx_runtime.training.strategies.blocks import planned_blocks, repeated_blocks, selected, without_shared
 from mlx_runtime.training.strategies.ddp import DDP
@@ -254,6 +254,6 @@ def test_without_workers_models_are_not_sharded() -> None:
 
 
 def test_sharding_is_imported_only_by_runs_that_shard() -> None:
-    script = "import mlx_runtime.training.worker, sys; print([name for name in sys.modules if 'fsdp' in name])"
+    script = "import mlx_runtime.training.loop.worker, sys; print([name for name in sys.modules if 'fsdp' in name])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mlx_runtime.errors import MlxError
-from mlx_runtime.training.utilization import busy, flops_per_row, operations, peak_tflops
+from mlx_runtime.training.loop.utilization import busy, flops_per_row, operations, peak_tflops
 
 pytestmark = pytest.mark.pure
 

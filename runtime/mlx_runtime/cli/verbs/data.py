@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime import companions
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import lookup
-from mlx_runtime.runs.lookup import StoragePath
+from mlx_runtime.runs import queries
+from mlx_runtime.runs.queries import StoragePath
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage.files import is_uri, prepared_root
-from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.storage import is_uri, prepared_root
+from mlx_runtime.training.engines import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.prepared.store import Store
-    from mlx_runtime.runs.survey import Survey
+    from mlx_runtime.companions.prepared import Store
+    from mlx_runtime.runs.outputs import Survey
 
 ANSWER = "mlx-show "  # prefix of the line with the answer in the log of a job
 SHOW_S = 600.0  # maximum time for a cluster to measure its storage
@@ -27,9 +27,9 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
     `depth` is the number of levels, `limit` the number of entries per folder to list; 0 for all.
     """
-    from mlx_runtime.runs.survey import Survey, survey
+    from mlx_runtime.runs.outputs import Survey, survey
 
-    root = lookup.storage_root()
+    root = queries.storage_root()
     if is_uri(root) or Path(root).is_dir():
         return survey(StoragePath.parse(root, path), depth, limit)
     if JOB_FLAG in os.environ or not (ray_address or os.environ.get("RAY_ADDRESS")):
@@ -42,14 +42,14 @@ def show(path: str | None, depth: int, limit: int, ray_address: str | None = Non
 
 def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None) -> Any:
     """Return the output of `mlx data show --json`, run as a job on the cluster."""
-    from mlx_runtime.storage.uploads import Upload
+    from mlx_runtime.runs import Upload
 
-    client = companions.part("ray.dashboard")
-    dashboard = client.Dashboard.connect(companions.part("ray.addresses").Address.parse(ray_address))
+    client = companions.part("ray")
+    dashboard = client.Dashboard.connect(companions.part("ray").Address.parse(ray_address))
     command = ["python", "-u", "-m", "mlx_runtime", "data", "show", "--json", *options]
     with tempfile.TemporaryDirectory() as empty:
         variables = {JOB_FLAG: "1", "MLX_STORAGE": root}
-        spec = companions.part("ray.jobs").JobSpec(command, Upload.of(Path(empty)), variables, {"mlx": "show"})
+        spec = companions.part("ray").JobSpec(command, Upload.of(Path(empty)), variables, {"mlx": "show"})
         try:
             return dashboard.ask("mlx-show", spec, marker=ANSWER, timeout_s=SHOW_S)
         except client.NoAnswerError as error:
@@ -62,18 +62,18 @@ def _show_on_cluster(root: str, options: Sequence[str], ray_address: str | None)
 
 def plan_removal(path: str) -> "tuple[StoragePath, Survey]":
     """Measure a file or folder below the root of the storage. Raises an error if it is a run or in use."""
-    from mlx_runtime.runs import removal
-    from mlx_runtime.runs.survey import survey
+    from mlx_runtime.runs import outputs
+    from mlx_runtime.runs.outputs import survey
 
-    target = StoragePath.parse(lookup.storage_root(), path)
+    target = StoragePath.parse(queries.storage_root(), path)
     found = survey(target, 0, 0)
-    removal.refuse_in_use(target, found)
+    outputs.refuse_in_use(target, found)
     return target, found
 
 
 def remove(target: StoragePath, found: "Survey") -> None:
     """Remove the target of `plan_removal`, unless it changed before the user confirmed."""
-    from mlx_runtime.runs import removal
+    from mlx_runtime.runs import outputs
 
     again, present = plan_removal(target.title)
     if again != target or present.top != found.top:
@@ -81,14 +81,14 @@ def remove(target: StoragePath, found: "Survey") -> None:
             f"{target.title} has changed since it was measured; nothing was removed. See: "
             f"mlx data show {'/'.join(target.parts)}"
         )
-    removal.remove(target)
+    outputs.remove(target)
 
 
 def prepared_store() -> "Store":
     """Return the store of prepared datasets of the experiment in the working directory, or in `MLX_STORAGE`."""
-    path = lookup.conf_value("cfg.preparation.path")
-    storage = Settings.read().storage or lookup.conf_value("cfg.storage_path")
+    path = queries.conf_value("cfg.preparation.path")
+    storage = Settings.read().storage or queries.conf_value("cfg.storage_path")
     if storage is None and path is None:
-        raise UsageError(lookup.NO_STORAGE)
-    store: Store = companions.part("prepared.store").Store(prepared_root(storage or "", path))
+        raise UsageError(queries.NO_STORAGE)
+    store: Store = companions.part("prepared").Store(prepared_root(storage or "", path))
     return store

@@ -22,12 +22,12 @@ from mlx_runtime.config.projects import AN_EXPERIMENT, CONF, Kind, main_class
 from mlx_runtime.errors import BindError, MlxError, UsageError, suggest
 from mlx_runtime.exits import clean_exit
 from mlx_runtime.settings import Settings, prepare_fork
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.engines.processes import die_with_parent, unsafe_to_fork
+from mlx_runtime.training.engines import JOB_FLAG
+from mlx_runtime.training.processes import die_with_parent, unsafe_to_fork
 
 if TYPE_CHECKING:
     from mlx_runtime.config.binding import Binding
-    from mlx_runtime.runs.folder import RunFolder
+    from mlx_runtime.runs import RunFolder
 
 PACKAGED = Path(__file__).parents[2] / "template"
 CHECKOUT = Path(__file__).parents[4]
@@ -135,26 +135,25 @@ def show(arguments: Sequence[str], *, as_json: bool = False) -> str:
     `{"config": ..., "changed": {key: {"value", "from", "default"}}, "variants": {key: [name]}}`.
     """
     folder = AN_EXPERIMENT.folder()
-    from mlx_runtime.config import composition, origins
-    from mlx_runtime.config.nodes import Description
-    from mlx_runtime.config.signatures import settings_of
+    from mlx_runtime import config
+    from mlx_runtime.config import binding
+    from mlx_runtime.config.binding import Description
+    from mlx_runtime.config.constructors import settings_of
 
     keys = [item for item in arguments[:1] if "=" not in item and not item.startswith(("~", "+"))]
     overrides = arguments[len(keys) :]
     experiment = main_class(AN_EXPERIMENT, folder)
-    composition.check(experiment, composition.read(CONF, overrides, settings_of(experiment)), look=True)
+    config.check(experiment, config.read(CONF, overrides, settings_of(experiment)), look=True)
     defaults = Description(experiment).tree
-    return origins.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
+    return binding.shown(CONF, defaults, overrides, keys[0] if keys else None, as_json=as_json)
 
 
 def settings(keys: Sequence[str]) -> Iterator[str]:
     """Yield lines about all settings in `cfg`, or only some keys: default, minimum and meaning."""
     folder = AN_EXPERIMENT.folder()
-    from mlx_runtime.config.schema import argument_texts
-    from mlx_runtime.config.signatures import base_of, groups, settings_of
-    from mlx_runtime.config.suggestions import renamed
-    from mlx_runtime.config.targets import object_at
-    from mlx_runtime.training.options import minimums
+    from mlx_runtime.config.binding import argument_texts
+    from mlx_runtime.config.constructors import base_of, groups, object_at, renamed, settings_of
+    from mlx_runtime.training import minimums
 
     experiment = main_class(AN_EXPERIMENT, folder)
     texts = argument_texts(base_of(experiment)) | argument_texts(groups(experiment)["cfg"])
@@ -191,7 +190,7 @@ def run(kind: Kind, overrides: Sequence[str], code_of: "RunFolder | None" = None
     main = folder / "main.py"
     if not main.is_file():
         raise UsageError(f"{folder} has no main.py; copy it from a new {kind.title}: {kind.command} new NAME")
-    from mlx_runtime.training.request import Request
+    from mlx_runtime.training import Request
 
     sys.path.insert(0, str(folder))
     function = runpy.run_path(str(main), run_name="main").get("main")
@@ -217,9 +216,9 @@ def load(kind: Kind, overrides: Sequence[str], verb: str, code_of: "RunFolder | 
         folder = snapshots.unpacked(code_of)
     cls = main_class(kind, folder)
     if kind == AN_EXPERIMENT and JOB_FLAG not in os.environ:
-        from mlx_runtime.training.engines import local
+        from mlx_runtime.training.engines import warm_up
 
-        local.warm_up()
+        warm_up()
     return folder, cls
 
 
@@ -243,7 +242,7 @@ def _instead(kind: Kind, option: str, overrides: Sequence[str]) -> str | None:
     for command in group.list_commands(context):
         if (other := group.get_command(context, command)) and any(name in item.opts for item in other.params):
             return f"it belongs to: {kind.command} {command} {name}"
-    from mlx_runtime.training.options import TrainConfig
+    from mlx_runtime.training import TrainConfig
 
     settings = [item.name for item in dataclasses.fields(TrainConfig)] if kind == AN_EXPERIMENT else []
     if setting not in settings:

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 from mlx_runtime import companions
 from mlx_runtime.cli.options import job_statuses
 from mlx_runtime.errors import ClusterError, MlxError, UsageError, suggest
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, ask_to_stop, find_run
+from mlx_runtime.runs import RunFolder, find_run, records
 from mlx_runtime.runs.logs import last_lines, logged_ranks, read_log
-from mlx_runtime.runs.lookup import resolve_run, storage_root
+from mlx_runtime.runs.queries import resolve_run, storage_root
+from mlx_runtime.storage import is_uri, joined, storage_at
 from mlx_runtime.storage.documents import stays_below
-from mlx_runtime.storage.files import is_uri, joined, storage_at
 from mlx_runtime.storage.leases import is_alive
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.ray.dashboard import Dashboard
+    from mlx_runtime.companions.ray import Dashboard
 
 FOLLOW_S = 1.0  # interval for reading the stored log of a live run; five times as long in an object store
 EXIT_CODES = {"SUCCEEDED": 0, "PRUNED": 0, "STOPPED": 143}  # of ended runs; 1 for FAILED and STALE
@@ -45,7 +44,7 @@ def stop(name: str, run: str) -> str:
         pending = records.Record(folder, record)
         pending.withdraw() if records.REPLACED in record else pending.finish("STOPPED")
         return f"{title} was STOPPED before it began"
-    ask_to_stop(folder)
+    folder.ask_to_stop()
     deadline = time.monotonic() + STOP_S
     while status in records.LIVING or records.resuming(folder, record):
         if time.monotonic() > deadline:
@@ -125,14 +124,14 @@ def _dashboard(record: Mapping[str, Any]) -> "Dashboard | None":
     job = record.get("job")
     if not job:
         return None
-    addresses = companions.part("ray.addresses")
+    addresses = companions.part("ray")
     if not addresses.is_trusted(job["address"]):
         if record.get("status") in records.LIVING:  # the stored log of any other run is complete
             addresses.note_untrusted(job["address"])
         return None
     try:
         address = addresses.Address(job["address"], "its record")
-        dashboard: Dashboard = companions.part("ray.dashboard").Dashboard.connect(address)
+        dashboard: Dashboard = companions.part("ray").Dashboard.connect(address)
         dashboard.state(job["id"])
     except ClusterError:
         return None

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from mlx_runtime.companions.hub.contents import SweepSummary
 from mlx_runtime.companions.hub.mirror import Mirror
 from mlx_runtime.errors import StorageError, UsageError
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, list_runs
+from mlx_runtime.runs import RunFolder, list_runs, records
 from mlx_runtime.runs.tables import counted
-from mlx_runtime.storage.files import storage_at, storage_errors, to_json
+from mlx_runtime.storage import storage_at, storage_errors, to_json
 
 
 def unfinished(root: str) -> list[RunFolder]:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_runtime.companions.hub.downloads import CARD, CHECKPOINTS, WEIGHTS
-from mlx_runtime.config.interpolation import parsed
-from mlx_runtime.runs.folder import EVALUATIONS
+from mlx_runtime.config import parsed
+from mlx_runtime.runs import EVALUATIONS
 from mlx_runtime.runs.snapshots import CODE
 from mlx_runtime.runs.tables import counted
-from mlx_runtime.storage.detection import HIDDEN, find
-from mlx_runtime.storage.files import size_text
-from mlx_runtime.storage.redaction import hidden_texts, redacted_tree
+from mlx_runtime.storage import size_text
+from mlx_runtime.storage.secrets import HIDDEN, find, hidden_texts, redacted_tree
 
 NAMED = 10
 """Number of positions that a line lists before it counts the rest."""

@@ -1,1 +1,12 @@
 """Runs from Python: `run`, functions of a `Trainer`, actors, and cells of notebooks."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    function_runs="Trainer",
+    functions="load_checkpoint local_rank report save_checkpoint world_rank world_size",
+    magic="register",
+    runs="importable listed run",
+    scripts="load",
+)

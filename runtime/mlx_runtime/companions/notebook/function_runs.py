@@ -16,21 +16,18 @@ from mlx_runtime.companions.notebook.actors import Actors
 from mlx_runtime.companions.notebook.functions import FunctionConfig, FunctionExperiment, takes_config
 from mlx_runtime.companions.notebook.runs import RunIterator, importable
 from mlx_runtime.companions.notebook.scripts import end_import
-from mlx_runtime.config.nodes import RESERVED
-from mlx_runtime.config.overrides import override
-from mlx_runtime.config.signatures import convert, parameters, type_name
-from mlx_runtime.config.suggestions import renamed
+from mlx_runtime.config import override
+from mlx_runtime.config.binding import RESERVED
+from mlx_runtime.config.constructors import convert, parameters, renamed, type_name
 from mlx_runtime.errors import ConfigError, MlxError, RunStopped, UsageError, short_message, suggest
 from mlx_runtime.events import Event, FunctionReport, FunctionReturned
-from mlx_runtime.runs.lookup import conf_value
-from mlx_runtime.runs.reader import Run, open_run
+from mlx_runtime.runs.queries import Run, conf_value, open_run
 from mlx_runtime.runs.tables import print_table
 from mlx_runtime.sections import Section
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.background import RunJob
-from mlx_runtime.training.engines.placement import JOB_FLAG, engine_for, uses_gpus
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.request import Request
+from mlx_runtime.training import Request, TrainConfig
+from mlx_runtime.training.engines import JOB_FLAG, engine_for, uses_gpus
+from mlx_runtime.training.processes import RunJob
 
 Results = list[dict[str, float]]
 """Reports of all workers, by rank."""

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from mlx_runtime.companions.notebook import scripts
-from mlx_runtime.data.loaders import DatasetShards
-from mlx_runtime.distributed.collectives import agree
-from mlx_runtime.distributed.topology import current
-from mlx_runtime.distributed.wrapping import unwrap
+from mlx_runtime.data import DatasetShards
+from mlx_runtime.distributed import agree, current, unwrap
 from mlx_runtime.errors import MlxError, short_message
 from mlx_runtime.events import FunctionReturned
 from mlx_runtime.runs.checkpoints import plain_entries
-from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.loop import BaseModule
 
 CALLS = {"report": "call report", "save_checkpoint": "call save_checkpoint", "return": "return from the function"}
 """Steps that all workers must take together, in words for errors."""

@@ -15,13 +15,11 @@ from mlx_runtime.companions.notebook.cell_display import CellDisplay, in_noteboo
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import CheckpointSaved, EpochEnded, Event, RunEnded, RunInfo, RunStarted
-from mlx_runtime.runs.reader import Run, open_run
-from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.background import RunJob, work
-from mlx_runtime.training.engines.processes import exit_reason
-from mlx_runtime.training.experiment import BaseModule
-from mlx_runtime.training.request import Request
-from mlx_runtime.training.warm_server import warm_server
+from mlx_runtime.runs.queries import Run, open_run
+from mlx_runtime.tracking import Display
+from mlx_runtime.training import Request
+from mlx_runtime.training.loop import BaseModule
+from mlx_runtime.training.processes import RunJob, exit_reason, warm_server, work
 
 Listener = Callable[[Event], None]
 

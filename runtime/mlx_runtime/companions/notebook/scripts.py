@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.constructors import object_at
 from mlx_runtime.errors import ConfigError, UsageError, short_message
 
 _importing = False

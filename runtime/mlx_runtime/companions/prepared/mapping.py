@@ -18,8 +18,8 @@ import torch
 from mlx_runtime.companions.prepared.columns import ColumnWriter
 from mlx_runtime.companions.prepared.fingerprints import Candidate, Schema, schema_of, shown_schema, some_rows
 from mlx_runtime.companions.prepared.store import Manifest, Store
-from mlx_runtime.companions.ray.streams import blocks_of, columns_of, keep_order, rows_of_stream, stream_of
-from mlx_runtime.data.batches import Batch, BatchReader, as_numpy, rows_of
+from mlx_runtime.companions.ray import blocks_of, columns_of, keep_order, rows_of_stream, stream_of
+from mlx_runtime.data import Batch, BatchReader, as_numpy, rows_of
 from mlx_runtime.errors import DatasetError
 from mlx_runtime.storage import documents
 

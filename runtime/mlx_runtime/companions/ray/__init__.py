@@ -1,5 +1,20 @@
 """Ray: the engine that places workers on a cluster, streams of rows, preflight checks, uploads and jobs."""
 
+from mlx_runtime.importing import door
 from mlx_runtime.settings import prepare_ray
 
 prepare_ray()  # before anything in this companion imports Ray
+
+__all__, __getattr__ = door(
+    __name__,
+    "commands private",
+    addresses="Address is_trusted note_untrusted",
+    dashboard="Dashboard NoAnswerError job_statuses",
+    datajob="DataJob refuse_present run_job",
+    doctor="checks",
+    jobs="JobSpec end_as_stopped",
+    launch="Launch SubmittedJob",
+    start="on_ray start_ray",
+    stream_reader="StreamReader stream_readers",
+    streams="blocks_of columns_of keep_order make_dataset rows_of_stream stream_of",
+)

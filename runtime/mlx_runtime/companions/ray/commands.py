@@ -14,13 +14,12 @@ from mlx_runtime.cli.options import Function, say
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, DATA_JOB, Kind
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs import lookup
-from mlx_runtime.runs.folder import refuse_empty
+from mlx_runtime.runs import queries, refuse_empty
 from mlx_runtime.settings import Settings
 
 if TYPE_CHECKING:
     from mlx_runtime.companions.ray.launch import SubmittedJob
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.training import RunConfig
 
 
 def launch_options(function: Function) -> Function:
@@ -108,7 +107,7 @@ def train_launch(
     """Train on a Ray cluster, detached. OVERRIDES are Hydra's: cfg.start_workers=8 optimizers.adam.lr=1e-4"""
     refuse_empty({"--resume": resume, "--from": origin})
     if code is not None:
-        stored = lookup.resolve_run(resume or "latest").location
+        stored = queries.resolve_run(resume or "latest").location
         raise UsageError(
             "--code goes with mlx train run, because a launch uploads the working directory. To launch the code that "
             f"the run stored, unpack it into a copy of this folder, and launch there: unzip -o {stored}/code.zip"

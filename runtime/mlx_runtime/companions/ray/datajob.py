@@ -9,19 +9,16 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_runtime.config.building import build
-from mlx_runtime.config.composition import Config
+from mlx_runtime.config import Config, build
 from mlx_runtime.errors import ConfigError, DataJobError, MlxError, RunStopped, StorageError, short_message, user_errors
-from mlx_runtime.runs import filling, provenance
-from mlx_runtime.runs.filling import Filling, Output
+from mlx_runtime.runs import outputs, provenance
+from mlx_runtime.runs.outputs import Filling, Output
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents
+from mlx_runtime.storage import documents, joined, size_text, storage_root
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.storage.files import joined, size_text, storage_root
-from mlx_runtime.tracking.console import Display
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.options import DataConfig
-from mlx_runtime.training.stop_requests import StopRequests, Terminated, sigterm_stops
+from mlx_runtime.tracking import Display
+from mlx_runtime.training import DataConfig, StopRequests, Terminated, sigterm_stops
+from mlx_runtime.training.engines import Cluster
 
 MAX_RETRIES = 3  # of a task whose process or node is lost
 
@@ -120,7 +117,7 @@ def run_job(job: type[DataJob], config: Config, cluster: Cluster) -> str:
     display.print(f"folder    {path}")
     tasks = f"{cfg.start_workers} task{'s' * (cfg.start_workers != 1)} at a time {cluster.title}"
     display.print(f"workers   {tasks if cfg.start_workers else '0: in this process'}")
-    facts = provenance.provenance(config.overrides)
+    facts = provenance(config.overrides)
     facts |= {"name": cfg.name, "config": config.shown, "start": documents.now(), "job": settings.job}
     control = StopRequests()
     with contextlib.closing(display), sigterm_stops(control):
@@ -147,7 +144,7 @@ def refuse_present(config: Config) -> None:
     """Reject a data job whose folder exists or is being filled, before starting anything."""
     path = output_path(config.cfg)
     try:
-        filling.refuse_present(path, overwrite=config.cfg.overwrite)
+        outputs.refuse_present(path, overwrite=config.cfg.overwrite)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {short_message(error)}") from error
 

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.ray.start import on_ray
 from mlx_runtime.settings import environment
-from mlx_runtime.training.engines.base import Cluster, Handle, Job, StopAsked, backend_of
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.engines.scratch import Scratch
+from mlx_runtime.training.engines import JOB_FLAG, Cluster, Handle, Job, Scratch, StopAsked, backend_of
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -102,7 +100,7 @@ class OnRay:
         from mlx_runtime.companions.ray.failures import Failures
         from mlx_runtime.companions.ray.private import TrimmedTrainer
         from mlx_runtime.companions.ray.worker import train
-        from mlx_runtime.training.strategies.selection import strategy_class
+        from mlx_runtime.training.strategies import strategy_class
 
         assert self._scratch is not None, "a run has started"
         cfg, use_gpu = self._cfg, self._cluster.use_gpu

@@ -10,8 +10,8 @@ import ray.train
 
 from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
-from mlx_runtime.training.connections import Remote
-from mlx_runtime.training.engines.base import lost
+from mlx_runtime.training.engines import lost
+from mlx_runtime.training.loop import Remote
 
 
 class Failures(ray.train.UserCallback):  # type: ignore[misc]
@@ -36,7 +36,7 @@ class Failures(ray.train.UserCallback):  # type: ignore[misc]
 
 def error_of(error: BaseException, cfg: Any) -> MlxError:
     """Translate an error of Ray Train into the first failure of a worker."""
-    from mlx_runtime.training.memory import ways_to_save
+    from mlx_runtime.training.loop import ways_to_save
 
     failures = getattr(error, "worker_failures", {})
     causes = [_cause(failure) for _, failure in sorted(failures.items())] or [_cause(error)]

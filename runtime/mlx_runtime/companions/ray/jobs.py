@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_runtime.errors import ConfigError, UsageError, short_message
+from mlx_runtime.runs import Upload
 from mlx_runtime.storage.documents import from_yaml
-from mlx_runtime.storage.uploads import Upload
 
 SIGNAL_S = 5.0
 """Time to wait for Ray's signal before a job exits; none comes if an earlier one is the reason for exiting."""

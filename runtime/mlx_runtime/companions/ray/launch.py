@@ -15,19 +15,16 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.preflight import Check
 from mlx_runtime.errors import ClusterError
-from mlx_runtime.runs import provenance, records, snapshots
-from mlx_runtime.runs.filling import being_filled
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run
+from mlx_runtime.runs import SWEEP, RunFolder, Upload, claim_run, provenance, records, snapshots
 from mlx_runtime.runs.logs import last_lines
+from mlx_runtime.runs.outputs import being_filled
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents
-from mlx_runtime.storage.files import storage_root
-from mlx_runtime.storage.redaction import redacted
-from mlx_runtime.storage.uploads import Upload
-from mlx_runtime.training.engines.placement import JOB_FLAG
+from mlx_runtime.storage import documents, storage_root
+from mlx_runtime.storage.secrets import redacted
+from mlx_runtime.training.engines import JOB_FLAG
 
 if TYPE_CHECKING:
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.training import RunConfig
 
 STARTUP_S = 30.0  # maximum wait for the job to begin, in order to report failures during startup
 FAILED_LOG_LINES = 40
@@ -75,7 +72,7 @@ class Launch:
 
         If the cluster rejects the job, the record becomes FAILED, or is restored if the run was to be resumed.
         """
-        from mlx_runtime.training.request import Request
+        from mlx_runtime.training import Request
 
         config = self.config
         run = config.run or claim_run(storage_root(config.cfg.storage_path), config.cfg.name)
@@ -127,7 +124,7 @@ class Launch:
     def submit_data_job(self) -> SubmittedJob:
         """Submit a data job."""
         from mlx_runtime.companions.ray.datajob import output_path
-        from mlx_runtime.config.composition import storage_override
+        from mlx_runtime.config import storage_override
 
         cfg: Any = self.config.cfg
         path, job = output_path(cfg), self.dashboard.unused_id(f"data-{cfg.name}")
@@ -151,7 +148,7 @@ class Launch:
 
     def _pending_record(self, run: RunFolder, before: Mapping[str, Any], job: str, **fields: Any) -> records.Record:
         """Write the record of a run that waits for its job, whose driver continues the record."""
-        known = provenance.provenance(self.config.overrides)
+        known = provenance(self.config.overrides)
         facts: dict[str, Any] = {name: known[name] for name in LAUNCHER_FACTS if name in known}
         facts |= dict.fromkeys(("boot", "pid", "pid_started", "host"))  # of the previous driver
         facts |= {"status": "PENDING", "start": documents.now(), **fields}

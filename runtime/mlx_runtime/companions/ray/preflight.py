@@ -16,17 +16,15 @@ from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.config.projects import CONF, commands
 from mlx_runtime.errors import ClusterError, ConfigError, MlxError, StorageError, UsageError, short_message
-from mlx_runtime.storage.files import is_uri, storage_at
-from mlx_runtime.storage.redaction import redacted_override, secret_keys
-from mlx_runtime.storage.uploads import LIMIT_BYTES, Upload
-from mlx_runtime.training.engines import ENGINES
-from mlx_runtime.training.engines.placement import engine_class, shortage
-from mlx_runtime.training.options import DataConfig
+from mlx_runtime.runs import LIMIT_BYTES, Upload
+from mlx_runtime.storage import is_uri, storage_at
+from mlx_runtime.storage.secrets import redacted_override, secret_keys
+from mlx_runtime.training import DataConfig
+from mlx_runtime.training.engines import ENGINES, engine_class, shortage
 
 if TYPE_CHECKING:
-    from mlx_runtime.config.composition import Config
-    from mlx_runtime.training.options import TrainConfig
-    from mlx_runtime.training.request import RunConfig
+    from mlx_runtime.config import Config
+    from mlx_runtime.training import RunConfig, TrainConfig
 
 PROBE_S = 180.0  # timeout of the probe job
 NODE_S = 60.0  # timeout of a node's answer to the probe

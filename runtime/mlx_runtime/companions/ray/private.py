@@ -18,9 +18,7 @@ from ray.runtime_context import RuntimeContext
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.distributed.wrapping import is_sharded
+from mlx_runtime.distributed import Topology, broadcast, is_sharded
 from mlx_runtime.errors import MlxError
 
 try:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from mlx_runtime.errors import ClusterError, short_message
 from mlx_runtime.settings import QUIET_WORKERS, Settings, environment, release_threads
-from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.engines.placement import JOB_FLAG, check_room, uses_gpus
-from mlx_runtime.training.options import DataConfig, TrainConfig
+from mlx_runtime.training import DataConfig, TrainConfig
+from mlx_runtime.training.engines import JOB_FLAG, Cluster, check_room, uses_gpus
 
 EMBEDDED_RAY = {
     "RAY_prestart_worker_first_driver": "0",  # Ray Train does not use prestarted workers

@@ -26,14 +26,10 @@ from mlx_runtime.companions.ray.streams import (
     rows_of_stream,
     stream_of,
 )
-from mlx_runtime.data.batches import Batch
-from mlx_runtime.data.errors import dataset_error
-from mlx_runtime.data.read_ahead import DEFAULT_PREFETCH, read_ahead
-from mlx_runtime.data.sampling import ShardPlan, WorkerPass, shuffled_share
-from mlx_runtime.distributed.collectives import broadcast
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.data import Batch, ShardPlan, WorkerPass, dataset_error, read_ahead, shuffled_share
+from mlx_runtime.distributed import Topology, broadcast
 from mlx_runtime.errors import DatasetError, MlxError
-from mlx_runtime.training.engines.base import Job
+from mlx_runtime.training.engines import Job
 
 WINDOW_ROWS = 1024
 """Rows per share of a stream. Training shuffles the rows within each share."""
@@ -201,8 +197,7 @@ class StreamReader:
             self._assigner.close()
 
     def batches(self, part: WorkerPass, prefetch: int | None = None) -> Iterator[Batch]:
-        count = DEFAULT_PREFETCH if prefetch is None else prefetch
-        return read_ahead(self._read(part), count) if count else self._read(part)
+        return self._read(part) if prefetch == 0 else read_ahead(self._read(part), prefetch)
 
     def _read(self, part: WorkerPass) -> Iterator[Batch]:
         self._passes += 1

@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_runtime.config.building import build
-from mlx_runtime.data.batches import Batch
-from mlx_runtime.data.definitions import adopted, constructing
-from mlx_runtime.data.errors import dataset_error
+from mlx_runtime.config import build
+from mlx_runtime.data import Batch, adopted, constructing, dataset_error
 from mlx_runtime.errors import DatasetError, MlxError
 
 Part = tuple[Any, int, int]

@@ -8,10 +8,9 @@ import ray.train
 import ray.train.torch
 
 from mlx_runtime.companions.ray.private import quiet_ray_train
-from mlx_runtime.distributed.topology import Topology
-from mlx_runtime.training.connections import Remote
-from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.worker import train_to
+from mlx_runtime.distributed import Topology
+from mlx_runtime.training.engines import Job
+from mlx_runtime.training.loop import Remote, train_to
 
 
 def train(config: Mapping[str, Any]) -> None:

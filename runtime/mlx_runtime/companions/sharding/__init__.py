@@ -1,1 +1,12 @@
 """Models sharded by FSDP2, and their checkpoints, written and read in parts."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    "commands",
+    consolidation="consolidate",
+    layouts="Layouts",
+    shards="Parts Shards full",
+    writer="ShardWriter StagedPlanner failure",
+)

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mlx_runtime.distributed.wrapping import is_sharded
-from mlx_runtime.runs.checkpoints import tensor_files
-from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER, Stored, reading
-from mlx_runtime.runs.checkpoints.staging import Staging
+from mlx_runtime.companions.sharding import tensor_files
+from mlx_runtime.distributed import is_sharded
+from mlx_runtime.runs.checkpoints import PLACEHOLDER, Staging, Stored, reading
+from mlx_runtime.storage import BlockReader, Storage, joined
 from mlx_runtime.storage.documents import COUNT, NAME, TEXT, from_json, list_of, mapping_of, mapping_with
-from mlx_runtime.storage.files import Storage, joined
-from mlx_runtime.storage.hashing import BlockReader
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -13,11 +13,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from mlx_runtime.companions.sharding import tensor_files
 from mlx_runtime.errors import MlxError, StorageError, short_message
-from mlx_runtime.runs.checkpoints import tensor_files
-from mlx_runtime.storage.files import Storage
-from mlx_runtime.storage.hashing import BlockWriter
-from mlx_runtime.storage.publishing import Publication
+from mlx_runtime.storage import BlockWriter, Publication, Storage
 
 
 class StagedPlanner(DefaultSavePlanner):

@@ -8,7 +8,7 @@ import pyarrow.fs
 
 from mlx_runtime.errors import StorageError
 from mlx_runtime.extras import require
-from mlx_runtime.storage.files import Storage, Stored
+from mlx_runtime.storage import Storage, Stored
 
 
 class ObjectStore(Storage):

@@ -5,17 +5,16 @@ import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mlx_runtime.companions.notebook.runs import importable, listed
+from mlx_runtime.companions.notebook import importable, listed
+from mlx_runtime.companions.sweeps.controller import Listener
 from mlx_runtime.companions.sweeps.definition import Definition, plan
 from mlx_runtime.companions.sweeps.results import SweepResult
 from mlx_runtime.companions.sweeps.starting import claim
-from mlx_runtime.companions.sweeps.sweep import Listener
 from mlx_runtime.companions.sweeps.terminal import engine_for
 from mlx_runtime.config.projects import AN_EXPERIMENT
 from mlx_runtime.errors import MlxError, UsageError
-from mlx_runtime.training.engines import local
-from mlx_runtime.training.engines.placement import JOB_FLAG
-from mlx_runtime.training.experiment import BaseModule
+from mlx_runtime.training.engines import JOB_FLAG, warm_up
+from mlx_runtime.training.loop import BaseModule
 
 
 def sweep(
@@ -68,7 +67,7 @@ def sweep(
         given["experiment"] = f"{module}.{qualname}"
     checked = plan(experiment, Definition(words, **given), large=True)
     if JOB_FLAG not in os.environ:
-        local.warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
+        warm_up(experiment.__module__)  # a notebook has threads, and so may a script after its first sweep
     with contextlib.closing(engine_for(checked)) as engine:
         claimed = claim(checked, name, listeners=listeners)
         with claimed.running():

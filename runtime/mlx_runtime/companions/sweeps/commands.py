@@ -11,7 +11,7 @@ from mlx_runtime.cli import commands, options
 from mlx_runtime.cli.verbs import projects
 from mlx_runtime.config.projects import AN_EXPERIMENT, Kind, main_class
 from mlx_runtime.errors import UsageError
-from mlx_runtime.runs.folder import refuse_empty
+from mlx_runtime.runs import refuse_empty
 
 
 @click.command("sweep", context_settings=commands.OVERRIDES)

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.companions.sweeps.scores import RunResult, Trial, metrics_at, read_epochs, scored
 from mlx_runtime.errors import UsageError, printable, suggest
-from mlx_runtime.runs import lookup, records
-from mlx_runtime.runs.checkpoint_index import list_checkpoints
-from mlx_runtime.runs.folder import RunFolder, run_folder
-from mlx_runtime.runs.listing import map_concurrently, summarize
+from mlx_runtime.runs import RunFolder, queries, records, run_folder
+from mlx_runtime.runs.checkpoints import list_checkpoints
+from mlx_runtime.runs.queries import map_concurrently, summarize
 from mlx_runtime.runs.tables import counted, format_number
-from mlx_runtime.storage.files import joined
+from mlx_runtime.storage import joined
 
 if TYPE_CHECKING:
     import pandas
 
-    from mlx_runtime.runs.reader import Run
+    from mlx_runtime.runs.queries import Run
 
 
 def open_sweep(sweep: str | Path) -> "SweepResult":
@@ -35,7 +34,7 @@ def open_sweep(sweep: str | Path) -> "SweepResult":
     Raises:
         UsageError: There is no such sweep.
     """
-    return SweepResult(lookup.resolve_run(str(sweep)))
+    return SweepResult(queries.resolve_run(str(sweep)))
 
 
 class SweepResult:
@@ -95,7 +94,7 @@ class SweepResult:
     @property
     def runs(self) -> "list[Run]":
         """All runs, in order of trials and folds."""
-        from mlx_runtime.runs.reader import Run
+        from mlx_runtime.runs.queries import Run
 
         return [Run(run.row.folder) for trial in self.trials for run in trial.runs]
 
@@ -107,7 +106,7 @@ class SweepResult:
             UsageError: No trial has recorded the metric.
             StorageError: The file cannot be read.
         """
-        from mlx_runtime.runs.reader import Run
+        from mlx_runtime.runs.queries import Run
 
         config = Run(self.best.runs[0].row.folder).config
         if self.folds:

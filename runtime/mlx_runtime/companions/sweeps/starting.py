@@ -7,23 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from mlx_runtime.companions.sweeps.controller import Listener, Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, differences, merged, plan
 from mlx_runtime.companions.sweeps.folds import rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState, read_trial
 from mlx_runtime.companions.sweeps.study import uses_optuna
-from mlx_runtime.companions.sweeps.sweep import Listener, Sweep, outcome
-from mlx_runtime.config.targets import object_at
+from mlx_runtime.config.constructors import object_at
 from mlx_runtime.errors import UsageError
 from mlx_runtime.extras import require
-from mlx_runtime.runs import lookup, records, snapshots
-from mlx_runtime.runs.folder import SWEEP, RunFolder, claim_run, list_sweeps
-from mlx_runtime.runs.listing import map_concurrently
-from mlx_runtime.runs.provenance import provenance
+from mlx_runtime.runs import SWEEP, RunFolder, claim_run, list_sweeps, provenance, queries, records, snapshots
+from mlx_runtime.runs.queries import map_concurrently
 from mlx_runtime.settings import Settings
-from mlx_runtime.storage import documents, leases
-from mlx_runtime.storage.detection import HIDDEN
+from mlx_runtime.storage import documents, leases, storage_at, storage_root
 from mlx_runtime.storage.documents import is_name
-from mlx_runtime.storage.files import storage_at, storage_root
+from mlx_runtime.storage.secrets import HIDDEN
 
 FOLDS = "folds.npz"
 """File of a sweep with the row numbers of each fold."""
@@ -37,8 +34,8 @@ def find_sweep(name: str = "latest") -> RunFolder:
     """
     if name != "latest":
         known = name.rpartition("/")[2].startswith(SWEEP)
-        return lookup.resolve_run(name if known else SWEEP + name)
-    root, experiment = lookup.storage_root(), lookup.conf_value("cfg.name") or ""
+        return queries.resolve_run(name if known else SWEEP + name)
+    root, experiment = queries.storage_root(), queries.conf_value("cfg.name") or ""
     found = list_sweeps(root, experiment)
     begun = [folder for folder in found if folder.record.name in storage_at(folder.location).names()]
     if not begun:

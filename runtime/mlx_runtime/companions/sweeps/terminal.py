@@ -9,21 +9,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mlx_runtime.companions.sweeps.controller import Sweep, outcome
 from mlx_runtime.companions.sweeps.definition import Definition, SweepPlan, plan
 from mlx_runtime.companions.sweeps.display import SweepDisplay
-from mlx_runtime.companions.sweeps.engines.base import SweepEngine, SweepEngineClass
-from mlx_runtime.companions.sweeps.engines.local import Local
+from mlx_runtime.companions.sweeps.engines import Local, SweepEngine, SweepEngineClass
 from mlx_runtime.companions.sweeps.events import SweepEnded, SweepStarted
 from mlx_runtime.companions.sweeps.starting import claim, find_sweep, finished_trials, resumed_plan
 from mlx_runtime.companions.sweeps.states import TrialState
-from mlx_runtime.companions.sweeps.sweep import Sweep, outcome
 from mlx_runtime.errors import MlxError, RunStopped
 from mlx_runtime.events import Event
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs import RunFolder
 from mlx_runtime.runs.logs import Log
 from mlx_runtime.runs.tables import counted
 from mlx_runtime.settings import Settings
-from mlx_runtime.training.engines import local, placement
+from mlx_runtime.training import engines
+from mlx_runtime.training.engines import cool_down
 
 MAX_TIME = "--max-time"
 """Reason of a stop that does not count as a failure."""
@@ -85,12 +85,12 @@ def engine_for(checked: SweepPlan) -> SweepEngine:
         UsageError, ConfigError: it cannot run the trials, or so many do not fit.
     """
     cfg, definition = checked.config.cfg, checked.definition
-    name, _ = placement.engine_for(cfg)
-    engine: SweepEngineClass | None = getattr(placement.engine_class(name), "sweep_engine", None)
+    name, _ = engines.engine_for(cfg)
+    engine: SweepEngineClass | None = getattr(engines.engine_class(name), "sweep_engine", None)
     if engine is not None:
-        local.cool_down()  # it starts processes of its own
-    elif placement.JOB_FLAG in os.environ:
-        from mlx_runtime.companions.sweeps.engines.cluster import OnCluster
+        cool_down()  # it starts processes of its own
+    elif engines.JOB_FLAG in os.environ:
+        from mlx_runtime.companions.sweeps.engines import OnCluster
 
         engine = OnCluster
     else:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_runtime.config.interpolation import parsed
+from mlx_runtime.config import parsed
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.folder import RunFolder, reading
-from mlx_runtime.runs.listing import AskJobs, summarize
+from mlx_runtime.runs import RunFolder, reading
+from mlx_runtime.runs.queries import AskJobs, summarize
 from mlx_runtime.runs.tables import format_duration, format_number
-from mlx_runtime.storage.redaction import redacted_tree
+from mlx_runtime.storage.secrets import redacted_tree
 
 RESOLVED = ("cfg.resume", "cfg.storage_path")
 """Settings that select a run and do not affect training. A resumed run stores the values that they referred to."""

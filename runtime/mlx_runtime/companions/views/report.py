@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_runtime.errors import StorageError, UsageError, short_message
 from mlx_runtime.extras import require
-from mlx_runtime.runs import logs
-from mlx_runtime.runs.checkpoint_index import list_checkpoints, position
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.runs.listing import AskJobs, Row, summarize
+from mlx_runtime.runs import RunFolder, logs
+from mlx_runtime.runs.checkpoints import list_checkpoints, position
+from mlx_runtime.runs.queries import AskJobs, Row, summarize
 from mlx_runtime.runs.tables import COLUMNS, counted, format_duration, format_number
+from mlx_runtime.storage import joined, size_text, split_options, storage_at
 from mlx_runtime.storage.documents import COUNT, NUMBER, from_json
-from mlx_runtime.storage.files import joined, size_text, split_options, storage_at
 from mlx_runtime.storage.local import write_atomic
-from mlx_runtime.storage.redaction import redacted
+from mlx_runtime.storage.secrets import redacted
 
 if TYPE_CHECKING:
     import jinja2

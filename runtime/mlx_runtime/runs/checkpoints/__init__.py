@@ -26,37 +26,15 @@ the index those of the shards' blocks. Any number of workers can load a checkpoi
      "ranks": [{"random": ..., "metrics": {name: state}, "losses": {name: state}}, ...]}
 """
 
-from mlx_runtime.runs.checkpoints.groups import (
-    DamagedError,
-    State,
-    copied,
-    has_shards,
-    has_stored,
-    load_into,
-    load_what_fits,
-    members,
-    merged,
-    on_device,
-    plain_entries,
-    state_of,
-)
-from mlx_runtime.runs.checkpoints.store import PARTS, BackgroundSaver, CheckpointStore, read
+from mlx_runtime.importing import door
 
-__all__ = [
-    "PARTS",
-    "BackgroundSaver",
-    "CheckpointStore",
-    "DamagedError",
-    "State",
-    "copied",
-    "has_shards",
-    "has_stored",
-    "load_into",
-    "load_what_fits",
-    "members",
-    "merged",
-    "on_device",
-    "plain_entries",
-    "read",
-    "state_of",
-]
+__all__, __getattr__ = door(
+    __name__,
+    groups=(
+        "PLACEHOLDER DamagedError State Stored copied has_shards has_stored load_into load_what_fits members merged "
+        "on_device plain_entries reading state_of"
+    ),
+    index="ABOUT INDEX CheckpointInfo best_first list_checkpoints position score",
+    staging="Staging",
+    store="BackgroundSaver CheckpointStore read",
+)

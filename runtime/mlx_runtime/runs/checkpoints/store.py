@@ -14,8 +14,10 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 
 from mlx_runtime import companions
+from mlx_runtime.companions import is_remote, reader_of
 from mlx_runtime.errors import ConfigError, StorageError, short_message
-from mlx_runtime.runs.checkpoint_index import (
+from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damaged, has_placeholders, has_stored, reading
+from mlx_runtime.runs.checkpoints.index import (
     ABOUT,
     INDEX,
     STATE,
@@ -26,15 +28,24 @@ from mlx_runtime.runs.checkpoint_index import (
     read_description,
     undescribed,
 )
-from mlx_runtime.runs.checkpoints.groups import DamagedError, State, damaged, has_placeholders, has_stored, reading
 from mlx_runtime.runs.checkpoints.staging import Staging
-from mlx_runtime.runs.remote import is_remote, reader_of
-from mlx_runtime.storage.files import Storage, is_uri, joined, parent_of, storage_at, storage_errors, to_json
-from mlx_runtime.storage.hashing import HashingReader, HashingWriter
-from mlx_runtime.storage.publishing import Publication, recover, unpublish
+from mlx_runtime.storage import (
+    HashingReader,
+    HashingWriter,
+    Publication,
+    Storage,
+    is_uri,
+    joined,
+    parent_of,
+    recover,
+    storage_at,
+    storage_errors,
+    to_json,
+    unpublish,
+)
 
 if TYPE_CHECKING:
-    from mlx_runtime.companions.sharding.shards import Parts, Shards
+    from mlx_runtime.companions.sharding import Parts, Shards
 
 PARTS = {
     *("epoch", "finished", "global_step", "seed", "world_size", "config", "models", "optimizers", "tools", "own"),
@@ -109,7 +120,7 @@ class CheckpointStore:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        sharding = companions.part("sharding.writer")
+        sharding = companions.part("sharding")
         writer, about = sharding.ShardWriter(self._storage), checkpoint
         publication = Publication(self._storage, checkpoint.name, ABOUT)
 
@@ -314,7 +325,7 @@ def _full(state: State) -> State:
     """Return a state with whole tensors on the CPU instead of stored ones."""
     if not has_stored(state):
         return state
-    return cast("State", companions.part("sharding.shards").full(state))
+    return cast("State", companions.part("sharding").full(state))
 
 
 def _write_state(publication: Publication, state: State | None, checkpoint: CheckpointInfo) -> CheckpointInfo:
@@ -380,5 +391,5 @@ def _shards(storage: Storage, name: str, about: CheckpointInfo | None) -> "Shard
             raise
         if about is not None and hashlib.sha256(content).hexdigest() != about.index_sha256:
             raise ValueError("its SHA-256 is not the one it was saved with")
-        shards: Shards = companions.part("sharding.shards").Shards(storage, name, content)
+        shards: Shards = companions.part("sharding").Shards(storage, name, content)
         return shards

@@ -5,9 +5,21 @@ local        workers forked from the driver, with torchrun's environment and Ray
 on_ray       workers placed by Ray Train, on a cluster or on a Ray embedded in the driver
 """
 
+from mlx_runtime.importing import door
+
 ENGINES = {
     "in_process": "mlx_runtime.training.engines.in_process.InProcess",
     "local": "mlx_runtime.training.engines.local.Local",
     "ray": "mlx_runtime.companions.ray.engine.OnRay",
 }
 """Import paths of engine classes by name. Other classes are named by their import path in `cfg.engine`."""
+
+__all__, __getattr__ = door(
+    __name__,
+    base="Cluster Handle Job StopAsked backend_of lost",
+    local="Local cool_down warm_server warm_up",
+    placement="JOB_FLAG changing_size check_room engine_class engine_for errors_of shortage this_machine uses_gpus",
+    protocol="Engine EngineClass Group",
+    scratch="Scratch",
+    worker="WorkerJob load_results run_worker",
+)

@@ -15,11 +15,10 @@ from mlx_runtime.errors import MlxError, WorkerLostError, short_message
 from mlx_runtime.events import WorkersLost
 from mlx_runtime.settings import Settings
 from mlx_runtime.training.engines.base import Cluster, Handle, StopAsked, backend_of, lost
-from mlx_runtime.training.engines.fork_server import ForkServer
 from mlx_runtime.training.engines.output import Output
 from mlx_runtime.training.engines.placement import changing_size, this_machine
-from mlx_runtime.training.engines.processes import exit_reason, memory_kills, unsafe_to_fork
 from mlx_runtime.training.engines.scratch import Scratch
+from mlx_runtime.training.processes import ForkServer, exit_reason, memory_kills, unsafe_to_fork
 
 ORIGIN_S = 3.0
 """Time to wait for the cause when a worker reports only that it lost another one."""
@@ -79,7 +78,7 @@ class Local:
         yield this_machine(cfg, "local engine")
 
     def __init__(self, cfg: Any, cluster: Cluster, *, timeout_s: float) -> None:
-        from mlx_runtime.training.strategies.selection import strategy_class
+        from mlx_runtime.training.strategies import strategy_class
 
         self.cfg, self.use_gpu, self.timeout_s = cfg, cluster.use_gpu, timeout_s
         self.server = warm_server()
@@ -184,7 +183,7 @@ class LocalGroup:
             self._replace(origins or errors)
 
     def _replace(self, errors: dict[int, BaseException]) -> None:
-        from mlx_runtime.training.memory import ways_to_save
+        from mlx_runtime.training.loop import ways_to_save
 
         first, cfg = next(iter(errors.values())), self._engine.cfg
         why = short_message(first)

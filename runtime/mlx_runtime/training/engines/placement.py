@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_runtime.config.targets import named_class
+from mlx_runtime.config.constructors import named_class
 from mlx_runtime.errors import ConfigError, MlxError, located
+from mlx_runtime.training import DataConfig, TrainConfig
 from mlx_runtime.training.engines import ENGINES
 from mlx_runtime.training.engines.base import Cluster
-from mlx_runtime.training.options import DataConfig, TrainConfig
 
 if TYPE_CHECKING:
     from mlx_runtime.training.engines.protocol import EngineClass

@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-from mlx_runtime.distributed.topology import Topology, device_here
+from mlx_runtime.distributed import Topology, device_here
 from mlx_runtime.distributed.torch_private import keep_groups_private
 from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_traceback
-from mlx_runtime.training.connections import Remote
 from mlx_runtime.training.engines.base import Job
-from mlx_runtime.training.worker import enter_ray_train, train_to
+from mlx_runtime.training.loop import Remote, enter_ray_train, train_to
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,20 @@
 """Strategies, which distribute the models of a run across its workers: replicated or sharded."""
 
+from mlx_runtime.importing import door
+
 STRATEGIES = {
     "ddp": "mlx_runtime.training.strategies.ddp.DDP",
     "fsdp": "mlx_runtime.companions.sharding.strategy.FSDP",
     "hsdp": "mlx_runtime.companions.sharding.strategy.HSDP",
 }
 """Import paths of strategy classes by name. Other classes are named by their import path in `cfg.strategy`."""
+
+__all__, __getattr__ = door(
+    __name__,
+    base="Strategy StrategyClass",
+    blocks="blocks_of without_shared",
+    building="build_models check_values deferred_models initialize place",
+    ddp="DDP",
+    recomputation="recompute_blocks",
+    selection="own_strategies problems strategy_class strategy_of",
+)

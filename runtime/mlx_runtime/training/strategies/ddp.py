@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mlx_runtime.config.building import build
-from mlx_runtime.config.targets import object_at
-from mlx_runtime.distributed.topology import Topology
+from mlx_runtime.config import build
+from mlx_runtime.config.constructors import object_at
+from mlx_runtime.distributed import Topology
 from mlx_runtime.runs.checkpoints import members
 
 

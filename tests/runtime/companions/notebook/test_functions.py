@@ -19,8 +19,7 @@ from leftovers import marked
 from mlx_runtime import MlxError, Trainer, open_run, report, world_rank
 from mlx_runtime.companions.notebook import function_runs
 from mlx_runtime.companions.notebook.functions import takes_config
-from mlx_runtime.config.composition import parse_overrides
-from mlx_runtime.config.overrides import override
+from mlx_runtime.config import override, parse_overrides
 from mlx_runtime.errors import ConfigError, UsageError
 
 SCRIPT = """

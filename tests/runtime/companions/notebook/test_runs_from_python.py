@@ -15,7 +15,7 @@ from hub_server import Hub
 
 from mlx_runtime import BaseModule, open_run, run
 from mlx_runtime.errors import UsageError
-from mlx_runtime.training.warm_server import libraries
+from mlx_runtime.training.processes.standby import libraries
 
 SCRIPT = """
 import json, os, signal, threading, time

@@ -20,11 +20,10 @@ from mlx_runtime.companions.ray.dashboard import Dashboard, job_statuses
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.ray.launch import Launch, SubmittedJob
 from mlx_runtime.errors import ClusterError, UsageError
-from mlx_runtime.runs import listing, records
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs import RunFolder, Upload, records
+from mlx_runtime.runs.queries import listing
 from mlx_runtime.storage import leases
-from mlx_runtime.storage.uploads import Upload
-from mlx_runtime.training.options import DataConfig
+from mlx_runtime.training import DataConfig
 
 pytestmark = pytest.mark.pure
 

@@ -31,11 +31,10 @@ from mlx_runtime.companions.ray.addresses import Address
 from mlx_runtime.companions.ray.dashboard import Dashboard
 from mlx_runtime.companions.ray.jobs import JobSpec
 from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
-from mlx_runtime.runs.filling import being_filled
-from mlx_runtime.runs.folder import RunFolder
+from mlx_runtime.runs import RunFolder, Upload
 from mlx_runtime.runs.logs import read_log
-from mlx_runtime.storage.files import storage_at
-from mlx_runtime.storage.uploads import Upload
+from mlx_runtime.runs.outputs import being_filled
+from mlx_runtime.storage import storage_at
 
 TOKEN = "token-of-the-test-cluster-0123456789abcdef"
 

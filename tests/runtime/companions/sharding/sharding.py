@@ -23,8 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 from mlx_runtime.companions.sharding.layouts import Layouts
 from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.errors import ConfigError, MlxError
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore, load_into, state_of
+from mlx_runtime.runs.checkpoints import BackgroundSaver, CheckpointInfo, CheckpointStore, load_into, state_of
+from mlx_runtime.runs.checkpoints.store import PARTS
 
 GROUPS = ("models", "optimizers", "tools")
 

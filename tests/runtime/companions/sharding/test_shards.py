@@ -18,12 +18,9 @@ from safetensors.torch import load_file
 
 from mlx_runtime.companions.sharding.consolidation import consolidate
 from mlx_runtime.errors import ConfigError, UsageError
-from mlx_runtime.runs.checkpoint_index import ABOUT, INDEX, list_checkpoints
-from mlx_runtime.runs.checkpoints import CheckpointStore, read
-from mlx_runtime.runs.folder import RunFolder
-from mlx_runtime.storage import hashing
-from mlx_runtime.storage.files import storage_at
-from mlx_runtime.storage.hashing import BlockReader, BlockWriter
+from mlx_runtime.runs import RunFolder
+from mlx_runtime.runs.checkpoints import ABOUT, INDEX, CheckpointStore, list_checkpoints, read
+from mlx_runtime.storage import BlockReader, BlockWriter, hashing, storage_at
 
 pytestmark = pytest.mark.local
 
@@ -323,7 +320,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from mlx_runtime.errors import StorageError
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo
 from mlx_runtime.companions.sharding.shards import Parts
 from mlx_runtime.runs.checkpoints import PARTS, BackgroundSaver, CheckpointStore
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

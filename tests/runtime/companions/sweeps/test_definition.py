@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_runtime.companions.sweeps.definition import Definition, differences, merged
-from mlx_runtime.storage.detection import HIDDEN
+from mlx_runtime.storage.secrets import HIDDEN
 
 pytestmark = pytest.mark.pure
 

@@ -16,13 +16,13 @@ from fakes import FakeEngine, metrics, plan_of
 from faults import wait_for
 
 from mlx_runtime.companions.sweeps import starting, terminal
+from mlx_runtime.companions.sweeps.controller import Sweep
 from mlx_runtime.companions.sweeps.events import SweepEnded, TrialEnded
 from mlx_runtime.companions.sweeps.folds import Fold, rows_digest
 from mlx_runtime.companions.sweeps.states import TrialState
-from mlx_runtime.companions.sweeps.sweep import Sweep
 from mlx_runtime.errors import MlxError, UsageError
 from mlx_runtime.events import EpochEnded, StopRequested
-from mlx_runtime.runs.folder import ask_to_stop, asked_to_stop, find_run
+from mlx_runtime.runs import find_run
 from mlx_runtime.storage.leases import lease
 
 pytestmark = pytest.mark.pure
@@ -349,7 +349,7 @@ def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) ->
     sweep = starting.claim(plan)
     assert sweep.record.folder.attempts() == 1
     sweep.record.finish("FAILED", error="on purpose", job={"id": "a", "address": "http://b"})
-    ask_to_stop(sweep.record.folder)
+    sweep.record.folder.ask_to_stop()
     before = record_of(tmp_path)
     again = starting.claim(resumed(plan, tmp_path))
     record = record_of(tmp_path)
@@ -357,7 +357,7 @@ def test_a_driver_records_itself_in_place_of_the_previous_one(tmp_path: Path) ->
     assert (record["status"], record["attempt"], record["job"]) == ("RUNNING", 2, None)
     assert record["start"] == before["start"]
     assert [attempt["status"] for attempt in record["attempts"]] == ["FAILED"]
-    assert not asked_to_stop(again.record.folder)
+    assert not again.record.folder.asked_to_stop()
 
 
 def test_the_rows_of_the_folds_are_stored(tmp_path: Path) -> None:

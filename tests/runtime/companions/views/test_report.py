@@ -13,12 +13,10 @@ from browser import Browser, Page
 from conftest import Mlx
 
 from mlx_runtime.companions.views import report
-from mlx_runtime.runs import listing, records
-from mlx_runtime.runs.checkpoint_index import CheckpointInfo
-from mlx_runtime.runs.checkpoints import CheckpointStore
-from mlx_runtime.runs.folder import RunFolder, claim_run
-from mlx_runtime.storage import documents
-from mlx_runtime.storage.files import joined, size_text
+from mlx_runtime.runs import RunFolder, claim_run, records
+from mlx_runtime.runs.checkpoints import CheckpointInfo, CheckpointStore
+from mlx_runtime.runs.queries import listing
+from mlx_runtime.storage import documents, joined, size_text
 
 pytestmark = pytest.mark.browser
 

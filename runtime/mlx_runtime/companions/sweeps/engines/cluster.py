@@ -14,18 +14,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from mlx_runtime.companions.ray.start import on_ray
+from mlx_runtime.companions.ray import on_ray
+from mlx_runtime.companions.sweeps import BEGUN, TrialJob, record_end, run_trial
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
-from mlx_runtime.companions.sweeps.trial import BEGUN, TrialJob, record_end, run_trial
 from mlx_runtime.errors import StorageError, UsageError, full_message, short_message
 from mlx_runtime.events import EpochEnded, Event, StepProgress
-from mlx_runtime.runs import records
-from mlx_runtime.runs.folder import RunFolder, has_begun
+from mlx_runtime.runs import RunFolder, records
 from mlx_runtime.storage.leases import HEARTBEAT_S, STALE_S
-from mlx_runtime.training.links import PRUNE
-from mlx_runtime.training.options import TrainConfig
-from mlx_runtime.training.stop_requests import StopRequests
+from mlx_runtime.training import StopRequests, TrainConfig
+from mlx_runtime.training.processes import PRUNE
 
 POLL_S = 0.5
 """Interval at which requests to stop are noticed, and between two looks at the driver of a run."""
@@ -138,7 +136,7 @@ class _Driver:
     def _train(self, job: TrialJob) -> None:
         try:
             _wait_for_driver(job.folder, STALE_S + HEARTBEAT_S)
-            if has_begun(job.folder):  # by the driver that was lost
+            if job.folder.has_begun():  # by the driver that was lost
                 job = replace(job, overrides=BEGUN)
             ended = run_trial(job, self._emit, self._control)
             failed = ended.error if ended.status == "FAILED" else None

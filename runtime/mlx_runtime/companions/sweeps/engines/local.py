@@ -13,16 +13,14 @@ from functools import partial
 from multiprocessing import connection
 from typing import Any
 
+from mlx_runtime.companions.sweeps import TrialJob, record_end, run_trial
 from mlx_runtime.companions.sweeps.engines.base import STOP, Trials
 from mlx_runtime.companions.sweeps.engines.room import room
-from mlx_runtime.companions.sweeps.trial import TrialJob, record_end, run_trial
 from mlx_runtime.errors import ConfigError, full_message
 from mlx_runtime.runs.logs import LogFile, log_name
-from mlx_runtime.training.engines import local
-from mlx_runtime.training.engines.placement import shortage
-from mlx_runtime.training.engines.processes import exit_reason
-from mlx_runtime.training.links import PRUNE, Link, RunProcess
-from mlx_runtime.training.options import TrainConfig
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import cool_down, shortage, warm_server, warm_up
+from mlx_runtime.training.processes import PRUNE, Link, RunProcess, exit_reason
 
 PRELOADED = (__name__, "mlx_runtime.training.engines.in_process")
 """What trials import in addition to what workers do."""
@@ -78,7 +76,7 @@ class Local:
     def __init__(self, cfg: TrainConfig, *, parallel: int | None = None, gpus_per_trial: float | None = None) -> None:
         self._room = slots(cfg, parallel, gpus_per_trial)
         self._free = list(range(len(self._room.environments)))
-        self._server = local.warm_server()
+        self._server = warm_server()
         self._server.preload(*PRELOADED)
         self._numbers = itertools.count()
         self._running: dict[int, _Trial] = {}
@@ -153,9 +151,9 @@ class _Trial(RunProcess):
 
 def work(job: TrialJob, engine: Any) -> int:
     """Run a trial in this process, which the server has just started; `engine` is the connection to it."""
-    local.warm_up()  # before the storage starts threads
+    warm_up()  # before the storage starts threads
     link = Link(engine)
     ended = run_trial(job, link.emit, link.control)
-    local.cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
+    cool_down()  # the run may have failed before it used the server, which would keep this process from exiting
     link.finish(ended)
     return 0

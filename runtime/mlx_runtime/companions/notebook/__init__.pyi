@@ -1,0 +1,13 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.companions.notebook.function_runs import Trainer as Trainer
+from mlx_runtime.companions.notebook.functions import load_checkpoint as load_checkpoint
+from mlx_runtime.companions.notebook.functions import local_rank as local_rank
+from mlx_runtime.companions.notebook.functions import report as report
+from mlx_runtime.companions.notebook.functions import save_checkpoint as save_checkpoint
+from mlx_runtime.companions.notebook.functions import world_rank as world_rank
+from mlx_runtime.companions.notebook.functions import world_size as world_size
+from mlx_runtime.companions.notebook.magic import register as register
+from mlx_runtime.companions.notebook.runs import importable as importable
+from mlx_runtime.companions.notebook.runs import listed as listed
+from mlx_runtime.companions.notebook.runs import run as run
+from mlx_runtime.companions.notebook.scripts import load as load

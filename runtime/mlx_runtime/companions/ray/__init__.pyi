@@ -1,0 +1,25 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.companions.ray.addresses import Address as Address
+from mlx_runtime.companions.ray.addresses import is_trusted as is_trusted
+from mlx_runtime.companions.ray.addresses import note_untrusted as note_untrusted
+from mlx_runtime.companions.ray.dashboard import Dashboard as Dashboard
+from mlx_runtime.companions.ray.dashboard import NoAnswerError as NoAnswerError
+from mlx_runtime.companions.ray.dashboard import job_statuses as job_statuses
+from mlx_runtime.companions.ray.datajob import DataJob as DataJob
+from mlx_runtime.companions.ray.datajob import refuse_present as refuse_present
+from mlx_runtime.companions.ray.datajob import run_job as run_job
+from mlx_runtime.companions.ray.doctor import checks as checks
+from mlx_runtime.companions.ray.jobs import JobSpec as JobSpec
+from mlx_runtime.companions.ray.jobs import end_as_stopped as end_as_stopped
+from mlx_runtime.companions.ray.launch import Launch as Launch
+from mlx_runtime.companions.ray.launch import SubmittedJob as SubmittedJob
+from mlx_runtime.companions.ray.start import on_ray as on_ray
+from mlx_runtime.companions.ray.start import start_ray as start_ray
+from mlx_runtime.companions.ray.stream_reader import StreamReader as StreamReader
+from mlx_runtime.companions.ray.stream_reader import stream_readers as stream_readers
+from mlx_runtime.companions.ray.streams import blocks_of as blocks_of
+from mlx_runtime.companions.ray.streams import columns_of as columns_of
+from mlx_runtime.companions.ray.streams import keep_order as keep_order
+from mlx_runtime.companions.ray.streams import make_dataset as make_dataset
+from mlx_runtime.companions.ray.streams import rows_of_stream as rows_of_stream
+from mlx_runtime.companions.ray.streams import stream_of as stream_of

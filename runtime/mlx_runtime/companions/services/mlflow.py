@@ -1,0 +1,50 @@
+"""The tracker for MLflow."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from mlx_runtime.tracking import Report, RunInfo, flatten, remembered
+
+
+class MLflow:
+    """Metrics on an MLflow server or in a local store (`pip install mlflow`). A resumed run remains one run there.
+
+    Args:
+        tracking_uri: like `http://host:5000`; None means a SQLite file in the run's folder.
+        experiment: name of the experiment; None means that of the run.
+    """
+
+    files = ("mlflow-run-id", "mlflow.db")
+
+    def __init__(self, tracking_uri: str | None = None, experiment: str | None = None):
+        self.tracking_uri, self.experiment = tracking_uri, experiment
+        self._client: Any = None
+        self._id = ""
+
+    def on_run_start(self, run: RunInfo) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(self.tracking_uri or f"sqlite:///{run.folder / 'mlflow.db'}")
+        title = self.experiment or run.experiment
+        found = self._client.get_experiment_by_name(title)
+        home = found.experiment_id if found else self._client.create_experiment(title)
+        begin = partial(self._client.create_run, home, run_name=run.name, tags={"mlx.place": run.place})
+        self._id = remembered(run.folder / "mlflow-run-id", lambda: str(begin().info.run_id))
+        self._client.update_run(self._id, status="RUNNING")
+        if run.attempt == 1:
+            params = [Param(name, str(value)[:500]) for name, value in flatten(run.config)]
+            for start in range(0, len(params), 100):  # limit of a request
+                self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def on_report(self, report: Report) -> None:
+        from mlflow.entities import Metric
+
+        moment = int(1000 * report.facts["timestamp"])
+        values = {**report.values, "epoch": report.epoch}
+        self._client.log_batch(self._id, [Metric(name, value, moment, report.step) for name, value in values.items()])
+
+    def on_run_end(self, status: str, metrics: Mapping[str, float]) -> None:
+        ends = {"SUCCEEDED": "FINISHED", "STOPPED": "KILLED"}
+        self._client.set_terminated(self._id, ends.get(status, "FAILED"))

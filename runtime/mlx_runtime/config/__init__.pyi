@@ -1,0 +1,23 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.config.building import DUMMY_PARAMS as DUMMY_PARAMS
+from mlx_runtime.config.building import Context as Context
+from mlx_runtime.config.building import Tree as Tree
+from mlx_runtime.config.building import build as build
+from mlx_runtime.config.building import build_cfg as build_cfg
+from mlx_runtime.config.building import build_group as build_group
+from mlx_runtime.config.building import build_optimizers as build_optimizers
+from mlx_runtime.config.building import declare as declare
+from mlx_runtime.config.building import declare_group as declare_group
+from mlx_runtime.config.checks import Checker as Checker
+from mlx_runtime.config.composition import Composition as Composition
+from mlx_runtime.config.composition import Config as Config
+from mlx_runtime.config.composition import check as check
+from mlx_runtime.config.composition import parse_overrides as parse_overrides
+from mlx_runtime.config.composition import quoted as quoted
+from mlx_runtime.config.composition import raise_if as raise_if
+from mlx_runtime.config.composition import read as read
+from mlx_runtime.config.composition import storage_override as storage_override
+from mlx_runtime.config.interpolation import parsed as parsed
+from mlx_runtime.config.interpolation import resolved as resolved
+from mlx_runtime.config.interpolation import unset_variables as unset_variables
+from mlx_runtime.config.overrides import override as override

@@ -1,0 +1,194 @@
+"""The calls that made a default, from its source.
+
+A default such as `fc: nn.Linear = nn.Linear(32, 10)` is an object, and objects do not remember their constructor call.
+So the default's *expression* is read from the source and evaluated again, with every call in it recorded. This yields
+the constructor and its arguments, regardless of the attributes of the object (decision 0003). The outermost constructor
+is not called again; the default itself is its result.
+"""
+
+import ast
+import contextlib
+import copy
+import dataclasses
+import importlib
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_runtime.config.constructors import statements
+from mlx_runtime.config.constructors.declarations import deferred
+
+_RECORDING = "__mlx_recording__"
+
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+"""Types whose objects are written item by item, so that each item needs a record of its calls."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    """Kept alive, so that no other object gets its id."""
+    before: "Call | None" = None
+    """The earlier call with the same result: `Linear(2, 2)` in `weight_norm(Linear(2, 2))`."""
+
+
+@dataclass
+class Recording:
+    """The evaluation of one expression: calls by the id of their result, and names by the id of their value."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    default: Any = None
+    """The value of the expression."""
+
+    def outermost(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Record the last call of the expression. A constructor is not called again: the default is its result."""
+        if type(self.default) is not function or function in _CONTAINERS:
+            return self.call(function, *args, **kwargs)
+        self.calls[id(self.default)] = Call(function, args, kwargs, self.default)
+        return self.default
+
+    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = deferred(function)(*args, **kwargs)()
+        if getattr(function, "__name__", "") != "<lambda>" or id(result) not in self.calls:
+            self.calls[id(result)] = Call(function, args, kwargs, result, self.calls.get(id(result)))
+        return result
+
+    def name(self, path: str, value: Any, root: Any) -> Any:
+        start = root.__name__ if isinstance(root, types.ModuleType) else f"{root.__module__}.{root.__qualname__}"
+        self.names[id(value)] = (f"{start}.{path}", value)
+        return value
+
+    def name_of(self, value: Any) -> str | None:
+        """Return the dotted name by which the expression referred to an object, like `torch.relu`."""
+        return self.names[id(value)][0] if id(value) in self.names else None
+
+    @contextlib.contextmanager
+    def before(self, call: Call) -> Iterator[None]:
+        """For an argument that a call also returned, show the call that made it."""
+        calls = dict(self.calls)
+        self.calls.pop(id(call.result), None)
+        if call.before is not None:
+            self.calls[id(call.result)] = call.before
+        try:
+            yield
+        finally:
+            self.calls = calls
+
+
+def recorded_default(target: Callable[..., Any], name: str, default: Any = None) -> tuple[Any, Recording] | None:
+    """Evaluate the default expression of a parameter again; None if its source is not available.
+
+    If `default` is its value, the outermost constructor is not called again.
+    """
+    if isinstance(target, type) and (dataclasses.is_dataclass(target) or name in inspect.get_annotations(target)):
+        source = _field(target, name)
+    else:
+        source = _argument(target.__init__ if isinstance(target, type) else target, name)  # type: ignore[misc]
+    return _recorded(*source, name, default) if source else None
+
+
+def recorded_constant(value: Any, home: str) -> tuple[Any, Recording] | None:
+    """Evaluate a module-level constant that serves as a default again: `BLOCK = Block(3)`, `block: Block = BLOCK`.
+
+    Searches the module `home` first, then all modules of its package, since constants get imported.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return None
+    package = [name for name in list(sys.modules) if name.partition(".")[0] == home.partition(".")[0]]
+    for module in filter(None, map(sys.modules.get, [home, *package])):
+        for constant, held in list(vars(module).items()):
+            if held is value and (expression := _assigned(module, constant)) is not None:
+                return _recorded(expression, vars(module), constant)
+    return None
+
+
+def _recorded(
+    expression: ast.expr, namespace: Mapping[str, Any], name: str, default: Any = None
+) -> tuple[Any, Recording]:
+    """Evaluate an expression with every call recorded. Datasets are declared, not loaded."""
+    recording = Recording(default=default)
+    body = _Instrument(namespace).visit(copy.deepcopy(expression))
+    if isinstance(expression, ast.Call):
+        body.func.attr = Recording.outermost.__name__
+    tree = ast.fix_missing_locations(ast.Expression(body))
+    code = compile(tree, f"<default of {name}>", "eval")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # issued when the default itself was constructed
+        return eval(code, {**namespace, _RECORDING: recording}), recording
+
+
+class _Instrument(ast.NodeTransformer):
+    """`f(x)` → `recording.call(f, x)`, and `a.b.c` → `recording.name("b.c", a.b.c, a)` for a module or class `a`."""
+
+    def __init__(self, namespace: Mapping[str, Any]) -> None:
+        self.namespace = namespace
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(self._method("call"), [node.func, *node.args], node.keywords)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        root, names = node.value, [node.attr]
+        while isinstance(root, ast.Attribute):
+            names.insert(0, root.attr)
+            root = root.value
+        if isinstance(root, ast.Name) and isinstance(self.namespace.get(root.id), types.ModuleType | type):
+            return ast.Call(self._method("name"), [ast.Constant(".".join(names)), node, root], [])
+        self.generic_visit(node)
+        return node
+
+    def _method(self, name: str) -> ast.expr:
+        return ast.Attribute(ast.Name(_RECORDING, ast.Load()), name, ast.Load())
+
+
+def _argument(function: Callable[..., Any], name: str) -> tuple[ast.expr, dict[str, Any]] | None:
+    """Return the default expression of a parameter, and the names that it may use."""
+    function = inspect.unwrap(function)
+    definition = next(iter(statements(function)), None)
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    arguments = definition.args
+    names = [item.arg for item in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    values = [*arguments.defaults, *arguments.kw_defaults]  # the first parameters may have no default
+    expression = dict(zip(names[-len(values) :], values, strict=True)).get(name) if values else None
+    if expression is None:
+        return None
+    return expression, {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+
+
+def _field(cls: type, name: str) -> tuple[ast.expr, dict[str, Any]] | None:
+    """Return the default expression of a field of a dataclass, and the names that it may use."""
+    owner = next((base for base in cls.__mro__ if name in inspect.get_annotations(base)), cls)
+    definition = next(iter(statements(owner)), None)
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    fields = [item for item in body if isinstance(item, ast.AnnAssign) and ast.unparse(item.target) == name]
+    expression = fields[0].value if fields else None
+    if expression is None:
+        return None
+    if isinstance(expression, ast.Call):
+        options = {option.arg: option.value for option in expression.keywords}
+        if "default_factory" in options:
+            expression = ast.Call(options["default_factory"], [], [])
+        elif "default" in options and ast.unparse(expression.func).endswith("field"):
+            expression = options["default"]
+    return expression, {**vars(importlib.import_module(owner.__module__)), **vars(owner)}
+
+
+def _assigned(module: types.ModuleType, name: str) -> ast.expr | None:
+    """Return the expression assigned to a top-level name, or None if the module assigns it never or repeatedly."""
+    values = []
+    for statement in statements(module):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            values.append(getattr(statement, "value", None))
+    return values[0] if len(values) == 1 else None

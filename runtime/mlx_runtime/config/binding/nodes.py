@@ -1,0 +1,330 @@
+"""Constructors → nodes: all defaults of an experiment as plain data for conf.yaml."""
+
+import enum
+import functools
+import importlib.util
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from mlx_runtime.config import DUMMY_PARAMS
+from mlx_runtime.config.binding.equality import unlike
+from mlx_runtime.config.binding.expressions import Call, Recording, recorded_constant, recorded_default
+from mlx_runtime.config.constructors import (
+    MISSING,
+    base_of,
+    convert,
+    groups,
+    is_factory,
+    object_at,
+    own_default,
+    parameters,
+    path_of,
+)
+from mlx_runtime.config.constructors.declarations import Declaration, SourceLoader, is_data
+from mlx_runtime.errors import BindError, short_message
+from mlx_runtime.sections import Section
+
+Node = dict[str, Any]
+"""A mapping with `_target_`, the class or function to call, and its arguments, as Hydra's `instantiate` takes it."""
+
+RESERVED = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
+"""Keys with a special meaning in a node."""
+
+BASES = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.utils.data.Dataset,
+    torch.utils.data.IterableDataset,
+    torch.Tensor,
+    object,
+)
+"""Base classes whose annotation accepts any subclass, so that it does not describe an object."""
+
+
+class Description:
+    """An experiment as nodes, by the groups of its constructor (`cfg`, `models`, …), with notices for the user."""
+
+    def __init__(self, experiment: type) -> None:
+        self.tree: dict[str, Node] = {}
+        self.notices: list[str] = []
+        self._home = experiment.__module__
+        self._open: list[type] = []
+        self._owners: dict[int, tuple[str, tuple[str, str], Any]] = {}
+        for name, cls in groups(experiment).items():
+            _refuse_untyped(cls, name)
+            if (own := own_default(experiment, name, cls)) is not None:
+                self.tree[name] = self._default(experiment, own, name)
+            else:
+                self.tree[name] = self._node(cls, path_of(cls), {}, Recording(), name)
+            if name in ("losses", "metrics"):
+                self.notices += _unrecorded(self.tree[name], name)
+        base = base_of(experiment)
+        settings = self._node(base, path_of(base), {}, Recording(), "cfg")  # the user's class may lack some
+        self.tree["cfg"] |= {name: value for name, value in settings.items() if name not in self.tree["cfg"]}
+
+    def of_class(self, path: str, key: str) -> Node | None:
+        """Return the node of the class or function at a path with all defaults; None if its package lacks it."""
+        try:
+            target = object_at(path)
+        except (ImportError, AttributeError) as error:
+            if importlib.util.find_spec(path.partition(".")[0]) is None:  # the package is not installed here
+                raise BindError(f"it cannot be imported: {short_message(error)}") from error
+            return None
+        return self._node(target, path, {}, Recording(), key)
+
+    def _call(self, call: Call, recording: Recording, key: str) -> Node:
+        """Return the node of a recorded call: its arguments, then the defaults of the others."""
+        function, args = call.function, call.args
+        if partial := function is functools.partial:
+            function, args = args[0], args[1:]
+        with recording.before(call):
+            path = _path(function, recording, key)
+            items = None if partial else parameters(function)
+            try:
+                bound = None if items is None else inspect.Signature(items).bind(*args, **call.kwargs)
+            except TypeError:  # the call succeeded, so the signature is wrong
+                bound = None
+            if bound is not None:
+                return self._node(function, path, bound.arguments, recording, key)
+            node = {"_target_": path} | ({"_partial_": True} if partial else {})
+            return node | self._passed(args, call.kwargs, recording, key)
+
+    def _passed(self, args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording, key: str) -> Node:
+        """Return the arguments of a call as passed, without defaults."""
+        node = {name: self._value(value, Any, recording, f"{key}.{name}") for name, value in kwargs.items()}
+        positional = [self._value(value, Any, recording, f"{key}[{index}]") for index, value in enumerate(args)]
+        return {**node, "_args_": positional} if positional else node
+
+    def _node(self, target: Any, path: str, given: Mapping[str, Any], recording: Recording, key: str) -> Node:
+        """Return the node of a call, with the defaults of the parameters for which no argument was given."""
+        node: Node = {"_target_": path}
+        positional: list[Any] = []
+        items = parameters(target) or []
+        starred = any(item.kind is item.VAR_POSITIONAL and given.get(item.name) for item in items)
+        for item in items:
+            here = f"{key}.{item.name}"
+            if item.kind is item.VAR_POSITIONAL:
+                positional += [self._value(value, Any, recording, here) for value in given.get(item.name, ())]
+            elif item.kind is item.VAR_KEYWORD:
+                for name, value in given.get(item.name, {}).items():
+                    _refuse_reserved(name, f"{key}.{name}", "an argument")
+                    node[name] = self._value(value, item.annotation, recording, f"{key}.{name}")
+            else:
+                self._inspect(path, item, here)
+                if item.name in given:
+                    value = self._value(given[item.name], item.annotation, recording, here)
+                else:
+                    value = self._default(target, item, here)
+                if item.kind is item.POSITIONAL_ONLY or (starred and item.kind is item.POSITIONAL_OR_KEYWORD):
+                    positional.append(value)
+                else:
+                    node[item.name] = value
+        return {**node, "_args_": positional} if positional else node
+
+    def _default(self, target: Any, parameter: inspect.Parameter, key: str) -> Any:
+        """Return a parameter's default as YAML. Its expression is read only if the value alone is not enough."""
+        if parameter.default is MISSING:
+            return self._described_type(parameter.annotation, key)
+        try:
+            try:
+                return self._value(parameter.default, parameter.annotation, Recording(), key)
+            except BindError:
+                recorded = recorded_default(target, parameter.name, parameter.default)
+                if recorded is None:
+                    raise
+                if not is_factory(parameter.default):
+                    _refuse_loaded(target.__module__, recorded[1], key)
+                return self._value(recorded[0], parameter.annotation, recorded[1], key)
+        except BindError:
+            raise
+        except Exception as error:  # from a signature, an `__eq__`, or an expression that cannot be evaluated again
+            why = f"{type(error).__name__}: {short_message(error)}"
+            raise BindError(f"{key}: its default cannot be read: {why}") from error
+
+    def _inspect(self, path: str, parameter: inspect.Parameter, key: str) -> None:
+        """Refuse reserved names; report missing types in user code and objects shared by two defaults."""
+        _refuse_reserved(parameter.name, key, "an argument")
+        if parameter.annotation is MISSING and path.startswith("src."):
+            self.notices.append(f"{key} has no type, so its value cannot be checked")
+        default = parameter.default
+        if is_factory(default) or isinstance(default, Section):
+            return
+        made = isinstance(default, torch.nn.Module | Declaration)
+        if made or (hasattr(default, "__dict__") and not callable(default)):
+            here = (path, parameter.name)  # a class that is used twice has the same default twice
+            owner = self._owners.setdefault(id(default), (key, here, default))
+            if owner[1] != here:
+                self.notices.append(f"{key} shares its default with {owner[0]}; in a run they are two objects")
+
+    def _described_type(self, hint: Any, key: str) -> Any:
+        """Return the value of a parameter without a default: the node of its class, or `???` if it has none."""
+        if not _describes_itself(hint) or hint in self._open:
+            return "???"
+        self._open.append(hint)  # classes that take objects of their own class would never end
+        try:
+            return self._node(hint, path_of(hint), {}, Recording(), key)
+        except BindError as error:
+            if str(error).startswith(key):
+                raise
+            return "???"  # not a class that can be imported
+        finally:
+            self._open.pop()
+
+    def _value(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
+        """Return a value as YAML, or raise a BindError with the key. Constants of `src` are written as calls."""
+        try:
+            return self._written(value, hint, recording, key)
+        except BindError:
+            constant = recorded_constant(value, self._home)
+            if constant is None or constant[0] is value:
+                raise
+            _refuse_loaded(self._home, constant[1], key)
+            return self._written(constant[0], hint, constant[1], key)
+
+    def _written(self, value: Any, hint: Any, recording: Recording, key: str) -> Any:
+        if value is DUMMY_PARAMS:
+            return "???"
+        if type(value) is str:
+            if value == "???":
+                raise BindError(f"{key}: the default '???' means a missing value in conf.yaml; choose another")
+            # Loading must not interpolate: `${` becomes `\${`, and each backslash before it is doubled.
+            return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if isinstance(value, Declaration):
+            return self._call(Call(value.target, value.args, value.kwargs, value), recording, key)
+        if isinstance(value, enum.Enum):
+            short = _restores(value.name, hint, value)
+            return value.name if short else _imported(f"{path_of(type(value))}.{value.name}", value, key)
+        if isinstance(value, Path) and _restores(str(value), hint, value):
+            return str(value)
+        if type(value) is dict:
+            for name in value:
+                if type(name) not in (str, int, float, bool):
+                    raise BindError(f"{key}: a dictionary key {name!r} cannot be written to conf.yaml; use a string")
+                _refuse_reserved(name, key, "a dictionary key")
+            return {name: self._value(item, Any, recording, f"{key}.{name}") for name, item in value.items()}
+        if type(value) in (list, tuple):
+            items = [self._value(item, Any, recording, f"{key}[{index}]") for index, item in enumerate(value)]
+            plain = type(value) is list or _restores(items, hint, value)
+            return items if plain else {"_target_": "builtins.tuple", "_args_": [items]}
+        if isinstance(value, torch.dtype):
+            return _imported(str(value), value, key)
+        if id(value) in recording.calls:
+            return self._call(recording.calls[id(value)], recording, key)
+        if isinstance(value, type) or inspect.isroutine(value):
+            return _imported(_path(value, recording, key), value, key)
+        if (path := recording.name_of(value)) and path.partition(".")[0] != self._home.partition(".")[0]:
+            return _imported(path, value, key)  # a constant of a library, like datetime.timezone.utc
+        if type(value) in (set, frozenset):
+            items = [self._value(item, Any, Recording(), key) for item in sorted(value, key=repr)]
+            return {"_target_": f"builtins.{type(value).__name__}", "_args_": [items]}
+        if type(value) is bytes:
+            return {"_target_": "builtins.bytes.fromhex", "_args_": [value.hex()]}
+        if type(value) is complex:
+            return {"_target_": "builtins.complex", "_args_": [value.real, value.imag]}
+        if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, str):
+            return {"_target_": path_of(type(value)), "_args_": [value.item()]}
+        name, kind = key.rpartition(".")[2], type(value).__name__
+        raise BindError(
+            f"{key}: the default {value!r:.80} cannot be written to conf.yaml. "
+            f"Write it in the signature as a constructor call, like `{name}: {kind} = {kind}(...)`"
+        )
+
+
+def _refuse_reserved(name: Any, key: str, kind: str) -> None:
+    if name in RESERVED:
+        raise BindError(f"{key}: {kind} cannot be named {name}, which is reserved in conf.yaml")
+
+
+def _refuse_loaded(module: str, recording: Recording, key: str) -> None:
+    """Refuse a default with a dataset or a trained model that was loaded while its module of `src` was imported."""
+    loader = getattr(sys.modules.get(module), "__loader__", None)
+    if module.partition(".")[0] != "src" or isinstance(loader, SourceLoader):
+        return
+    if any(isinstance(call.result, Declaration) or is_data(call.function) for call in recording.calls.values()):
+        raise BindError(
+            f"{key} was loaded while src was imported; to load it in workers only, write at the top of "
+            "src/__init__.py: import mlx_runtime; mlx_runtime.defer_loading(__name__)"
+        )
+
+
+def _refuse_untyped(cls: type, key: str) -> None:
+    """Refuse members of a group without an annotation, because dataclasses leave them out of the constructor."""
+    annotated = inspect.get_annotations(cls)
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name == "map_params_to_optimizers" or name in annotated:
+            continue
+        code = isinstance(value, type | property | classmethod | staticmethod) or inspect.isroutine(value)
+        if not code and type(value) not in (bool, int, float, str, tuple, list, dict):
+            kind = (value.target if isinstance(value, Declaration) else type(value)).__name__
+            raise BindError(f"{key}.{name} has no type, so it would be left out; write {name}: {kind} = ...")
+
+
+def _unrecorded(group: Node, key: str) -> list[str]:
+    """Return a notice for each member of `Losses` or `Metrics` whose values are not recorded automatically."""
+    from torchmetrics import Metric, MetricCollection
+
+    notices = []
+    for name, value in group.items():
+        path = value.get("_target_") if isinstance(value, dict) and "_partial_" not in value else None
+        target = object_at(path) if path else None
+        if isinstance(target, type) and not issubclass(target, Metric | MetricCollection):
+            notices.append(
+                f"{key}.{name} is a {target.__name__}, not a TorchMetrics Metric, so its values are not recorded; "
+                f'record them with self.log({{"train/{name}": value}}), or average them in a MeanMetric of Metrics'
+            )
+    return notices
+
+
+def _describes_itself(hint: Any) -> bool:
+    """Return True if an annotation is a class with a node in conf.yaml, unlike `int`, `Path` or a base class."""
+    if not isinstance(hint, type) or typing.get_args(hint) or hint in (MISSING, *BASES) or inspect.isabstract(hint):
+        return False
+    if hint.__module__ == "builtins" or getattr(hint, "_is_protocol", False):
+        return False
+    plain = (PurePath, enum.Enum, int, float, str, bytes, tuple, list, dict, set, frozenset)
+    return not issubclass(hint, plain) and parameters(hint) is not None
+
+
+def _path(thing: Any, recording: Recording, key: str) -> str:
+    """Return the path of a class or function, or else its name in the default's expression."""
+    try:
+        return path_of(thing)
+    except BindError as error:
+        path = recording.name_of(thing)
+        if path is None:
+            raise BindError(f"{key}: {error}") from None
+        return path
+
+
+def _imported(path: str, value: Any, key: str) -> Node:
+    """Return the node of a class, function or constant itself, as hydra-zen writes it."""
+    try:
+        there = object_at(path)
+    except (ImportError, AttributeError):
+        there = None
+    if there is not value and not (inspect.ismethod(value) and there == value):
+        raise BindError(f"{key}: {value!r} cannot be imported as {path}; give it a name at the top level of a module")
+    return {"_target_": "hydra_zen.funcs.get_obj", "path": path}
+
+
+def _restores(text: Any, hint: Any, value: Any) -> bool:
+    """Return True if loading converts `text` back to exactly `value` because of the annotation."""
+    if hint in (Any, MISSING):
+        return False
+    try:
+        converted = convert(text, hint)
+    except TypeError:
+        return False
+    return unlike(value, lambda: converted) is None

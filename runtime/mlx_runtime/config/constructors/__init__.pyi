@@ -1,0 +1,25 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.config.constructors.signatures import MISSING as MISSING
+from mlx_runtime.config.constructors.signatures import alternatives as alternatives
+from mlx_runtime.config.constructors.signatures import base_of as base_of
+from mlx_runtime.config.constructors.signatures import choices as choices
+from mlx_runtime.config.constructors.signatures import convert as convert
+from mlx_runtime.config.constructors.signatures import fitted as fitted
+from mlx_runtime.config.constructors.signatures import groups as groups
+from mlx_runtime.config.constructors.signatures import is_factory as is_factory
+from mlx_runtime.config.constructors.signatures import own_default as own_default
+from mlx_runtime.config.constructors.signatures import parameters as parameters
+from mlx_runtime.config.constructors.signatures import plain as plain
+from mlx_runtime.config.constructors.signatures import plain_defaults as plain_defaults
+from mlx_runtime.config.constructors.signatures import settings_of as settings_of
+from mlx_runtime.config.constructors.signatures import statements as statements
+from mlx_runtime.config.constructors.signatures import takes_any_keyword as takes_any_keyword
+from mlx_runtime.config.constructors.signatures import type_name as type_name
+from mlx_runtime.config.constructors.suggestions import namesake as namesake
+from mlx_runtime.config.constructors.suggestions import renamed as renamed
+from mlx_runtime.config.constructors.targets import loaded_object_at as loaded_object_at
+from mlx_runtime.config.constructors.targets import named_class as named_class
+from mlx_runtime.config.constructors.targets import names_repositories as names_repositories
+from mlx_runtime.config.constructors.targets import object_at as object_at
+from mlx_runtime.config.constructors.targets import path_of as path_of
+from mlx_runtime.config.constructors.targets import targets_of as targets_of

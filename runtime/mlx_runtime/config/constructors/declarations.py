@@ -1,0 +1,279 @@
+"""Declarations of datasets and pretrained models, so that importing `src` loads nothing: defaults such as
+`train: TrainDataset = TrainDataset()` and `net: PreTrainedModel = AutoModel.from_pretrained(...)`.
+
+`defer_loading`, which `src/__init__.py` calls, has the modules of `src` rewritten as they are compiled. A call `f(x)`
+that Python executes during the import, such as one in a default, becomes `__declared__(f)(x)`, which returns a
+`Declaration` if `f` is a dataset, returns one of Hugging Face, loads trained weights, or gets a declaration of such
+weights as an argument. Otherwise it calls `f`. A call with another one among its arguments, `f(g(x))`, becomes
+`__deferred__(f)(...)()`, which decides once they are known. The bodies of functions stay as they are.
+"""
+
+import ast
+import contextlib
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+_DECLARED = "__declared__"
+_DEFERRED = "__deferred__"
+
+
+class Declaration:
+    """A dataset or model that is not constructed yet: its class or function, and the arguments of the call."""
+
+    def __init__(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        self.target, self.args, self.kwargs = target, args, kwargs
+
+    def make(self) -> Any:
+        """Construct the object, after the declared objects among its arguments."""
+        return self.target(*_made(self.args), **_made(self.kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._unmade(f"has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("target", "args", "kwargs"):
+            raise self._unmade(f"has no attribute {name!r}")
+        object.__setattr__(self, name, value)
+
+    def __getitem__(self, item: Any) -> Any:
+        raise self._unmade("has no items")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._unmade("cannot be called")
+
+    def _unmade(self, why: str) -> AttributeError:
+        name = self.target.__qualname__
+        cure = f"make it a default of a constructor, or call {name} in the function that uses it"
+        return AttributeError(f"{name}() is not constructed while src is imported, so it {why}; {cure}")
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{self.target.__qualname__}({', '.join(arguments)})"
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, Declaration):
+        return value.make()
+    if type(value) in (list, tuple):
+        return type(value)(map(_made, value))
+    if type(value) is dict:
+        return {name: _made(item) for name, item in value.items()}
+    return value
+
+
+def is_dataset(cls: Any) -> bool:
+    """Return True if `cls` is a class of datasets: of torch, of Hugging Face, or with `to_hf()`. Imports neither."""
+    data = sys.modules.get("torch.utils.data")
+    if not isinstance(cls, type):
+        return False
+    return (data is not None and issubclass(cls, data.Dataset)) or hasattr(cls, "to_hf") or is_hf_dataset(cls)
+
+
+def is_hf_dataset(cls: Any) -> bool:
+    """Return True if `cls` is the `Dataset` or `IterableDataset` of Hugging Face, or derived from one."""
+    library = sys.modules.get("datasets")
+    kinds = (getattr(library, "Dataset", None), getattr(library, "IterableDataset", None))
+    return isinstance(cls, type) and issubclass(cls, tuple(kind for kind in kinds if isinstance(kind, type)))
+
+
+def returns_hf_dataset(function: Any) -> bool:
+    """Return True if a function is annotated to return a Hugging Face dataset, like `datasets.load_dataset`."""
+    if "datasets" not in sys.modules or "return" not in getattr(function, "__annotations__", {}):
+        return False
+    try:
+        hint = typing.get_type_hints(function)["return"]
+    except Exception:  # annotations are arbitrary expressions
+        return False
+    return any(map(is_hf_dataset, typing.get_args(hint) or [hint]))
+
+
+def declared(callee: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Declaration in place of `callee` if it yields data or pretrained weights, otherwise `callee` itself.
+
+    The decision is made before Python evaluates the arguments.
+    """
+    global _loads_weights
+    if is_pretrained(callee):
+        _loads_weights = True
+        return functools.partial(_declared_pretrained, callee)
+    if is_data(callee):
+        return functools.partial(Declaration, callee)
+    may_load = _loads_weights and _spreads(callee)
+    return functools.partial(declared_with_arguments, callee) if may_load else callee
+
+
+def deferred(callee: Callable[..., Any]) -> Callable[..., Callable[[], Any]]:
+    """Return a function that takes the arguments and returns a function without arguments, for the final call.
+
+    Used if there are calls among the arguments, which must be evaluated before the decision. The module itself makes
+    the final call, so that warnings name it.
+    """
+    if is_pretrained(callee) or is_data(callee) or not _spreads(callee):
+        return functools.partial(functools.partial, declared(callee))
+    return functools.partial(_call_or_declaration, callee)
+
+
+_loads_weights = False
+"""True if a call that loads pretrained weights was declared in this process, so it may be an argument of others."""
+
+
+def _spreads(callee: Any) -> bool:
+    """Return False for functions of the standard library, which may inspect the frame of their caller."""
+    return callee is functools.partial or library_of(callee) not in sys.stdlib_module_names
+
+
+def is_data(callee: Any) -> bool:
+    """Return True if a class or function makes a dataset."""
+    return is_dataset(callee) or is_dataset(getattr(callee, "__self__", None)) or returns_hf_dataset(callee)
+
+
+FROM_PRETRAINED = {"diffusers", "huggingface_hub", "peft", "timm", "transformers"}
+"""Libraries whose classes have `from_pretrained`, which users' classes may inherit."""
+
+
+def library_of(function: Any) -> str:
+    """Return the library that defines a function, even if it is called on a subclass elsewhere."""
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def is_pretrained(target: Any) -> bool:
+    """Return True for functions of libraries that may load pretrained weights, tokenizers and the like.
+
+    A `from_pretrained` that the user defines is an ordinary function.
+    """
+    name, library = getattr(target, "__name__", ""), library_of(target)
+    if name == "from_pretrained":
+        return library in FROM_PRETRAINED
+    if library == "torchvision":
+        module = target.__module__.removeprefix("torchvision.")
+        in_registry = module == "models._api"  # this module also has `list_models`
+        return module.startswith("models") and inspect.isfunction(target) and (not in_registry or name == "get_model")
+    return (library, name) == ("timm", "create_model") or (getattr(target, "__module__", ""), name) in (
+        ("torch.jit._serialization", "load"),
+        ("torch.hub", "load"),
+    )
+
+
+def _declared_pretrained(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Declaration:
+    """Declare a call, with the name of the repository as a keyword if the signature hides that parameter.
+
+    The signature of `AutoModel.from_pretrained` of transformers is `(*model_args, **kwargs)`.
+    """
+    if library_of(callee) == "transformers" and len(args) == 1:
+        first = next(iter(inspect.signature(callee).parameters.values()))
+        if first.kind is first.VAR_POSITIONAL:
+            return Declaration(callee, pretrained_model_name_or_path=args[0], **kwargs)
+    return Declaration(callee, *args, **kwargs)
+
+
+def declared_with_arguments(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a class or function, or declare the call if an argument or default is a declaration of weights."""
+    return _call_or_declaration(callee, *args, **kwargs)()
+
+
+def _call_or_declaration(callee: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+    function = getattr(callee, "__init__", None) if isinstance(callee, type) else callee
+    defaults = (getattr(function, "__defaults__", None), getattr(function, "__kwdefaults__", None))
+    if any(map(is_loaded_later, (args, kwargs, *defaults))):
+        return functools.partial(Declaration, callee, *args, **kwargs)
+    return functools.partial(callee, *args, **kwargs)
+
+
+def is_loaded_later(value: Any) -> bool:
+    """Return True for a declaration of pretrained weights, and for containers of one."""
+    if isinstance(value, Declaration):
+        return not is_data(value.target)
+    if isinstance(value, tuple | list | dict):
+        return any(map(is_loaded_later, value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def made_on_read(cls: type, context: Callable[[str], contextlib.AbstractContextManager[None]]) -> type:
+    """Return a subclass of a group that constructs each declared dataset when it is first read, within
+    `context(name)`."""
+
+    def read(self: Any, name: str) -> Any:
+        value = cls.__getattribute__(self, name)  # type: ignore[call-arg]
+        if isinstance(value, Declaration):
+            with context(name):
+                value = value.make()
+            object.__setattr__(self, name, value)
+        return value
+
+    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Rewrites the calls that Python executes during the import of a module, except those in annotations."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        arguments = [*node.args, *(item.value for item in node.keywords)]
+        nested = any(isinstance(part, ast.Call) for item in arguments for part in ast.walk(item))
+        rule = ast.Name(_DEFERRED if nested else _DECLARED, ast.Load())
+        node.func = ast.copy_location(ast.Call(rule, [node.func], []), node.func)
+        return ast.copy_location(ast.Call(node, [], []), node) if nested else node
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        skipped = ("annotation", "returns", "body") if is_function else ("annotation",)
+        kept = {name: vars(node).pop(name) for name in skipped if name in vars(node)}
+        super().generic_visit(node)
+        vars(node).update(kept)
+        return node
+
+
+class SourceLoader(SourceFileLoader):
+    """Loads a module with its datasets declared, if the loading of its package is deferred."""
+
+    def path_stats(self, path: str) -> Any:
+        raise OSError("bytecode is not cached, because other programs may read the cache")
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> CodeType:  # type: ignore[override]
+        tree = ast.parse(data, path)
+        if any(f"{self.name}.".startswith(f"{package}.") for package in _packages):
+            tree = ast.fix_missing_locations(_Rewriter().visit(tree))
+        return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update({_DECLARED: declared, _DEFERRED: deferred})
+        super().exec_module(module)
+
+
+_packages: set[str] = set()
+
+
+def defer_loading(package: str) -> None:
+    """Import the other modules of a package without loading the datasets and pretrained models in their defaults.
+
+    Called in `src/__init__.py`, before other modules of the package are imported. Calls that Python executes while it
+    imports them, such as `train: Rows = Rows()`, are recorded if they construct a dataset or load trained weights; the
+    workers of a run make them. The functions of the package, and all other packages, stay as they are.
+
+    Args:
+        package: `__name__` of the package.
+    """
+    _packages.add(package)
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+class _Finder:
+    """Finds the modules of top-level packages whose loading is deferred. `runs.snapshots` finds others."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in _packages:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = SourceLoader(spec.loader.name, spec.loader.path)
+        return spec

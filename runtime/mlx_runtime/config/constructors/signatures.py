@@ -1,0 +1,217 @@
+"""The parameters of constructors, and conversions of YAML values to their types, like a list to a tuple."""
+
+import ast
+import contextlib
+import dataclasses
+import enum
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from mlx_runtime.config.constructors.targets import object_at, path_of
+from mlx_runtime.errors import BindError
+from mlx_runtime.sections import Section
+
+MISSING = inspect.Parameter.empty
+
+
+def parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a class or function, or None if it has no signature, like some C types.
+
+    Annotations are resolved, or replaced by `Any` if that fails; errors of `inspect.signature` are corrected.
+    """
+    try:
+        items = list(inspect.signature(target).parameters.values())
+    except (ValueError, TypeError):
+        return None
+    if isinstance(target, type) and items and items[0].name == "self":
+        del items[0]  # pyo3 classes, like those of tokenizers, list it
+    if dataclasses.is_dataclass(target) and hasattr(target.__init__, "__wrapped__"):
+        outer = inspect.signature(target.__init__, follow_wrapped=False).parameters.values()
+        items += [item for item in outer if item.kind is item.VAR_KEYWORD]  # for configs of transformers
+    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)  # type: ignore[misc]
+    try:
+        resolved = typing.get_type_hints(function)
+    except Exception:  # annotations are arbitrary expressions
+        resolved = {}
+    return [item.replace(annotation=_hint(item, resolved, function)) for item in items]
+
+
+def _hint(item: inspect.Parameter, resolved: dict[str, Any], function: Any) -> Any:
+    """Resolve one annotation separately, because a name that only type checkers import would fail all others."""
+    if item.annotation is not MISSING and item.name in resolved:
+        return resolved[item.name]
+    if not isinstance(item.annotation, str):
+        return item.annotation
+    try:
+        return eval(item.annotation, dict(getattr(function, "__globals__", {})))
+    except Exception:
+        return Any
+
+
+def takes_any_keyword(items: list[inspect.Parameter]) -> bool:
+    return any(item.kind is item.VAR_KEYWORD for item in items)
+
+
+def is_factory(default: Any) -> bool:
+    """Return True if the default of a dataclass field is the placeholder of a factory."""
+    return type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS"
+
+
+def base_of(experiment: type) -> Any:
+    """Return the class of the runtime's settings: `TrainConfig`, or `DataConfig` for a data job."""
+    return object_at(f"mlx_runtime.{getattr(experiment, 'CONFIG', 'TrainConfig')}")
+
+
+def groups(experiment: type) -> dict[str, type]:
+    """Return the groups of an experiment: parameters of its `__init__` or, without one, annotated attributes."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    hints = {item.name: item.annotation for item in parameters(experiment) or [] if item.kind in named}
+    owner = f"{experiment.__name__}.__init__"
+    if not hints:
+        ours = ("mlx_runtime", "builtins")
+        bases = [base for base in experiment.__mro__ if base.__module__.partition(".")[0] not in ours]
+        names = {name for base in bases for name in inspect.get_annotations(base)}
+        hints = {name: hint for name, hint in typing.get_type_hints(experiment).items() if name in names}
+        owner = experiment.__name__
+    for name, hint in hints.items():
+        if hint is MISSING or not isinstance(hint, type):
+            title = name.capitalize() if name != "cfg" else base_of(experiment).__name__
+            raise BindError(f"{owner}: {name!r} has no type; write {name}: {title}")
+    if "cfg" not in hints:
+        example = f"cfg: {base_of(experiment).__name__}"
+        raise BindError(f"{owner} has no cfg; write {example}, and declare the other groups the same way")
+    return hints
+
+
+def own_default(experiment: type, group: str, hint: type) -> inspect.Parameter | None:
+    """Return a group as a parameter if the experiment itself has a default for it, as in `cfg: Config = Config(3)`."""
+    items = {item.name: item.default for item in parameters(experiment) or []}
+    default = items.get(group, getattr(experiment, group, None))
+    if default is MISSING or default is None:
+        return None
+    return inspect.Parameter(group, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def settings_of(experiment: type) -> dict[str, Any]:
+    """Return the plain defaults of `cfg`: those of its class, and the runtime's for settings that it lacks."""
+    cls = groups(experiment)["cfg"]
+    defaults, own = plain_defaults(base_of(experiment), cls), own_default(experiment, "cfg", cls)
+    if own is None:
+        return defaults
+    values = {name: plain(getattr(own.default, name, MISSING)) for name in defaults}
+    return defaults | {name: value for name, value in values.items() if value is not MISSING}
+
+
+def plain_defaults(*classes: type) -> dict[str, Any]:
+    """Return the plain defaults of classes; later classes take precedence."""
+    items = [item for cls in classes for item in parameters(cls) or []]
+    return {item.name: value for item in items if (value := plain(item.default)) is not MISSING}
+
+
+def plain(value: Any) -> Any:
+    """Return a value as in conf.yaml, or `MISSING` if it is not plain."""
+    if isinstance(value, list | tuple):
+        items = [plain(item) for item in value]
+        return MISSING if MISSING in items else items
+    if isinstance(value, Section):
+        node = {name: plain(item) for name, item in vars(value).items()}
+        return MISSING if MISSING in node.values() else {"_target_": path_of(type(value)), **node}
+    alike = value is None or type(value) in (bool, int, float) or (type(value) is str and "${" not in value)
+    return value if alike else MISSING
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the single type of another annotation."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def choices(hint: Any) -> list[Any]:
+    """Return the values that an annotation lists, as in `Literal["a", "b"] | None`."""
+    literals = [item for item in alternatives(hint) if typing.get_origin(item) is Literal]
+    return [value for item in literals for value in typing.get_args(item)]
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """Convert a YAML value to an annotated type; TypeError if it does not fit."""
+    if hint in (Any, MISSING, object) or isinstance(hint, typing.TypeVar):
+        return value
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    kind = origin or hint
+    if kind is typing.Annotated:
+        return convert(value, arguments[0])
+    if kind in (typing.Union, types.UnionType):
+        exact = [choice for choice in arguments if (typing.get_origin(choice) or choice) is type(value)]
+        for choice in [*exact, *arguments]:
+            with contextlib.suppress(TypeError):
+                return convert(value, choice)
+        raise TypeError
+    if kind is Literal:
+        return _checked(value, any(type(value) is type(choice) and value == choice for choice in arguments))
+    if kind is tuple and isinstance(value, list | tuple):
+        hints = arguments or (Any, ...)
+        if hints[1:] == (...,):
+            hints = hints[:1] * len(value)
+        return tuple(map(convert, _checked(value, len(hints) == len(value)), hints))
+    if kind in (list, Sequence) and isinstance(value, list):
+        return [convert(item, arguments[0] if arguments else Any) for item in value]
+    if kind is dict and isinstance(value, dict):
+        key, item = arguments or (Any, Any)
+        return {convert(k, key): convert(v, item) for k, v in value.items()}
+    if kind is float and type(value) is int:
+        return value  # Python accepts an int, too; an int default of a float stays an int
+    if kind is int and type(value) is bool:
+        raise TypeError  # in Python a bool is an int; in a config it is a mistake
+    if isinstance(kind, type) and isinstance(value, str):
+        if issubclass(kind, enum.Enum) and value in kind.__members__:
+            return kind[value]
+        if issubclass(kind, Path):
+            return kind(value)
+    try:
+        fits = isinstance(value, kind)
+    except TypeError:  # a special form without instances, like Callable[..., int] or NewType
+        fits = True
+    return _checked(value, fits)
+
+
+def _checked(value: Any, fits: bool) -> Any:
+    if not fits:
+        raise TypeError
+    return value
+
+
+def fitted(value: Any, hint: Any) -> Any:
+    """Convert a value if it fits the type; otherwise return it unchanged, like an object that was already built."""
+    try:
+        return convert(value, hint)
+    except TypeError:
+        return value
+
+
+def type_name(hint: Any) -> str:
+    """Return a type as written in code."""
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def statements(thing: Any) -> list[ast.stmt]:
+    """Parse the source of a module, class or function; empty if it is not available."""
+    return _parsed(thing) if isinstance(thing, types.ModuleType) else _parsed_once(thing)
+
+
+def _parsed(thing: Any) -> list[ast.stmt]:
+    try:
+        source = inspect.getsource(thing)
+        return ast.parse(source if isinstance(thing, types.ModuleType) else textwrap.dedent(source)).body
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+_parsed_once = functools.lru_cache(maxsize=64)(_parsed)
+"""Cached for classes and functions, because `inspect` parses the whole module to find the source of a class."""

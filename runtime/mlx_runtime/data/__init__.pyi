@@ -1,0 +1,27 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.data.batches import Batch as Batch
+from mlx_runtime.data.batches import BatchReader as BatchReader
+from mlx_runtime.data.batches import as_numpy as as_numpy
+from mlx_runtime.data.batches import check as check
+from mlx_runtime.data.batches import device_copies as device_copies
+from mlx_runtime.data.batches import dtype_name as dtype_name
+from mlx_runtime.data.batches import rows_of as rows_of
+from mlx_runtime.data.definitions import adopted as adopted
+from mlx_runtime.data.definitions import constructing as constructing
+from mlx_runtime.data.definitions import constructing_each as constructing_each
+from mlx_runtime.data.definitions import dataset_nodes as dataset_nodes
+from mlx_runtime.data.definitions import stream_names as stream_names
+from mlx_runtime.data.errors import dataset_error as dataset_error
+from mlx_runtime.data.loaders import DatasetShard as DatasetShard
+from mlx_runtime.data.loaders import DatasetShards as DatasetShards
+from mlx_runtime.data.loaders import Loader as Loader
+from mlx_runtime.data.loaders import LoaderOptions as LoaderOptions
+from mlx_runtime.data.loaders import reading_processes as reading_processes
+from mlx_runtime.data.loaders import trains as trains
+from mlx_runtime.data.prefetching import read_ahead as read_ahead
+from mlx_runtime.data.sampling import LOADER_ARGUMENTS as LOADER_ARGUMENTS
+from mlx_runtime.data.sampling import ShardPlan as ShardPlan
+from mlx_runtime.data.sampling import Subset as Subset
+from mlx_runtime.data.sampling import WorkerPass as WorkerPass
+from mlx_runtime.data.sampling import mix_seeds as mix_seeds
+from mlx_runtime.data.sampling import shuffled_share as shuffled_share

@@ -1,0 +1,22 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.runs.folder import ATTEMPT as ATTEMPT
+from mlx_runtime.runs.folder import EVALUATIONS as EVALUATIONS
+from mlx_runtime.runs.folder import RUN as RUN
+from mlx_runtime.runs.folder import RUN_NAME as RUN_NAME
+from mlx_runtime.runs.folder import SWEEP as SWEEP
+from mlx_runtime.runs.folder import RunFolder as RunFolder
+from mlx_runtime.runs.folder import attempt_name as attempt_name
+from mlx_runtime.runs.folder import claim_run as claim_run
+from mlx_runtime.runs.folder import find_run as find_run
+from mlx_runtime.runs.folder import list_runs as list_runs
+from mlx_runtime.runs.folder import list_sweeps as list_sweeps
+from mlx_runtime.runs.folder import named_run as named_run
+from mlx_runtime.runs.folder import names_run as names_run
+from mlx_runtime.runs.folder import reading as reading
+from mlx_runtime.runs.folder import refuse_empty as refuse_empty
+from mlx_runtime.runs.folder import run_folder as run_folder
+from mlx_runtime.runs.remote import RemoteReader as RemoteReader
+from mlx_runtime.runs.remote import RemoteRun as RemoteRun
+from mlx_runtime.runs.uploads import LIMIT_BYTES as LIMIT_BYTES
+from mlx_runtime.runs.uploads import Upload as Upload
+from mlx_runtime.runs.versions import provenance as provenance

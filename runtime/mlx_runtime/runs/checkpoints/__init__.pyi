@@ -1,0 +1,27 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.runs.checkpoints.groups import PLACEHOLDER as PLACEHOLDER
+from mlx_runtime.runs.checkpoints.groups import DamagedError as DamagedError
+from mlx_runtime.runs.checkpoints.groups import State as State
+from mlx_runtime.runs.checkpoints.groups import Stored as Stored
+from mlx_runtime.runs.checkpoints.groups import copied as copied
+from mlx_runtime.runs.checkpoints.groups import has_shards as has_shards
+from mlx_runtime.runs.checkpoints.groups import has_stored as has_stored
+from mlx_runtime.runs.checkpoints.groups import load_into as load_into
+from mlx_runtime.runs.checkpoints.groups import load_what_fits as load_what_fits
+from mlx_runtime.runs.checkpoints.groups import members as members
+from mlx_runtime.runs.checkpoints.groups import merged as merged
+from mlx_runtime.runs.checkpoints.groups import on_device as on_device
+from mlx_runtime.runs.checkpoints.groups import plain_entries as plain_entries
+from mlx_runtime.runs.checkpoints.groups import reading as reading
+from mlx_runtime.runs.checkpoints.groups import state_of as state_of
+from mlx_runtime.runs.checkpoints.index import ABOUT as ABOUT
+from mlx_runtime.runs.checkpoints.index import INDEX as INDEX
+from mlx_runtime.runs.checkpoints.index import CheckpointInfo as CheckpointInfo
+from mlx_runtime.runs.checkpoints.index import best_first as best_first
+from mlx_runtime.runs.checkpoints.index import list_checkpoints as list_checkpoints
+from mlx_runtime.runs.checkpoints.index import position as position
+from mlx_runtime.runs.checkpoints.index import score as score
+from mlx_runtime.runs.checkpoints.staging import Staging as Staging
+from mlx_runtime.runs.checkpoints.store import BackgroundSaver as BackgroundSaver
+from mlx_runtime.runs.checkpoints.store import CheckpointStore as CheckpointStore
+from mlx_runtime.runs.checkpoints.store import read as read

@@ -1,0 +1,21 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.runs.queries.listing import STATUSES as STATUSES
+from mlx_runtime.runs.queries.listing import UNREADABLE as UNREADABLE
+from mlx_runtime.runs.queries.listing import AskJobs as AskJobs
+from mlx_runtime.runs.queries.listing import Row as Row
+from mlx_runtime.runs.queries.listing import empty_message as empty_message
+from mlx_runtime.runs.queries.listing import list_rows as list_rows
+from mlx_runtime.runs.queries.listing import map_concurrently as map_concurrently
+from mlx_runtime.runs.queries.listing import summarize as summarize
+from mlx_runtime.runs.queries.listing import table as table
+from mlx_runtime.runs.queries.lookup import NO_STORAGE as NO_STORAGE
+from mlx_runtime.runs.queries.lookup import StoragePath as StoragePath
+from mlx_runtime.runs.queries.lookup import conf_value as conf_value
+from mlx_runtime.runs.queries.lookup import find_checkpoint as find_checkpoint
+from mlx_runtime.runs.queries.lookup import resolve_checkpoint as resolve_checkpoint
+from mlx_runtime.runs.queries.lookup import resolve_run as resolve_run
+from mlx_runtime.runs.queries.lookup import storage_root as storage_root
+from mlx_runtime.runs.queries.ranking import best as best
+from mlx_runtime.runs.queries.ranking import best_lines as best_lines
+from mlx_runtime.runs.queries.reader import Run as Run
+from mlx_runtime.runs.queries.reader import open_run as open_run

@@ -1,0 +1,323 @@
+"""Listings of runs and their status, from their records alone, because their machine or cluster may be gone.
+
+Epochs are counted from 1 here, as in the output.
+"""
+
+import collections
+import datetime
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.errors import StorageError, UsageError, suggest
+from mlx_runtime.runs import RunFolder, find_run, list_runs, records, run_folder
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.runs.tables import counted, format_duration, format_number
+from mlx_runtime.storage import documents
+
+UNREADABLE = "UNREADABLE"
+"""Status of a run whose run.json is missing or invalid."""
+
+STATUSES = ("PENDING", "WAITING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED", "PRUNED", "STALE", UNREADABLE)
+
+THREADS = 16
+"""Number of records read at the same time; an object store is slow, but answers many requests at once."""
+
+SLOW_S = 0.02
+"""Average time to read a record above which several are read at the same time."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+AskJobs = Callable[[set[tuple[str, str]]], Mapping[tuple[str, str], str]]
+"""Returns the status of jobs by address and id, if their clusters know it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in a listing. If its run.json cannot be read, `record` is empty and `problem` gives the reason."""
+
+    folder: RunFolder
+    status: str
+    record: Mapping[str, Any]
+    problem: str | None = None
+
+    @property
+    def sweep(self) -> Mapping[str, Any]:
+        """Name of the run's sweep, with its trial, fold and values; empty without a sweep."""
+        return self.record.get("sweep") or {}
+
+    @property
+    def waits_for(self) -> str | None:
+        """Resources for which a WAITING run waits."""
+        return self.record.get("waits_for") if self.status == "WAITING" else None
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric by which the best checkpoint is chosen."""
+        return self.record.get("monitor")
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Latest value of each metric."""
+        return self.record.get("metrics") or {}
+
+    @property
+    def best(self) -> float | None:
+        """Best value of `monitor`."""
+        return (self.record.get("best") or {}).get("value")
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of finished epochs."""
+        if self.record.get("epoch") is not None:
+            return int(self.record["epoch"]) + 1
+        latest = self.record.get("latest")  # checkpoint, perhaps in the middle of an epoch
+        return int(latest["epoch"]) + ("step" not in latest) if latest else None
+
+    @property
+    def start(self) -> str | None:
+        """Start of the first attempt, in UTC."""
+        first: Mapping[str, Any] = (self.record.get("attempts") or [self.record])[0]
+        return first.get("start") or self.record.get("start")
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the start."""
+        return _seconds_between(self.start, documents.now())
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds spent in all attempts; the latest one counts until its end, its last heartbeat, or now."""
+        last_seen = documents.now() if self.status in records.LIVING else self.record.get("heartbeat")
+        latest = _seconds_between(self.record.get("start"), self.record.get("end") or last_seen)
+        earlier = [_seconds_between(item.get("start"), item.get("end")) for item in self.record.get("attempts") or []]
+        known = [seconds for seconds in [*earlier, latest] if seconds is not None]
+        return sum(known) if known else None
+
+    def value(self, metric: str) -> float | None:
+        """Return the value to rank by: the best one if the run monitors the metric, otherwise the latest."""
+        return self.best if metric == self.monitor and self.best is not None else self.metrics.get(metric)
+
+    def fields(self) -> dict[str, Any]:
+        """Return plain values for `--json`."""
+        best = self.record.get("best") or {}
+        return {
+            "experiment": self.folder.experiment,
+            "run": self.folder.name,
+            "status": self.status,
+            "waits_for": self.waits_for,
+            "problem": self.problem,
+            "epoch": self.epoch,
+            "epochs": self.record.get("epochs"),
+            "monitor": self.monitor,
+            "mode": self.record.get("mode"),
+            "best": self.best,
+            "best_epoch": best["epoch"] + 1 if best else None,
+            "best_step": best.get("step"),
+            "best_checkpoint": best.get("path"),
+            "metrics": dict(self.metrics),
+            "workers": self.record.get("workers"),
+            "start": self.start,
+            "end": self.record.get("end"),
+            "age_s": self.age_s,
+            "duration_s": self.duration_s,
+            "error": self.record.get("error"),
+            "job": self.record.get("job"),
+            "sweep": self.record.get("sweep"),
+            "place": self.folder.location,
+        }
+
+    def cells(self, metric: str | None = None) -> dict[str, str]:
+        """Return the cells of a table row by column, for a metric: by default the monitored one, or else the first."""
+        shown = metric or self.monitor or next(iter(self.metrics), None)
+        epochs = self.record.get("epochs")
+        epoch = "" if self.epoch is None else f"{self.epoch}/{epochs}" if epochs else str(self.epoch)
+        workers = self.record.get("workers")
+        values = {
+            "experiment": self.folder.experiment,
+            "run": self.folder.name,
+            "status": f"{self.status} for {self.waits_for}" if self.waits_for else self.status,
+            "epoch": epoch,
+            "metric": shown or "",
+            "best": format_number(self.best) if shown == self.monitor else "",
+            "last": format_number(self.metrics.get(shown or "")),
+            "workers": "" if workers is None else str(workers),
+            "age": format_duration(self.age_s, units=1),
+            "duration": format_duration(self.duration_s),
+        }
+        return {name: value or "-" for name, value in values.items()}
+
+
+def list_rows(
+    name: str | None = None,
+    *,
+    status: str | None = None,
+    sweep: str | None = None,
+    sort: str | None = None,
+    mode: str | None = None,
+    ask: AskJobs | None = None,
+    warn: Callable[[str], object] | None = None,
+) -> list[Row]:
+    """List the runs of an experiment, of the whole storage, or of a repository like `hf://user/name`, oldest first.
+
+    Optionally, list only runs with a status, or of a sweep, named with or without `sweep_`. `sort` names a metric to
+    sort by, best first: by `mode`, or else by the `cfg.mode` of the runs that monitor it, or else smallest first. Runs
+    without a value come last. `warn` is passed to `lookup.storage_root`.
+    """
+    if name is not None and is_remote(name):
+        return [_remote_row(name)]
+    root = lookup.storage_root(warn)
+    folders = list_runs(root, name)
+    if name is not None and not folders:
+        find_run(root, name)  # raises an error that lists the experiments
+    found = summarize(folders, ask)
+    if sweep is not None:
+        known = {row.sweep["name"] for row in found if row.sweep}
+        found = [row for row in found if row.sweep and row.sweep["name"] in (sweep, f"sweep_{sweep}")]
+        if not found:
+            raise UsageError(f"no run in {root} belongs to a sweep {sweep!r}.{suggest(sweep, known)}")
+    if sort is not None:
+        found = _sort(found, sort, mode)
+    return [row for row in found if status in (None, row.status)]
+
+
+def table(rows: Sequence[Row], *, sort: str | None = None, sweep: str | None = None) -> list[dict[str, str]]:
+    """Return a listing as rows of a table: sorted, of one sweep, or with a line per sweep above its runs."""
+    if sweep is not None:
+        return _sweep_table(rows, sort)
+    if sort is not None:
+        return [row.cells(sort) for row in rows]
+    sweeps: dict[RunFolder, list[Row]] = {}
+    for row in rows:
+        if row.sweep:
+            sweeps.setdefault(_sweep_folder(row), []).append(row)
+    own = {row.folder: row for row in summarize(list(sweeps))}
+    lines = []
+    for row in rows:
+        if not row.sweep:
+            lines.append(row.cells())
+        elif runs := sweeps.pop(_sweep_folder(row), None):
+            lines.append(_sweep_cells(own[_sweep_folder(row)], runs))
+            lines += [cells | {"run": f"  {cells['run']}"} for cells in (run.cells() for run in runs)]
+    return lines
+
+
+def _sweep_folder(row: Row) -> RunFolder:
+    return run_folder(row.folder.root, row.folder.experiment, row.sweep["name"])
+
+
+def _sweep_cells(sweep: Row, runs: Sequence[Row]) -> dict[str, str]:
+    """Return the line of a sweep: the number of trials, and the value of the best one, with folds its mean."""
+    trials = {run.sweep["trial"] for run in runs}
+    cells = sweep.cells() | {"epoch": counted(len(trials), "trial")}
+    if spread := format_number((sweep.record.get("best") or {}).get("std")):
+        cells["best"] += f" ± {spread}"
+    return cells if sweep.problem is None else cells | {"status": "-"}
+
+
+def _sweep_table(rows: Sequence[Row], metric: str | None) -> list[dict[str, str]]:
+    """Return the runs of a sweep with their trials, folds and values."""
+    names = dict.fromkeys(name for row in rows for name in row.sweep.get("values", {}))
+    folds = any(row.sweep.get("fold") is not None for row in rows)
+    lines = []
+    for row in rows:
+        cells, sweep = row.cells(metric), row.sweep
+        line = {"experiment": cells.pop("experiment"), "run": cells.pop("run"), "trial": str(sweep["trial"])}
+        line |= {"fold": "-" if sweep.get("fold") is None else str(sweep["fold"] + 1)} if folds else {}
+        line |= {name: sweep.get("values", {}).get(name, "-") for name in names}
+        lines.append(line | {name: cells[name] for name in cells if name not in ("workers", "age")})
+    return lines
+
+
+def empty_message(status: str | None) -> str:
+    """Explain an empty listing."""
+    root = lookup.storage_root(lambda text: None)
+    if status is not None:
+        return f"no run in {root} is {status}"
+    return f"there are no runs in {root} yet; start one with: mlx train run"
+
+
+def summarize(folders: Sequence[RunFolder], ask: AskJobs | None = None) -> list[Row]:
+    """Read the records of runs, and ask the clusters of live ones."""
+    rows = map_concurrently(_row, folders)
+    jobs = {
+        row.folder: (job["address"], job["id"])
+        for row in rows
+        if row.record.get("status") in records.LIVING and (job := row.record.get("job"))
+    }
+    if ask is None or not jobs:
+        return rows
+    statuses = ask(set(jobs.values()))
+    return [
+        replace(row, status=records.status_of(row.record, statuses.get(jobs[row.folder])))
+        if row.folder in jobs
+        else row
+        for row in rows
+    ]
+
+
+def _row(folder: RunFolder) -> Row:
+    try:
+        record = records.recorded(folder)
+    except StorageError as error:
+        return Row(folder, UNREADABLE, {}, str(error))
+    return Row(folder, records.status_of(record), record)
+
+
+def _remote_row(uri: str) -> Row:
+    """Return the row of a run in a repository."""
+    run = reader_of(uri).find(uri)
+    try:
+        record = run.record()
+    except StorageError as error:
+        return Row(run.listed, UNREADABLE, {}, str(error))
+    living = record["status"] in records.LIVING
+    return Row(run.listed, record["status"] if not living or run.held else "STALE", record)
+
+
+def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Call a function for many runs, in threads only if the storage is slow.
+
+    With a fast local disk, threads would gain nothing, because parsing holds the GIL.
+    """
+    waiting, results = iter(items), []
+    started = time.monotonic()
+    for item in waiting:
+        results.append(function(item))
+        if time.monotonic() - started > SLOW_S * len(results):
+            break
+    with ThreadPoolExecutor(THREADS) as pool:
+        return results + list(pool.map(function, waiting))
+
+
+def mode_of(rows: Iterable[Row], metric: str) -> str | None:
+    """Return the most common mode, `max` or `min`, of the runs that monitor a metric; None if no run does."""
+    modes = collections.Counter(str(row.record.get("mode") or "min") for row in rows if row.monitor == metric)
+    return modes.most_common(1)[0][0] if modes else None
+
+
+def suggest_metric(rows: Iterable[Row], metric: str) -> str:
+    """Suggest a metric of the runs, for the error that they lack this one."""
+    names = {name for row in rows for name in row.metrics}
+    return suggest(metric, names) if len(names) <= 30 else " See all with: mlx xp ls --json"
+
+
+def _sort(rows: Sequence[Row], metric: str, mode: str | None) -> list[Row]:
+    sign = -1 if (mode or mode_of(rows, metric)) == "max" else 1
+    known = [(sign * value, row) for row in rows if (value := row.value(metric)) is not None]
+    if rows and not known:
+        monitored = dict.fromkeys(row.monitor for row in rows if row.monitor)
+        cure = f" Sort by what runs monitor: --sort {' or '.join(monitored)}" if metric == "best" and monitored else ""
+        raise UsageError(f"no run has recorded {metric}.{cure or suggest_metric(rows, metric)}")
+    known.sort(key=lambda pair: pair[0])
+    return [row for _, row in known] + [row for row in rows if row.value(metric) is None]
+
+
+def _seconds_between(start: str | None, end: str | None) -> float | None:
+    if not start or not end:
+        return None
+    return (datetime.datetime.fromisoformat(end) - datetime.datetime.fromisoformat(start)).total_seconds()

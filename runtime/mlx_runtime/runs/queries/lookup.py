@@ -1,0 +1,207 @@
+"""Resolution of names typed by users: the storage, a run, a checkpoint, or any path in the storage."""
+
+import contextlib
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.config.projects import CONF
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, suggest
+from mlx_runtime.runs import RunFolder, find_run, named_run, reading, records
+from mlx_runtime.runs.checkpoints import CheckpointInfo, best_first, list_checkpoints
+from mlx_runtime.settings import Settings
+from mlx_runtime.storage import Storage, is_uri, joined, storage_at, storage_errors
+from mlx_runtime.storage import storage_root as root_of
+from mlx_runtime.storage.documents import selected
+
+NO_STORAGE = "which storage? Change to the folder of an experiment, or set MLX_STORAGE=FOLDER"
+
+
+RUNS = "runs"
+"""The default storage, if conf.yaml does not name another."""
+
+
+def storage_root(warn: Callable[[str], object] | None = None) -> str:
+    """Return the storage: `MLX_STORAGE`, the one in the conf.yaml of the working directory, or its folder `runs`.
+
+    With `warn`, an unreadable conf.yaml is not an error if that folder exists; `warn` is then called with a line.
+    """
+    path = Settings.read().storage
+    try:
+        path = path or conf_value("cfg.storage_path")
+    except ConfigError as error:
+        if warn is None or not Path(RUNS).is_dir():
+            raise
+        warn(f"{error}. Until then, the runs in {Path(RUNS).resolve()} are listed")
+        path = RUNS
+    if path is None and Path(RUNS).is_dir():
+        path = RUNS
+    if path is None:
+        raise UsageError(NO_STORAGE)
+    return root_of(path)
+
+
+def conf_value(key: str) -> str | None:
+    """Return a value in the conf.yaml of the working directory, or None if there is no such file."""
+    if not CONF.is_file():
+        return None
+    try:
+        return selected(CONF.read_bytes(), key)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {CONF}: {error}; fix it") from error
+
+
+def resolve_run(name: str, run: str | None = None) -> RunFolder:
+    """Find the run named on a command line by one or two words: an experiment, and `run_003`, `3` or `latest`.
+
+    A single word is a run of this experiment, `digits/run_003`, or the path or URI of a run's folder; a second word is
+    then ignored.
+    """
+    if is_remote(name):
+        raise UsageError(
+            f"{name} is the mirror of a run, which has no logs and no driver; mlx xp ls, mlx train eval, --from, "
+            "cfg.restore_checkpoint_path and open_run read it"
+        )
+    if run is not None and "/" not in name:
+        return find_run(storage_root(), name, run)
+    if is_uri(name) or Path(name, "run.json").is_file():
+        return named_run(name, "", "")
+    experiment = "" if "/" in name else conf_value("cfg.name")
+    if experiment is None:
+        raise UsageError(f"cannot tell which experiment run {name!r} belongs to; write name/run_003, or the run's path")
+    return named_run(name, storage_root(), experiment)
+
+
+def resolve_checkpoint(text: str, which: str | None = None) -> tuple[RunFolder, str]:
+    """Find a checkpoint by its folder or URI, or by its run or mirror.
+
+    For a run, `which` is `latest` (the default), `best` or a name. Return the run, and the checkpoint's folder or URI.
+    """
+    path = text if is_uri(text) or not Path(text).is_dir() else str(Path(text).resolve())
+    match = re.fullmatch(r"([^?]+)/checkpoints/(epoch_\d+(?:_step_\d+)?|best|latest)/?(\?.*)?", path)
+    if match and match[2] in ("best", "latest"):
+        cure = shlex.join(["mlx", "train", "eval", match[1] + (match[3] or ""), "--checkpoint", match[2]])
+        raise UsageError(f"{text} is not the folder of a checkpoint; to evaluate the {match[2]} one: {cure}")
+    if match and which:
+        raise UsageError(f"{text} is already one checkpoint; leave out --checkpoint {which}")
+    if is_remote(text):
+        reader = reader_of(text)
+        if which not in (None, "latest"):
+            text = joined(text, "checkpoints", find_checkpoint(reader.find(text).cached(), which).name)
+        folder, name = reader.fetched_checkpoint(text)
+    else:
+        if not match and text.startswith("/") and not Path(text, "run.json").is_file():
+            raise UsageError(f"{text} is not a run or checkpoint")
+        folder = resolve_run(match[1] + (match[3] or "")) if match else resolve_run(text)
+        name = find_checkpoint(folder, match[2] if match else which or "latest").name
+    return folder, joined(folder.checkpoints, name)
+
+
+def find_checkpoint(folder: RunFolder, which: str | int) -> CheckpointInfo:
+    """Return a checkpoint of a run: the `latest`, the `best` by `cfg.monitor`, or the one of a name or an epoch.
+
+    Checkpoints with a damaged description are listed on stderr.
+
+    Raises:
+        UsageError: There is no such checkpoint.
+    """
+    found = list_checkpoints(folder.checkpoints, report=True)
+    if not found:
+        raise no_checkpoint(folder)
+    if which == "latest":
+        return found[-1]
+    if which == "best":
+        with reading(folder, folder.conf.name):
+            conf = folder.document(folder.conf.name)
+        ranked = best_first(found, selected(conf, "cfg.monitor"), selected(conf, "cfg.mode") or "min")
+        if not ranked:
+            raise UsageError(f"{folder.title} has no checkpoint with a value of cfg.monitor")
+        return ranked[0]
+    which = which if isinstance(which, str) else f"epoch_{which + 1:04d}"
+    known = {item.name: item for item in found}
+    if which not in known:
+        raise UsageError(f"{folder.title} has no checkpoint {which}.{suggest(which, known)}")
+    return known[which]
+
+
+def no_checkpoint(folder: RunFolder) -> UsageError:
+    """Return the error for a run without checkpoints: it has not saved any yet, or they are missing."""
+    with contextlib.suppress(StorageError):  # the record cannot be read
+        if latest := records.recorded(folder).get("latest"):
+            return UsageError(f"the checkpoints of {folder.title} are gone; put one back, like {latest.get('path')}")
+    return UsageError(f"{folder.title} has no checkpoint yet")
+
+
+@dataclass(frozen=True)
+class StoragePath:
+    """A file or folder below the root of the storage; without parts the root itself."""
+
+    root: str
+    parts: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Folder or URI for the user."""
+        return joined(self.root, *self.parts)
+
+    @property
+    def path(self) -> str:
+        """Path in the file system of the storage."""
+        return storage_at(self.root).of(*self.parts)
+
+    @classmethod
+    def parse(cls, root: str, text: str | None) -> "StoragePath":
+        """Parse a path below the root, or a full path or URI that leads into it; None means the root.
+
+        Raises:
+            UsageError: It lies outside the storage, or does not exist.
+        """
+        storage = storage_at(root)
+        parts = _local_parts(storage, text or "") if storage.local else _remote_parts(root, text or "")
+        found = cls(root, parts)
+        with storage_errors(f"cannot read {root}"):
+            exists = os.path.lexists(found.path) if storage.local else storage.find(*parts) is not None
+        if not exists:
+            siblings = storage.names(*parts[:-1]) if parts else []
+            suggestion = suggest(parts[-1], siblings) if parts and len(siblings) <= 1000 else ""
+            raise UsageError(f"there is no {found.title}.{suggestion}")
+        return found
+
+
+def _local_parts(storage: Storage, text: str) -> tuple[str, ...]:
+    """Return the parts of a path with links resolved, except in the last part, which may be a link itself."""
+    if is_uri(text):
+        if not is_uri(storage.root):
+            raise _outside(text, storage.path)
+        text = "/".join(_remote_parts(storage.root, text))
+    root = Path(storage.path)
+    path = root / Path(text).expanduser()
+    if path.name == "..":
+        path = path.resolve()
+    real = path.parent.resolve() / path.name if path != root else root
+    if not real.is_relative_to(root):
+        raise _outside(text, storage.path)
+    return real.relative_to(root).parts
+
+
+def _remote_parts(root: str, text: str) -> tuple[str, ...]:
+    path = text
+    if is_uri(text):
+        base, whole = root.partition("?")[0].rstrip("/"), text.partition("?")[0].rstrip("/")
+        if whole != base and not whole.startswith(f"{base}/"):
+            raise _outside(text, base)
+        path = whole.removeprefix(base)
+    elif text.startswith("/"):
+        raise _outside(text, root)
+    parts = tuple(part for part in path.split("/") if part not in ("", "."))
+    if ".." in parts:
+        raise _outside(text, root)
+    return parts
+
+
+def _outside(text: str, root: str) -> UsageError:
+    return UsageError(f"{text} lies outside the storage {root}; MLX_STORAGE=FOLDER selects another storage")

@@ -1,0 +1,221 @@
+"""Stored runs for notebooks and scripts: record, config, metrics and weights."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mlx_runtime import companions
+from mlx_runtime.companions import is_remote, reader_of
+from mlx_runtime.config import build, build_group, parsed, unset_variables
+from mlx_runtime.config.pretrained import built_to_be_restored
+from mlx_runtime.config.projects import EXPERIMENT
+from mlx_runtime.errors import ConfigError, StorageError, UsageError, full_message
+from mlx_runtime.runs import EVALUATIONS, SWEEP, RemoteRun, RunFolder, checkpoints, reading, records, snapshots
+from mlx_runtime.runs.checkpoints import CheckpointStore, State
+from mlx_runtime.runs.queries import lookup
+from mlx_runtime.storage import is_uri, storage_at
+from mlx_runtime.storage.documents import from_json
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def open_run(run: str | Path) -> "Run":
+    """Open a run for reading, even while it trains.
+
+    Args:
+        run: `name/run_003`, the path or URI of its folder, or its mirror, like `hf://user/name` or
+            `hf://user/name@REVISION`. A name is looked up in the storage of the experiment in the working directory, or
+            in `MLX_STORAGE`.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    text = str(run)
+    if is_remote(text):
+        return _RemoteRun(reader_of(text).find(text))
+    if "/" not in text and not is_uri(text) and not Path(text, "run.json").is_file():
+        raise UsageError(f"{text!r} does not name a run; write name/run_003, or the path of its folder")
+    found = lookup.resolve_run(text)
+    if found.name.startswith(SWEEP):
+        raise UsageError(f"{found.title} is a sweep; open it with mlx_runtime.open_sweep")
+    return Run(found)
+
+
+class Run:
+    """A stored run. Nothing is cached, so each call reads the current state.
+
+    Args:
+        folder: folder of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Content of `run.json`: status, command, versions, seed, best metrics, …
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        return records.recorded(self._folder)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved conf.yaml as plain dicts; `${oc.env:NAME}` remains if that variable is not set here.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        with reading(self._folder, "conf.yaml"):
+            return parsed(self._folder.document("conf.yaml"))
+
+    def metrics(self, by: Literal["report", "epoch"] = "report") -> "pandas.DataFrame":
+        """Return all recorded metrics, with `step`, `epoch` (from 0), `timestamp` (seconds since 1970) and a column per
+        metric, NaN where a row lacks it.
+
+        Args:
+            by: `report` for one row per report, with the metrics of one pass; or `epoch` for one row per epoch, with
+                the last value of each metric in that epoch, and the step and timestamp of its last report.
+
+        Raises:
+            UsageError: `by` has another value.
+            StorageError: they cannot be read.
+        """
+        import pandas
+
+        if by not in ("report", "epoch"):
+            raise UsageError(f"metrics(by={by!r}): there is one row per 'report' or per 'epoch'")
+
+        with reading(self._folder, "metrics.jsonl"):
+            *lines, _ = self._folder.read("metrics.jsonl").split(b"\n")  # a live run may be writing the last line
+            rows = [from_json(line, {}) for line in lines]
+        if by == "epoch":
+            epochs: dict[int, dict[str, Any]] = {}
+            for row in rows:
+                epochs.setdefault(row["epoch"], {}).update(row)
+            rows = [epochs[epoch] for epoch in sorted(epochs)]
+        return pandas.DataFrame(rows)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of `mlx train eval`, oldest first: `time`, `checkpoint`, `metrics`, `command`, versions, …
+
+        Raises:
+            StorageError: they cannot be read.
+        """
+        with reading(self._folder, EVALUATIONS):
+            names = storage_at(self._folder.location).names(EVALUATIONS)
+            return [from_json(self._folder.document(EVALUATIONS, name), {}) for name in names if name.endswith(".json")]
+
+    def state(self, checkpoint: str | int = "latest") -> State:
+        """Return the content of a checkpoint, on the CPU: `{"models": {name: state_dict}, "optimizers": ..., ...}`.
+
+        Names in state dicts have no prefix of DDP.
+
+        Args:
+            checkpoint: the `latest`, the `best` by `cfg.monitor`, one by its name, like `epoch_0002`, or the one at the
+                end of an epoch, by its number from 0, as in `metrics()`.
+
+        Raises:
+            UsageError: there is no such checkpoint, or none with a value of `cfg.monitor`.
+            ConfigError: it is damaged.
+        """
+        return CheckpointStore(self._folder.checkpoints).load(lookup.find_checkpoint(self._folder, checkpoint))
+
+    def load_models(self, checkpoint: str | int = "latest", *, trust: bool = False) -> Any:
+        """Build the group `models` from the run's config, with the weights of a checkpoint, on the CPU.
+
+        Args:
+            checkpoint: the same as for `state`.
+            trust: use the code that was stored with the run, from any working directory. Anyone who can write to the
+                storage could have put any code there. The default is the code in the working directory.
+
+        Raises:
+            UsageError: there is no such checkpoint or code, or the run has no models, like runs of functions.
+            ConfigError: the code does not match the run.
+        """
+        if "models" not in self.config:
+            raise UsageError(f"{self._folder.title} has no group of models; state() returns what its checkpoints hold")
+        state = self.state(checkpoint)
+        with self._matching("load_models", "models", trust) as node:
+            models = built_to_be_restored(lambda: build(node, "models"))
+            checkpoints.load_into(models, state["models"], "models")
+        return models
+
+    def load_datasets(self, *, trust: bool = False) -> Any:
+        """Build the group `datasets` from the run's config; each dataset is constructed when it is first read.
+
+        In a run of a fold, `train` and `val` are the `Subset`s of `datasets.train` that were trained on and held out.
+
+        Args:
+            trust: the same as for `load_models`.
+
+        Raises:
+            UsageError: there is no such code, or the run has no datasets.
+            ConfigError: the code does not match the run.
+            DatasetError: the rows of a fold cannot be read.
+        """
+        config = self.config
+        if "datasets" not in config:
+            raise UsageError(f"{self._folder.title} has no group of datasets")
+        with self._matching("load_datasets", "datasets", trust) as node:
+            if config.get("cfg", {}).get("cross_validation", {}).get("fold") is not None:
+                return companions.part("sweeps.folds").load_fold(node, self._importable("cfg", trust))
+            return build_group(node, "datasets", lambda name: contextlib.nullcontext())
+
+    @contextlib.contextmanager
+    def _matching(self, method: str, group: str, trust: bool) -> Iterator[Any]:
+        """Provide the node of a group to build. If the code does not match it, raise a ConfigError with a cure.
+
+        All errors of imports and constructors count as such mismatches.
+        """
+        node = self._importable(group, trust)
+        try:
+            yield node
+        except (ConfigError, ImportError, AttributeError) as error:
+            stored = f"; if it has changed since, use the code that the run stored: {method}(trust=True)"
+            code = "the stored code" if trust else f"the code in {Path.cwd()}"
+            why = (
+                f"{group} of {self._folder.title} cannot be built with {code}: {snapshots.public(full_message(error))}"
+            )
+            raise ConfigError(why if trust else why + stored) from error
+
+    def _importable(self, group: str, trust: bool) -> Any:
+        """Return a group of the config whose `_target_`s can be imported here."""
+        node = self.config[group]
+        if unset := sorted(unset_variables(node)):
+            raise ConfigError(f"{group} of {self._folder.title} read the environment: set {', '.join(unset)}")
+        if trust:
+            return snapshots.private(node, snapshots.unpacked(self._folder))
+        here = Path.cwd()
+        if not Path(here, EXPERIMENT).is_file():
+            raise UsageError(
+                f"{here} is not the experiment of {self._folder.title}, whose code its models need. Change to it or, "
+                "if you trust everyone who can write to that storage, use the stored code: load_models(trust=True)"
+            )
+        loaded = getattr(sys.modules.get("src"), "__path__", [str(here / "src")])
+        if str(here / "src") not in map(str, loaded):  # another experiment's `src` is loaded
+            return snapshots.private(node, here)
+        if str(here) not in sys.path:
+            sys.path.insert(0, str(here))
+        return node
+
+    def __repr__(self) -> str:
+        with contextlib.suppress(StorageError):
+            return f"<Run {self._folder.title}, {records.status_of(self.record)}>"
+        return f"<Run {self._folder.title}>"
+
+
+class _RemoteRun(Run):
+    """A run in a repository, at the commit at which it was opened. Checkpoints are downloaded when they are read."""
+
+    def __init__(self, run: RemoteRun) -> None:
+        super().__init__(run.cached())
+        self._remote = run
+
+    def state(self, checkpoint: str | int = "latest") -> State:
+        self._remote.fetch_checkpoint(lookup.find_checkpoint(self._folder, checkpoint).name)
+        return super().state(checkpoint)

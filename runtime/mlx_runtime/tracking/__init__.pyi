@@ -1,0 +1,23 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.tracking.callbacks import HOOKS as HOOKS
+from mlx_runtime.tracking.callbacks import Listeners as Listeners
+from mlx_runtime.tracking.callbacks import Report as Report
+from mlx_runtime.tracking.callbacks import RunInfo as RunInfo
+from mlx_runtime.tracking.callbacks import hooks_in_workers as hooks_in_workers
+from mlx_runtime.tracking.console import Display as Display
+from mlx_runtime.tracking.console import TimeLeft as TimeLeft
+from mlx_runtime.tracking.epoch_table import EpochTable as EpochTable
+from mlx_runtime.tracking.epoch_table import format_number as format_number
+from mlx_runtime.tracking.metric_sync import UPDATED_ON_SOME as UPDATED_ON_SOME
+from mlx_runtime.tracking.metric_sync import MetricSync as MetricSync
+from mlx_runtime.tracking.metric_sync import Snapshot as Snapshot
+from mlx_runtime.tracking.metric_sync import SyncMessage as SyncMessage
+from mlx_runtime.tracking.metric_sync import SyncedMetric as SyncedMetric
+from mlx_runtime.tracking.metric_sync import numbers as numbers
+from mlx_runtime.tracking.metric_sync import snapshots as snapshots
+from mlx_runtime.tracking.report_writer import ReportWriter as ReportWriter
+from mlx_runtime.tracking.tables import CSV as CSV
+from mlx_runtime.tracking.trackers import JSONL as JSONL
+from mlx_runtime.tracking.trackers import TensorBoard as TensorBoard
+from mlx_runtime.tracking.trackers import flatten as flatten
+from mlx_runtime.tracking.trackers import remembered as remembered

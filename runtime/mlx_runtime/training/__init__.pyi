@@ -1,0 +1,24 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.training.console_lines import ConsoleLines as ConsoleLines
+from mlx_runtime.training.driver import Driver as Driver
+from mlx_runtime.training.extensions import AccompaniedRun as AccompaniedRun
+from mlx_runtime.training.extensions import Listener as Listener
+from mlx_runtime.training.options import DataConfig as DataConfig
+from mlx_runtime.training.options import TrainConfig as TrainConfig
+from mlx_runtime.training.options import minimums as minimums
+from mlx_runtime.training.planning import check_datasets as check_datasets
+from mlx_runtime.training.planning import connect as connect
+from mlx_runtime.training.planning import planned as planned
+from mlx_runtime.training.request import Request as Request
+from mlx_runtime.training.request import RunConfig as RunConfig
+from mlx_runtime.training.request import load_config as load_config
+from mlx_runtime.training.resuming import set_group_values as set_group_values
+from mlx_runtime.training.resuming import with_settings as with_settings
+from mlx_runtime.training.stop_requests import DRIVER_SIGNALS as DRIVER_SIGNALS
+from mlx_runtime.training.stop_requests import StopRequests as StopRequests
+from mlx_runtime.training.stop_requests import Terminated as Terminated
+from mlx_runtime.training.stop_requests import held_signals as held_signals
+from mlx_runtime.training.stop_requests import interrupt_main as interrupt_main
+from mlx_runtime.training.stop_requests import sigterm_stops as sigterm_stops
+from mlx_runtime.training.terminal import fit as fit
+from mlx_runtime.training.watchdog import Watchdog as Watchdog

@@ -1,0 +1,15 @@
+"""The worker of a run: the experiment, its loop and its steps, and messages to the driver."""
+
+from mlx_runtime.importing import door
+
+__all__, __getattr__ = door(
+    __name__,
+    breakpoints="at_breakpoint no_pdb",
+    channel="LOCATE STOP Direct Inbox NoWorkers",
+    connections="Receiver Remote",
+    experiment="BaseModule",
+    forward="HALF compile_forward recompute",
+    losses="Mean",
+    memory="ways_to_save",
+    worker="enter_ray_train loop_errors train_to",
+)

@@ -1,0 +1,19 @@
+# Written by runtime/stubs.py.
+from mlx_runtime.training.loop.breakpoints import at_breakpoint as at_breakpoint
+from mlx_runtime.training.loop.breakpoints import no_pdb as no_pdb
+from mlx_runtime.training.loop.channel import LOCATE as LOCATE
+from mlx_runtime.training.loop.channel import STOP as STOP
+from mlx_runtime.training.loop.channel import Direct as Direct
+from mlx_runtime.training.loop.channel import Inbox as Inbox
+from mlx_runtime.training.loop.channel import NoWorkers as NoWorkers
+from mlx_runtime.training.loop.connections import Receiver as Receiver
+from mlx_runtime.training.loop.connections import Remote as Remote
+from mlx_runtime.training.loop.experiment import BaseModule as BaseModule
+from mlx_runtime.training.loop.forward import HALF as HALF
+from mlx_runtime.training.loop.forward import compile_forward as compile_forward
+from mlx_runtime.training.loop.forward import recompute as recompute
+from mlx_runtime.training.loop.losses import Mean as Mean
+from mlx_runtime.training.loop.memory import ways_to_save as ways_to_save
+from mlx_runtime.training.loop.worker import enter_ray_train as enter_ray_train
+from mlx_runtime.training.loop.worker import loop_errors as loop_errors
+from mlx_runtime.training.loop.worker import train_to as train_to

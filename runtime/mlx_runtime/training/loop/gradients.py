@@ -1,0 +1,113 @@
+"""Gradient norms by layer, a picture of them per epoch, and detection of NaN and infinity.
+
+A layer is a module that owns parameters, named after its model and its path in that model, like `net.layers.0`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mlx_runtime.distributed import total_norm
+from mlx_runtime.errors import MlxError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class GradientMonitor:
+    """Inspects gradients just before an optimizer steps.
+
+    Args:
+        every: global steps between two records of the norms of all layers; 0 means never.
+        stop_on_nan: check every step, and raise at the first gradient that is not finite.
+        report: called with norms by name; None on workers that neither record them nor hold shards.
+        notice: called with a line to show to the user.
+    """
+
+    def __init__(
+        self,
+        every: int = 0,
+        stop_on_nan: bool = False,
+        report: Callable[[dict[str, float]], None] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._every, self._stop_on_nan, self._report, self._notice = every, stop_on_nan, report, notice
+        self._warned = self._no_matplotlib = False
+        self._norms: dict[str, list[float]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Return True if gradients are inspected at a global step."""
+        return self._stop_on_nan or self._records(step)
+
+    def _records(self, step: int) -> bool:
+        return self._report is not None and self._every > 0 and step % self._every == 0
+
+    def inspect(self, models: Mapping[str, Any], params: Iterable[nn.Parameter], step: int) -> None:
+        """Inspect the gradients of an optimizer that is about to step; with `stop_on_nan`, all must be finite."""
+        if not self.wants(step):
+            return
+        params = [param for param in params if param.grad is not None]
+        gradients: Any = [param.grad for param in params]
+        if not params or (not self._records(step) and total_norm(gradients).isfinite()):
+            return
+        layers = _layers(models, {id(param) for param in params})
+        gradient = _norms_of({name: [param.grad for param in layer] for name, layer in layers.items()})
+        broken = [name for name, norm in gradient.items() if not math.isfinite(norm)]
+        if broken:
+            more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
+            text = f"the gradient of {broken[0]}{more} is not finite at step {step}"
+            if self._stop_on_nan:
+                raise MlxError(f"{text} (cfg.debug.stop_on_nan)")
+            if not self._warned:
+                self._warned = True
+                self._notice(text)
+        if self._records(step) and self._report is not None:
+            weight = _norms_of({name: [param.detach() for param in layer] for name, layer in layers.items()})
+            for name, norm in gradient.items():
+                self._norms.setdefault(name, []).append(norm)
+            named = {f"gradient_norm/{name}": norm for name, norm in gradient.items()}
+            self._report(named | {f"weight_norm/{name}": norm for name, norm in weight.items()})
+
+    def picture(self) -> "Figure | None":
+        """Draw the mean and the maximum norm of each layer since the last picture, with the first layer on top.
+
+        None if no norm was recorded, or matplotlib is not installed.
+        """
+        recorded, self._norms = self._norms, {}
+        if not recorded:
+            return None
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError:
+            if not self._no_matplotlib:
+                self._no_matplotlib = True
+                self._notice("gradient norms are recorded but not drawn; to draw them: pip install matplotlib")
+            return None
+        figure = Figure(figsize=(8, 1.5 + 0.22 * len(recorded)), layout="constrained")
+        axes = figure.subplots()
+        axes.barh(list(recorded), list(map(max, recorded.values())), color="#c6dbef", label="maximum")
+        axes.barh(list(recorded), [sum(item) / len(item) for item in recorded.values()], color="#2171b5", label="mean")
+        axes.invert_yaxis()
+        axes.set_xlabel("gradient norm")
+        axes.legend()
+        return figure
+
+
+def _norms_of(tensors: Mapping[str, list[Any]]) -> dict[str, float]:
+    """Return the 2-norm of each list of tensors, in one transfer from the device."""
+    norms = torch.stack([total_norm(items).float() for items in tensors.values()])
+    return dict(zip(tensors, norms.tolist(), strict=True))
+
+
+def _layers(models: Mapping[str, Any], wanted: set[int]) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each layer by its name, limited to those whose `id` is wanted."""
+    layers: dict[str, list[nn.Parameter]] = {}
+    for title, model in models.items():
+        for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+            params = [param for param in module.parameters(recurse=False) if id(param) in wanted]
+            if params:
+                layers[f"{title}.{path}" if path else title] = params
+    return layers

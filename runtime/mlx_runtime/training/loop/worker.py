@@ -1,0 +1,230 @@
+"""The work of one worker: build the experiment, apply the strategy, run the loop, and report the result."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mlx_runtime import companions
+from mlx_runtime.config import build_cfg
+from mlx_runtime.data import DatasetShards
+from mlx_runtime.distributed import Topology, broadcast, raised_by_shards
+from mlx_runtime.errors import MlxError, WorkerLoopError, WorkerLostError, short_message, user_errors
+from mlx_runtime.events import LoopEnded, Notice, WorkerPosition, WorkersStarted
+from mlx_runtime.importing import after_import
+from mlx_runtime.runs.checkpoints import members
+from mlx_runtime.runs.logs import Log
+from mlx_runtime.tracking import ReportWriter
+from mlx_runtime.training import TrainConfig
+from mlx_runtime.training.engines import Job
+from mlx_runtime.training.loop.assembly import build_experiment, dataset_shards
+from mlx_runtime.training.loop.channel import Direct, Sink, address_towards
+from mlx_runtime.training.loop.context import Groups, RunContext
+from mlx_runtime.training.loop.experiment import BaseModule
+from mlx_runtime.training.loop.session import Session
+from mlx_runtime.training.loop.stopping import LoopStopped
+from mlx_runtime.training.strategies import strategy_of
+
+if TYPE_CHECKING:
+    from mlx_runtime.training.loop.connections import Remote
+
+
+def train_to(sink: Sink, job: Job, topology: Topology) -> None:
+    """Train, and send the result to the driver from rank 0."""
+    result = work(job, topology, sink)
+    if topology.writes:
+        sink.send(result)
+
+
+def work(job: Job, topology: Topology, sink: Sink) -> LoopEnded:
+    """Build the experiment on this worker and run its loop."""
+    if not job.project.is_dir():  # on another machine, Ray has unpacked the project into the working directory
+        job = replace(job, project=Path.cwd())
+    if str(job.project) not in sys.path:
+        sys.path.insert(0, str(job.project))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(topology.entered())
+        if not job.cluster.captures_output:
+            stack.enter_context(Log(job.folder, topology.rank))
+        if not isinstance(sink, Direct):
+            from mlx_runtime.training.loop.breakpoints import at_breakpoint, no_pdb
+
+            stack.enter_context(at_breakpoint(no_pdb(sink)))
+        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_in_all, job))):
+            cfg: TrainConfig = build_cfg(job.tree["cfg"], TrainConfig)
+            strategy = strategy_of(cfg, topology, job.tree.get("models"))
+            topology = stack.enter_context(strategy.topology.entered())
+            groups, experiment = build_experiment(job, topology, cfg, strategy, stack)
+        torch.set_num_threads(cfg.cpus_per_worker)
+        preempted = job.cluster.preempted
+        context = RunContext(
+            job.folder, topology, cfg, Groups(experiment), job.tree, job.run.config, job.evaluate, preempted
+        )
+        tracking = stack.enter_context(_tracking(job, cfg, sink)) if topology.writes else None
+        session = experiment._run = Session(context, strategy, sink, tracking)
+        _observe(session, job, sink, stack)
+        with loop_errors(topology.rank, job.project, partial(_needed, job, topology, partial(_needed_here, groups))):
+            if topology.writes:
+                sink.send(_started(groups, topology, strategy.described()))
+            if strategy.notice is not None:
+                session.reporter.events.notice(strategy.notice)
+            session.begin()
+            shards = dataset_shards(cfg, groups.get("datasets"), job, strategy, session.watch)
+            _run_loop(experiment, shards, job, stack)
+            stopped = session.stopping.stopped
+            result = LoopEnded(session.end(), stopped, tuple(sorted(session.reporter.logged)))
+            if tracking is not None:
+                tracking.end("STOPPED" if stopped else "SUCCEEDED", result.metrics)
+            return result
+
+
+def enter_ray_train(job: Job, topology: Topology | None = None) -> None:
+    """Make `ray.train` work in this process once user code imports it; `topology` is None in the driver."""
+
+    def enter() -> None:
+        private = companions.part("ray.private")
+        private.enter_ray_train(job.run.experiment, topology)
+        if not job.verbose:
+            private.quiet_ray_train()
+
+    if "ray" in companions.COMPANIONS:
+        after_import("ray", enter)
+
+
+_NOT_MIXED = (
+    "sharded and whole tensors do not mix; call the model itself, not another of its methods, and do not wrap it in "
+    "DistributedDataParallel; on every worker, tensor.full_tensor() returns the whole of a sharded one; Adafactor, "
+    "Rprop and SGD with fused=True cannot take sharded parameters"
+)
+
+
+@contextlib.contextmanager
+def loop_errors(rank: int, project: Path, needed: Callable[[], str] = str) -> Iterator[None]:
+    """Translate exceptions of user code within the block; those of the runtime pass through unchanged.
+
+    `needed` returns further lines for the error if there is no memory left.
+
+    Raises:
+        WorkerLoopError: user code failed; contains its frames in `project`.
+        WorkerLostError: user code failed because another worker was lost.
+    """
+
+    def translate(error: BaseException, summary: str, trace: str) -> MlxError:
+        from mlx_runtime.distributed import lost_peer
+        from mlx_runtime.training.loop.memory import out_of_memory
+
+        if lost_peer(error):
+            return WorkerLostError(f"rank {rank} lost its connection to another worker: {short_message(error)}")
+        hint = " (return instead of exiting)" if isinstance(error, SystemExit) else ""
+        if raised_by_shards(error) and not out_of_memory(error):
+            hint = f" ({_NOT_MIXED})"
+        return WorkerLoopError(f"{summary}{hint} (raised on rank {rank})\n{trace}".rstrip())
+
+    try:
+        with user_errors(project, translate):
+            yield
+    except MlxError as error:
+        from mlx_runtime.training.loop.memory import out_of_memory
+
+        if not out_of_memory(error):
+            raise
+        raise type(error)(f"{error}\n{needed()}".rstrip()) from None
+
+
+def _needed(job: Job, topology: Topology, needed: Callable[[], str]) -> str:
+    """Return the needs of models and optimizers and, on a GPU, the path of a memory snapshot."""
+    from mlx_runtime.training.loop.memory import snapshot
+
+    stored = snapshot(job.folder, topology)  # first, because the next line frees memory
+    return f"{needed()}\n{stored}".rstrip()
+
+
+def _needed_here(groups: Mapping[str, Any]) -> str:
+    from mlx_runtime.training.loop.memory import memory_needs, ways_to_save
+
+    needs = memory_needs(groups.get("models"), groups.get("optimizers"))
+    return f"Each worker needs, besides activations and batches: {needs}\n{ways_to_save(groups['cfg'])}"
+
+
+def _needed_in_all(job: Job) -> str:
+    """Return the same as `_needed_here` for an experiment that could not be built."""
+    from mlx_runtime.training.loop.memory import needs_of_config, ways_to_save
+
+    lines = [ways_to_save(build_cfg(job.tree["cfg"], TrainConfig))]
+    with contextlib.suppress(Exception):  # constructors may need real tensors
+        lines.insert(0, f"An unsharded replica needs, besides activations and batches: {needs_of_config(job.tree)}")
+    return "\n".join(lines)
+
+
+def _run_loop(experiment: BaseModule, shards: DatasetShards, job: Job, stack: contextlib.ExitStack) -> None:
+    """Run user code's loop, to its end or until the session leaves it."""
+    streams = [shard.stream for shard in shards if shard.stream is not None]
+    for stream in streams:
+        stack.callback(stream.close)
+    with contextlib.suppress(LoopStopped):
+        (experiment.eval_loop if job.evaluate else experiment.worker_loop)(shards)
+    if streams:
+        with contextlib.suppress(RuntimeError):  # another worker failed, and reports the error
+            broadcast(None)  # rank 0 owns the assigners of streams, so no worker leaves before all are done
+
+
+def _observe(session: Session, job: Job, sink: Sink, stack: contextlib.ExitStack) -> None:
+    """Attach the profiler, the watchdog and the hooks of optimizers to a session."""
+    cfg, topology = session.context.cfg, session.context.topology
+    if cfg.debug.profile and topology.device.type == "cuda":
+        from mlx_runtime.distributed.torch_private import record_allocations
+
+        record_allocations(enabled=True)
+        stack.callback(record_allocations, enabled=False)
+    if cfg.debug.profile and topology.writes:
+        from mlx_runtime.training.loop.profiling import profiled
+
+        notify = session.reporter.events.notice
+        session.step_done = stack.enter_context(profiled(job.folder, topology.device, notify))
+    if not isinstance(sink, Direct):
+        from mlx_runtime.training import Watchdog  # imported here, because a single process cannot deadlock
+
+        watchdog = Watchdog(cfg.hang_timeout_s, sink.send, partial(_position, session), job.project)
+        stack.callback(watchdog.close)
+        cast("Remote", sink).position, session.beat = watchdog.position, watchdog.beat
+
+    def before_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        session.update_begins(optimizer)
+        session.optimization.before_update(optimizer)
+
+    stack.callback(register_optimizer_step_pre_hook(before_update).remove)
+    stack.callback(register_optimizer_step_post_hook(lambda *_: session.updated()).remove)
+    stack.callback(session.checkpoints.settle)  # a checkpoint in progress is stored even if the loop fails
+
+
+def _tracking(job: Job, cfg: TrainConfig, sink: Sink) -> ReportWriter:
+    """Return the recorder of metrics, after copying those of previous attempts to the run folder."""
+    folder = job.folder
+    files = [pattern for tracker in cfg.trackers.values() for pattern in getattr(tracker, "files", ())]
+    folder.pull(folder.metrics.name, *files)  # rank 0 may be on another machine than in the attempt before
+    folder.path.mkdir(parents=True, exist_ok=True)
+    info = replace(job.run, folder=folder.path)
+    forward = sink.send if any(hasattr(item, "on_report") for item in cfg.callbacks.values()) else None
+    return ReportWriter(
+        info, folder, cfg.trackers, lambda text: sink.send(Notice(text)), forward, address_towards(job.receiver[0])
+    )
+
+
+def _position(session: Session) -> WorkerPosition:
+    topology, latest = session.context.topology, session.passes.latest
+    name, step = (latest.name, latest.step) if latest is not None else (None, 0)
+    return WorkerPosition(topology.rank, session.progress.epoch, name, step, gpu=topology.device.type == "cuda")
+
+
+def _started(groups: Mapping[str, Any], topology: Topology, sharded: tuple[str, ...]) -> WorkersStarted:
+    models = members(groups.get("models"), torch.nn.Module)
+    parameters = sum(item.numel() for model in models.values() for item in model.parameters())
+    on_cpu = topology.device.type == "cpu"
+    device = str(topology.device) if on_cpu else torch.cuda.get_device_name(topology.device)
+    return WorkersStarted(device, parameters, topology.world_size, sharded)
