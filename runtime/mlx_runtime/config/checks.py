@@ -35,10 +35,14 @@ class Checker:
     """Compares the values of a config with the parameters of constructors.
 
     Without `imports`, targets are not imported; `unseen` lists those that were not imported already, and are therefore
-    not checked. `variants` are the names that may replace a node, by its key.
+    not checked. `variants` are the names that may replace a node, by its key. `project` is False for the conf.yaml of a
+    run, which `bind` does not write.
     """
 
-    def __init__(self, *, imports: bool = True, variants: Mapping[str, Iterable[str]] | None = None) -> None:
+    def __init__(
+        self, *, imports: bool = True, variants: Mapping[str, Iterable[str]] | None = None, project: bool = True
+    ) -> None:
+        self._project = project
         self._object_at = object_at if imports else loaded_object_at
         self._variants = variants or {}
         self.unseen: list[str] = []
@@ -50,7 +54,8 @@ class Checker:
                 yield Problem(name, f"{name}: there is no such group.{suggest(name, wanted)}")
         for name, cls in wanted.items():
             if name not in tree:
-                yield Problem(name, f"{name}: missing; add it with: {commands()} bind")
+                cure = f"add it with: {commands()} bind" if self._project else "put a good copy of the file back"
+                yield Problem(name, f"{name}: missing; {cure}")
             elif name == "cfg" and isinstance(tree[name], dict) and self._is_callable(tree[name].get("_target_")):
                 own, rest = split_cfg(tree[name], base)
                 found = [*self._value(own, cls, name, path_of(cls)), *self._value(rest, base, name, path_of(base))]
@@ -158,7 +163,8 @@ class Checker:
             named = item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
             if named and item.default is MISSING and item.name not in node:
                 here = f"{key}.{item.name}"
-                text = f"{here}: missing, and {path} has no default for it; add it with: {commands()} bind"
+                cure = f"add it with: {commands()} bind" if self._project else f"add it with +{here}=..."
+                text = f"{here}: missing, and {path} has no default for it; {cure}"
                 yield Problem(here, text)
 
 

@@ -91,10 +91,11 @@ def check(experiment: type, composition: Composition, *, look: bool = False) -> 
     tree, unresolved, found, selection, path, title, project = composition
     classes, base, problems = groups(experiment), base_of(experiment), [*found]
     reported = {problem.key for problem in problems}
-    checker = Checker(imports=not look, variants=selection.variants.nodes)
+    own = project in (None, path)
+    checker = Checker(imports=not look, variants=selection.variants.nodes, project=own)
     for index, (key, _) in enumerate(problems):
         if checker.lacks(tree, key, base):
-            cure = f"run: {commands(path)} bind" if project in (None, path) else f"add it with +{key}=..."
+            cure = f"run: {commands(path)} bind" if own else f"add it with +{key}=..."
             problems[index] = Problem(key, f"{key} is newer than {title}, which does not have it yet; {cure}")
     problems += [problem for problem in checker.check(tree, classes, base) if problem.key not in reported]
     words = [text + _in(file) for file in (None, *selection.files) for text in ambiguous_words(file or path)]

@@ -320,6 +320,11 @@ FAILURES: dict[str, tuple[Callable[[Path], None] | None, tuple[str, ...], str]] 
         (),
         "run_001/conf.yaml: it is empty. Put a good copy back, or start a new run with cfg.restore_checkpoint_path=",
     ),
+    "half a config": (
+        lambda folder: (run_of(folder) / "conf.yaml").write_text("cfg:\n  _target_: src.experiment.TrainConfig\n"),
+        (),
+        "models: missing; put a good copy of the file back",
+    ),
     "no config any more": (
         lambda folder: (run_of(folder) / "conf.yaml").unlink(),
         (),
